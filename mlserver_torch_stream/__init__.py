@@ -1,0 +1,21 @@
+"""Token-by-token streaming of Hugging Face causal language models on MLServer.
+
+MLServer reloads this module each time it resolves ``implementation: mlserver_torch_stream.TorchStreamRuntime``
+(``importlib.reload``), so it holds nothing but lazy re-exports: no torch, no state, no patches.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.runtime import TorchStreamRuntime as TorchStreamRuntime
+
+__version__ = "0.1.0"
+__all__ = ["TorchStreamRuntime", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchStreamRuntime":
+        from mlserver_torch_stream.runtime import TorchStreamRuntime
+
+        return TorchStreamRuntime
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

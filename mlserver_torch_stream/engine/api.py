@@ -1,0 +1,78 @@
+"""What the rest of the project sees of an engine: submit prompts, read one stream of events, close it.
+
+Knows no tensor: the modules on either side of it meet here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJob:
+    """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
+
+    ``open``: more ids follow through ``TokenStream.extend``; decoding starts when ``TokenStream.seal`` is called.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    first_index: int = 0
+    open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of counters and gauges; counters only ever grow."""
+
+    running_rows: int = 0  # decoding now
+    waiting_jobs: int = 0  # queued, or in prefill
+    kv_cache_bytes: int = 0  # reserved by running and prefilling rows
+    kv_cache_budget: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled_sequences: int = 0
+    zombie_steps: int = 0  # rows decoded in a step that began after their stream was closed
+
+
+class TokenStream(Protocol):
+    """The events of one submit, in order within each sequence; ends after the last event of every sequence.
+
+    A reader that lags gets fewer, larger events (``TokenEvent.merge``): the engine never waits for it and the
+    mailbox never holds more than one event per sequence.
+    """
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
+
+    async def __anext__(self) -> TokenEvent: ...
+
+    def extend(self, prompt_ids: Sequence[int]) -> None:
+        """Appends ids to the (single, open) job; they are prefilled as they come."""
+
+    def seal(self, prompt_ids: Sequence[int]) -> None:
+        """Ends an open job with its whole prompt; what was prefilled and is no prefix of it is prefilled anew."""
+
+    def close(self) -> None:
+        """Cancels what still runs. Synchronous, idempotent, safe from any task: call it in a ``finally``."""
+
+
+class Engine(Protocol):
+    """A loaded model that generates. All methods are called on the event loop's thread."""
+
+    info: ModelInfo
+
+    def submit(self, jobs: Sequence[PromptJob]) -> TokenStream:
+        """Queues the jobs of one request.
+
+        Raises InvalidInput (a prompt that can never fit the context or the cache), QueueFull or NotServing.
+        """
+
+    def stats(self) -> EngineStats: ...
+
+    def shutdown(self) -> None:
+        """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""

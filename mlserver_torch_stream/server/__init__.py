@@ -1,0 +1,1 @@
+"""How stock MLServer is mended and extended. Never imports torch."""

@@ -1,0 +1,190 @@
+"""The vocabulary that every room shares: prompts, sampling parameters, requests, token events.
+
+Knows nothing of tensors, HTTP, gRPC or MLServer; it imports only the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended. The values are the wire's spelling."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class StreamMode(str, Enum):
+    """What several messages on one gRPC stream mean.
+
+    ``EACH``: every message is a generation of its own, run concurrently.
+    ``PROMPT``: the messages are pieces of one prompt, answered at half-close.
+    """
+
+    EACH = "each"
+    PROMPT = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Raw text, tokenized with the tokenizer's own special tokens (BOS and the like)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPrompt:
+    """Already tokenized ids, used as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template with a generation prompt.
+
+    ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they are.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How tokens are chosen and when a sequence ends, validated and resolved against the model's defaults.
+
+    Order of the transformations is that of transformers' ``generate``: penalties and biases, temperature, top-k,
+    top-p, min-p, typical-p. Log-probabilities are those of the raw logits, before any of it.
+    """
+
+    max_tokens: int | None = None  # None: as many as the context holds
+    min_tokens: int = 0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # over prompt and answer, as transformers
+    presence_penalty: float = 0.0  # over the answer, as OpenAI
+    frequency_penalty: float = 0.0  # over the answer, as OpenAI
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    eos_token_ids: tuple[int, ...] | None = None  # None: the model's own
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: bool = False
+    top_logprobs: int = 0
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """What the client asked to see in the reply, apart from the text."""
+
+    finish_reason: bool = True
+    num_input_tokens: bool = True
+    num_output_tokens: bool = True
+    cumulative_logprob: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    echo_prompt: bool = False  # unary only: text_output starts with the prompt
+    outputs: frozenset[str] | None = None  # None: all
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request of one client: B prompts, n sequences each, numbered prompt-major from 0 to B*n-1."""
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParameters = SamplingParameters()
+    reply: ReplyOptions = ReplyOptions()
+    stream: bool | None = None  # None: whatever the endpoint is
+    stream_mode: StreamMode = StreamMode.EACH
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one chosen token and of the most likely alternatives at its position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts and times of one finished sequence. Times are seconds since it was submitted."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one sequence has to say since its last event: any number of tokens, and on the last one why it ended.
+
+    ``text`` never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
+    ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
+    ``FinishReason.ERROR``.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: Exception | None = None
+
+    def merge(self, later: TokenEvent) -> TokenEvent:
+        """This event and a later one of the same sequence as one, for readers that lag."""
+        return TokenEvent(
+            index=self.index,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            cumulative_logprob=later.cumulative_logprob,
+            finish_reason=later.finish_reason,
+            usage=later.usage,
+            error=later.error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the protocol needs to know of a loaded model to validate a request.
+
+    ``default_sampling`` holds request-parameter names (``temperature``, ``max_tokens``, …) from the model's
+    generation config, overlaid by the settings'; it is the lowest level of precedence.
+    """
+
+    vocab_size: int
+    max_context: int  # tokens, prompt and answer together
+    max_rows: int  # rows in one batch; bounds n
+    has_chat_template: bool = False
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
