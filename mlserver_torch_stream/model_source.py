@@ -1,0 +1,76 @@
+"""Where a model's files are: what a ``uri`` or model name means.
+
+Knows nothing of how they are loaded, and never asks the network.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mlserver_torch_stream.errors import SettingsError
+
+EMBEDDED_SCHEME = "embedded://"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """One model: a folder with a ``config.json``, a GGUF file, a hub id, or the name of an embedded model."""
+
+    kind: Literal["folder", "gguf", "hub", "embedded"]
+    location: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.location).stem if self.kind == "gguf" else Path(self.location).name
+
+
+def find_path(path: str, source_folder: str | None) -> Path | None:
+    """The existing path that is meant: relative to the settings' folder first, then to the working directory."""
+    candidates = [Path(path).expanduser()]
+    if source_folder is not None:
+        candidates.insert(0, Path(source_folder, path))
+    return next((found.resolve() for found in candidates if found.exists()), None)
+
+
+def resolve_source(uri: str, source_folder: str | None = None) -> ModelSource:
+    """What ``uri`` names. Raises SettingsError where it names nothing."""
+    if uri.startswith(EMBEDDED_SCHEME):
+        return ModelSource("embedded", uri.removeprefix(EMBEDDED_SCHEME).strip("/"))
+    if uri.startswith("hf://"):
+        hub_id = uri.removeprefix("hf://").strip("/")
+        if not _HUB_NAME.fullmatch(hub_id):
+            raise SettingsError(f"parameters.uri: {uri!r} is no hub id; write hf://org/name")
+        return ModelSource("hub", hub_id)
+    if "://" in uri and not uri.startswith("file://"):
+        raise SettingsError(f"parameters.uri: unknown scheme in {uri!r}; known are embedded://, hf:// and file://")
+
+    plain = uri.removeprefix("file://")
+    found = find_path(plain, source_folder)
+    if found is None:
+        if _HUB_ID.fullmatch(plain) and not plain.endswith(".gguf"):
+            return ModelSource("hub", plain)
+        raise SettingsError(f"parameters.uri: no such file or folder: {plain}; a hub id is written org/name")
+    return _folder_source(found) if found.is_dir() else _file_source(found)
+
+
+def _file_source(path: Path) -> ModelSource:
+    if path.suffix != ".gguf":
+        raise SettingsError(f"parameters.uri: {path} is neither a folder nor a .gguf file")
+    return ModelSource("gguf", str(path))
+
+
+def _folder_source(folder: Path) -> ModelSource:
+    if (folder / "config.json").is_file():
+        return ModelSource("folder", str(folder))
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return ModelSource("gguf", str(files[0]))
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise SettingsError(f"parameters.uri: several .gguf files in folder {folder} ({names}): name one of them")
+    raise SettingsError(f"no model in folder {folder}: expected config.json or one .gguf file; set parameters.uri")

@@ -1,0 +1,265 @@
+"""A model's settings: one frozen, validated object, and where each of its values came from.
+
+Knows nothing of torch, MLServer's classes or how a model is loaded; it reads the file system only to find the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.model_source import ModelSource, find_path, resolve_source
+from mlserver_torch_stream.types import SamplingParameters
+
+ENV_PREFIX = "MLSERVER_MODEL_"
+ENV_EXTRA = "MLSERVER_MODEL_EXTRA"
+ENV_URI = "MLSERVER_MODEL_URI"
+ENV_CACHE = "MLSERVER_TORCH_STREAM_CACHE"
+SETTINGS_FILE = "model-settings.json"
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+
+
+def parse_bytes(value: Any) -> Any:
+    """``"4GiB"``, ``"512MB"`` or ``"1024"`` as a number of bytes; anything that is no string as it is."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is no amount of memory; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _number_keys(value: Any) -> Any:
+    """JSON has only string keys: ``{"0": "20GiB"}`` means device 0."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdigit() else key: item for key, item in value.items()}
+
+
+def _number_devices(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: int(item) if isinstance(item, str) and item.isdigit() else item for key, item in value.items()}
+
+
+def _known_sampling(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    known = [item.name for item in fields(SamplingParameters)]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"unknown request parameter {key!r}{_nearest(str(key), known)}")
+    try:
+        TypeAdapter(SamplingParameters).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+DeviceMap = Annotated[str | int | dict[str, str | int], BeforeValidator(_number_devices)]
+MaxMemory = Annotated[dict[str | int, str | int], BeforeValidator(_number_keys)]
+Sampling = Annotated[dict[str, Any], BeforeValidator(_known_sampling)]
+
+
+class EngineSettings(BaseModel):
+    """Everything that ``parameters.extra`` may hold.
+
+    Knows nothing of the host: None means that the loader or the engine derives the value and says so at load.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None  # folder, .gguf file, hub id or embedded://…; beats parameters.uri
+    revision: str | None = None
+    tokenizer: str | None = None  # folder or hub id; None: the model's own
+    chat_template: str | None = None  # a Jinja template, or the file that holds it
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device_map: DeviceMap | None = None
+    max_memory: MaxMemory | None = None
+    offload_folder: str | None = None
+    attn_implementation: str | None = None
+    quantization_config: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+    engine: Literal["auto", "batched", "serial"] = "auto"
+    max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
+    max_batch_rows: int = Field(default=32, gt=0)
+    max_queue: int = Field(default=256, gt=0)  # requests that wait; more are refused
+    prefill_chunk: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
+    kv_cache_memory: Bytes | None = None
+    threads: int | None = Field(default=None, gt=0)
+    default_sampling: Sampling = Field(default_factory=dict)
+    cache_dir: str | None = None  # converted GGUF files
+
+
+KNOWN_KEYS = tuple(EngineSettings.model_fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSettings:
+    """The settings, the model that they name, and for each key where its value came from."""
+
+    settings: EngineSettings
+    source: ModelSource
+    origins: Mapping[str, str]
+
+    @property
+    def cache_dir(self) -> Path:
+        assert self.settings.cache_dir is not None  # filled in by parse_settings
+        return Path(self.settings.cache_dir)
+
+
+def parse_settings(
+    uri: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    parameter_level_extras: Mapping[str, Any] | None = None,
+    source_folder: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ResolvedSettings:
+    """Validates what MLServer read from a model's settings and the environment, and finds the model.
+
+    ``uri`` and ``extra`` are ``ModelSettings.parameters``' (None where it has none: then the environment counts),
+    ``parameter_level_extras`` its ``model_extra``, ``source_folder`` the folder of ``model-settings.json`` if any.
+    Raises SettingsError, which names the key.
+    """
+    environ = os.environ if environ is None else environ
+    _refuse_misplaced(parameter_level_extras or {}, environ)
+    from_environment = _environment_extra(environ)
+    in_file = _file_parameters(source_folder)
+    values = dict(from_environment if extra is None else extra)
+
+    _refuse_unknown(values)
+    origins = dict.fromkeys(KNOWN_KEYS, "default")
+    file_keys = in_file.get("extra") or {}
+    for key in values:
+        if key in file_keys:
+            merged = key in from_environment and values[key] != file_keys[key]
+            origins[key] = f"{SETTINGS_FILE} and {ENV_EXTRA}" if merged else SETTINGS_FILE
+        else:
+            origins[key] = ENV_EXTRA if key in from_environment else "parameters.extra"
+
+    if values.get("model") is None:
+        if uri is None:
+            uri = environ.get(ENV_URI) or source_folder
+        if uri is None:
+            raise SettingsError(f"no model given: set parameters.uri in {SETTINGS_FILE}, or {ENV_URI}")
+        values["model"] = uri
+        origins["model"] = _uri_origin(uri, in_file, environ)
+    if values.get("cache_dir") is None:
+        values["cache_dir"], origins["cache_dir"] = _default_cache(environ)
+    _read_files(values, source_folder)
+    settings = _validate(values)
+    assert settings.model is not None
+    return ResolvedSettings(settings, resolve_source(settings.model, source_folder), origins)
+
+
+def _validate(values: Mapping[str, Any]) -> EngineSettings:
+    try:
+        return EngineSettings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        message = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"parameters.extra.{key}: {message}, got {values.get(key)!r}") from None
+
+
+def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
+    """Makes relative paths absolute and a template's file its text, in place."""
+    template = values.get("chat_template")
+    if isinstance(template, str) and "{" not in template:
+        path = find_path(template, source_folder)
+        if path is None or not path.is_file():
+            raise SettingsError(f"parameters.extra.chat_template: no such file: {template}")
+        values["chat_template"] = path.read_text(encoding="utf-8")
+    tokenizer = values.get("tokenizer")
+    if isinstance(tokenizer, str):
+        path = find_path(tokenizer, source_folder)
+        values["tokenizer"] = str(path) if path else tokenizer.removeprefix("hf://")
+
+
+def _nearest(key: str, known: list[str] | tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    for key in values:
+        if key not in KNOWN_KEYS:
+            raise SettingsError(f"parameters.extra: unknown key {key!r}{_nearest(str(key), KNOWN_KEYS)}")
+
+
+def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Names settings that stand where MLServer swallows or ignores them.
+
+    MLServer hands every line of a ``.env`` file to ``parameters`` too, in lower case and without its own prefix:
+    those are nobody's mistake unless they bear one of our names.
+    """
+    for variable in environ:
+        key = variable.removeprefix(ENV_PREFIX).lower()
+        if variable.startswith(ENV_PREFIX) and key in KNOWN_KEYS:
+            raise SettingsError(f"{variable} is not read: put {key!r} into {ENV_EXTRA}, as JSON")
+    from_dotenv = _dotenv_keys() if strays else frozenset()
+    for key in strays:
+        if key in KNOWN_KEYS:
+            raise SettingsError(f"parameters.{key}: belongs into parameters.extra.{key}")
+        if key not in from_dotenv:
+            raise SettingsError(f"parameters: unknown key {key!r}{_nearest(key, ('uri', 'extra', *KNOWN_KEYS))}")
+
+
+def _dotenv_keys() -> frozenset[str]:
+    try:
+        lines = Path(".env").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    names = (line.split("=")[0].strip().removeprefix("export ").strip().lower() for line in lines if "=" in line)
+    return frozenset(name.removeprefix(ENV_PREFIX.lower()) for name in names)
+
+
+def _environment_extra(environ: Mapping[str, str]) -> dict[str, Any]:
+    text = environ.get(ENV_EXTRA)
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{ENV_EXTRA}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SettingsError(f"{ENV_EXTRA}: must be a JSON object")
+    return value
+
+
+def _file_parameters(source_folder: str | None) -> dict[str, Any]:
+    """The ``parameters`` block as it stands in the file, to tell its values from the environment's."""
+    if source_folder is None:
+        return {}
+    try:
+        parameters = json.loads(Path(source_folder, SETTINGS_FILE).read_text(encoding="utf-8")).get("parameters")
+    except (OSError, ValueError):
+        return {}
+    return parameters if isinstance(parameters, dict) else {}
+
+
+def _uri_origin(uri: str, in_file: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    if in_file.get("uri") == uri:
+        return f"parameters.uri in {SETTINGS_FILE}"
+    return ENV_URI if environ.get(ENV_URI) == uri else "parameters.uri"
+
+
+def _default_cache(environ: Mapping[str, str]) -> tuple[str, str]:
+    if folder := environ.get(ENV_CACHE):
+        return folder, ENV_CACHE
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "mlserver-torch-stream"), "default"
