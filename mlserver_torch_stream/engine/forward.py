@@ -1,0 +1,59 @@
+"""One call of a model on new tokens over a row cache, whatever names and masks the model's forward takes.
+
+Knows nothing of requests or of sampling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.rows import RowCache
+
+
+class ModelForward:
+    """``forward(tokens, cache)``: tokens ``[rows][queries]`` in, the logits of each row's last token out.
+
+    Accelerate's hooks move the inputs to each layer's device; the cache allocates where a layer's keys are.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
+        self._takes_positions = "position_ids" in names
+        self._takes_mask = "attention_mask" in names
+        self._constant: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if "logits_to_keep" in names:
+            self._constant["logits_to_keep"] = 1
+        self.device = input_device(model)
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+        """Returns logits ``[rows, vocabulary]`` of the model's own dtype and counts the tokens in ``cache``."""
+        queries = len(tokens[0])
+        inputs: dict[str, Any] = {self._cache_name: cache.cache}
+        if self._takes_mask:
+            inputs["attention_mask"] = cache.mask(queries, self.device)
+        if self._takes_positions:
+            inputs["position_ids"] = cache.positions(queries, self.device)
+        try:
+            output = self._model(torch.tensor(tokens, device=self.device), **inputs, **self._constant)
+        except BaseException:
+            cache.rollback()
+            raise
+        cache.commit(queries)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model wants its token ids; an offloaded embedding is on ``meta`` and its hook knows."""
+    embedding = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type != "meta":
+        return device
+    return torch.device(getattr(getattr(embedding, "_hf_hook", None), "execution_device", None) or "cpu")

@@ -1,0 +1,215 @@
+"""The cache of a batch: rows that join, advance together and leave, over one cache layer of each kind.
+
+Knows nothing of requests, sampling or scheduling; a row is an index and a length in tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from mlserver_torch_stream.engine import states
+from mlserver_torch_stream.engine.slab import Columns, SlabLayer
+
+
+class UnsupportedCache(Exception):
+    """A layer keeps a state that cannot be batched here; the serial engine takes such models."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """What a row costs, in bytes: constant states, a column of every full layer, and of every windowed one."""
+
+    per_row: int
+    per_column: int
+    windows: tuple[tuple[int, int], ...] = ()  # (window in columns, bytes per column)
+
+    def of(self, rows: int, columns: int) -> int:
+        windowed = sum(min(columns, window_capacity(window)) * size for window, size in self.windows)
+        return rows * (self.per_row + columns * self.per_column + windowed)
+
+
+def window_capacity(window: int) -> int:
+    # Twice the window: what has left it is moved out once in `window` steps instead of at every step.
+    return 2 * window
+
+
+class CacheLayout:
+    """Which kind of cache each layer of a model has, read from its config as transformers' own caches read it."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._layers = DynamicCache(config=config).layers
+        for layer in self._layers:
+            known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+            if not known and isinstance(layer, CacheLayerMixin | LinearAttentionLayer):
+                raise UnsupportedCache(f"cache layers of type {type(layer).__name__} cannot be batched")
+
+    @property
+    def has_attention(self) -> bool:
+        return any(isinstance(layer, DynamicLayer) for layer in self._layers)
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
+
+    def build(self, columns: Columns, rows: int, capacity: int) -> Cache:
+        return Cache(layers=[self._layer(layer, columns, rows, capacity) for layer in self._layers])
+
+    @staticmethod
+    def _layer(layer: object, columns: Columns, rows: int, capacity: int) -> object:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            window = int(layer.sliding_window)
+            return SlabLayer(columns, rows, min(capacity, window_capacity(window)), window)
+        if isinstance(layer, DynamicLayer):
+            return SlabLayer(columns, rows, capacity)
+        return copy.deepcopy(layer)
+
+
+class RowCache:
+    """``len(lengths)`` rows of at most ``rows``, aligned at their newest token, in slabs of ``capacity`` columns."""
+
+    def __init__(self, layout: CacheLayout, rows: int = 1, capacity: int = 1) -> None:
+        self.layout = layout
+        self.columns = Columns()
+        self.cache = layout.build(self.columns, rows, capacity)
+        self.lengths: list[int] = []
+
+    @property
+    def slabs(self) -> list[SlabLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, SlabLayer)]
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """Rows and columns of the full-attention slabs."""
+        full = [slab for slab in self.slabs if slab.window is None]
+        return (full[0].rows, full[0].capacity) if full else (len(self.lengths), 0)
+
+    def begin_row(self) -> None:
+        """Adds the one row of an empty cache that a prefill fills."""
+        assert not self.lengths
+        self.lengths = [0]
+
+    def mask(self, queries: int, device: torch.device) -> torch.Tensor | None:
+        """``[rows, span + queries]``, 0 where a row is padded at its left; None where none is."""
+        span = self.columns.span
+        if not self.layout.has_attention or all(length == span for length in self.lengths):
+            return None
+        starts = torch.tensor([[span - length] for length in self.lengths], device=device)
+        return (torch.arange(span + queries, device=device) >= starts).long()
+
+    def positions(self, queries: int, device: torch.device) -> torch.Tensor:
+        """``[rows, queries]``: the position of each new token in its own sequence."""
+        lengths = torch.tensor([[length] for length in self.lengths], device=device)
+        return lengths + torch.arange(queries, device=device)
+
+    def commit(self, queries: int) -> None:
+        """Counts what a forward of ``queries`` tokens per row has written."""
+        self.columns.end += queries
+        self.lengths = [length + queries for length in self.lengths]
+        for slab in self.slabs:
+            slab.commit()
+
+    def rollback(self) -> None:
+        """Forgets what a forward that raised has written. States have no way back: ``layout.has_states``."""
+        for slab in self.slabs:
+            slab.commit()
+
+    def resize(self, rows: int, capacity: int) -> None:
+        for slab in self.slabs:
+            columns = capacity if slab.window is None else min(capacity, window_capacity(slab.window))
+            columns = max(columns, self.columns.end - slab.first_visible())
+            if slab.is_initialized:
+                slab.relocate(rows, columns, slab.first_visible())
+            slab.rows, slab.capacity = rows, columns
+
+    def join(self, source: RowCache, copies: int = 1) -> None:
+        """Appends the single row of ``source`` ``copies`` times; the slabs must have room for the rows."""
+        length = source.lengths[0]
+        first_row = len(self.lengths)
+        oldest = self.columns.end - length
+        self.columns.begin = min(self.columns.begin, oldest) if self.lengths else oldest
+        layers = self.cache.layers
+        for index, (target, given) in enumerate(zip(layers, source.cache.layers, strict=True)):
+            if isinstance(target, SlabLayer) and given.is_initialized:
+                self._join_slab(target, given, length, range(first_row, first_row + copies))
+            elif isinstance(target, LinearAttentionLayer):
+                layers[index] = states.join(target, given, copies)
+        self.lengths += [length] * copies
+
+    def _join_slab(self, target: SlabLayer, given: SlabLayer, length: int, rows: range) -> None:
+        if not target.is_initialized:
+            target.base = target.first_visible()
+            target.lazy_initialization(given.keys, given.values)
+        target.make_room(target.first_visible(), self.columns.end)
+        keys, values = given.read(0, length)
+        for row in rows:
+            target.write(row, keys, values)
+
+    def leave(self, leaving: set[int]) -> list[int]:
+        """Drops rows; the last ones fill the holes. Returns the old index of each row that is left, in new order."""
+        order = list(range(len(self.lengths)))
+        for row in sorted(leaving, reverse=True):
+            order[row] = order[-1]
+            order.pop()
+        layers = self.cache.layers
+        for index, layer in enumerate(layers):
+            if isinstance(layer, SlabLayer) and layer.is_initialized:
+                for target, source in enumerate(order):
+                    if source != target:
+                        layer.move_row(source, target)
+            elif isinstance(layer, LinearAttentionLayer):
+                layers[index] = states.pick(layer, order)
+        self.lengths = [self.lengths[source] for source in order]
+        if self.lengths:
+            self.columns.begin = self.columns.end - max(self.lengths)
+        return order
+
+    def clear_row(self, row: int) -> None:
+        """Zeroes what a failed row wrote, lest its NaNs reach the masked columns of a later one."""
+        for slab in self.slabs:
+            if slab.is_initialized:
+                slab.clear_row(row)
+
+    def extract(self, row: int, spare: int = 1) -> RowCache:
+        """A copy of one row as a cache of its own, with room for ``spare`` more columns."""
+        length = self.lengths[row]
+        twin = RowCache(self.layout, rows=1, capacity=length + spare)
+        layers = twin.cache.layers
+        twin.columns.end = length
+        for index, (target, given) in enumerate(zip(layers, self.cache.layers, strict=True)):
+            if isinstance(target, SlabLayer) and given.is_initialized:
+                target.base = target.first_visible()
+                target.lazy_initialization(given.keys, given.values)
+                target.write(0, *given.read(row, length))
+            elif isinstance(target, LinearAttentionLayer):
+                layers[index] = states.pick(given, [row])
+        twin.lengths = [length]
+        return twin
+
+    def cost(self) -> CacheCost:
+        """What a row of this model costs, read off a cache that has been written to."""
+        columns = {None: 0}
+        windows: dict[int, int] = {}
+        for slab in self.slabs:
+            if not slab.is_initialized:
+                continue
+            size = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (slab.keys, slab.values))
+            if slab.window is None:
+                columns[None] += size
+            else:
+                windows[slab.window] = windows.get(slab.window, 0) + size
+        constant = sum(
+            states.bytes_per_row(layer) for layer in self.cache.layers if isinstance(layer, LinearAttentionLayer)
+        )
+        return CacheCost(per_row=constant, per_column=columns[None], windows=tuple(sorted(windows.items())))

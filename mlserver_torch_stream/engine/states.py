@@ -1,0 +1,53 @@
+"""Rows of the cache layers whose state has no column per token: convolutions, recurrences, linear attention.
+
+Knows nothing of keys and values; every state tensor is ``[rows, ...]`` and rows are joined, picked and dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+_STATES = ("conv_states", "recurrent_states")
+
+
+def _slots(layer: LinearAttentionLayer) -> Iterator[tuple[dict[int, Any], int]]:
+    for name in _STATES:
+        states = getattr(layer, name)
+        for index, state in states.items():
+            if state is not None:
+                yield states, index
+
+
+def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearAttentionLayer:
+    """A layer of its own dictionaries and tensors, each tensor passed through ``change``."""
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(twin, name, dict(value))
+    for states, index in _slots(twin):
+        states[index] = change(states[index])
+    return twin
+
+
+def pick(layer: LinearAttentionLayer, rows: list[int]) -> LinearAttentionLayer:
+    """The given rows, in that order, as a layer of its own."""
+    return _mapped(layer, lambda state: state.index_select(0, torch.tensor(rows, device=state.device)))
+
+
+def join(target: LinearAttentionLayer, source: LinearAttentionLayer, copies: int) -> LinearAttentionLayer:
+    """``target`` with row 0 of ``source`` appended ``copies`` times."""
+    newcomers = pick(source, [0] * copies)
+    if not any(True for _ in _slots(target)):
+        return newcomers
+    for (states, index), (new_states, new_index) in zip(_slots(target), _slots(newcomers), strict=True):
+        new_states[new_index] = torch.cat([states[index], new_states[new_index]])
+    return newcomers
+
+
+def bytes_per_row(layer: LinearAttentionLayer) -> int:
+    return sum(states[i].numel() * states[i].element_size() // states[i].shape[0] for states, i in _slots(layer))
