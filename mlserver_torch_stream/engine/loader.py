@@ -1,0 +1,220 @@
+"""Loads a model and its tokenizer onto the devices that the settings name.
+
+Knows nothing of how tokens are generated. Blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mlserver_torch_stream.engine.embedded import find_embedded
+from mlserver_torch_stream.engine.gguf import converted_folder, load_gguf, load_gguf_tokenizer
+from mlserver_torch_stream.engine.host import Host
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
+
+logger = logging.getLogger(__name__)
+
+# Positions of models that know no limit (recurrent ones, alibi): they need a number for admission.
+UNLIMITED_CONTEXT = 32768
+# Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
+GPU_WEIGHT_SHARE = 0.7
+_LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to generate, and what its files say of how.
+
+    ``default_sampling`` has request-parameter names: what ``generation_config.json`` sets, overlaid by the settings'.
+    """
+
+    model: Any
+    tokenizer: Any
+    default_sampling: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    max_context: int
+    description: str
+
+
+def load_model(resolved: ResolvedSettings) -> LoadedModel:
+    """Loads what ``resolved`` names. Raises LoadFailed with one line that says why."""
+    settings, source = resolved.settings, resolved.source
+    gguf_file: Path | None = None
+    place = source.location
+    if source.kind in ("embedded", "gguf"):
+        gguf_file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+        folder = _attempt(str(gguf_file), lambda: converted_folder(gguf_file, resolved.cache_dir, settings.dtype))
+        if folder is not None:
+            gguf_file, place = None, str(folder)
+    name = source.name
+    tokenizer = _load_tokenizer(name, place, gguf_file, settings)
+    where = f" with device_map {settings.device_map!r}" if settings.device_map is not None else ""
+    model = _attempt(f"{name}{where}", lambda: _load_weights(place, gguf_file, settings))
+    model.eval()
+    model.requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        default_sampling={**generation_defaults(model.generation_config), **settings.default_sampling},
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        max_context=_max_context(model, settings),
+        description=describe(name, model, resolved),
+    )
+
+
+def set_threads(settings: EngineSettings, host: Host) -> int:
+    """Gives torch the settings' threads, else the container's share of the host's cores; says how many."""
+    threads = settings.threads or host.threads
+    torch.set_num_threads(threads)
+    return threads
+
+
+def generation_defaults(config: Any) -> dict[str, Any]:
+    """What a model's own generation config asks for, in request-parameter names.
+
+    transformers' defaults for what the file leaves out (top-k 50, …) are not the model's wishes. Without ``do_sample``
+    the model wants greedy decoding, and the other values would only take effect behind the user's back.
+    """
+    given = {key: value for key, value in config.to_diff_dict().items() if value is not None} if config else {}
+    defaults: dict[str, Any] = {}
+    if given.get("do_sample"):
+        defaults = {key: given[key] for key in _SAMPLED if key in given}
+        defaults.setdefault("temperature", 1.0)
+    if "repetition_penalty" in given:
+        defaults["repetition_penalty"] = given["repetition_penalty"]
+    if "max_new_tokens" in given:
+        defaults["max_tokens"] = given["max_new_tokens"]
+    return defaults
+
+
+def describe(name: str, model: Any, resolved: ResolvedSettings) -> str:
+    """One line: what is loaded, how large, where, and who said so."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+    dtype = str(model.dtype).removeprefix("torch.")
+    kind = model.config.model_type
+    origin = resolved.origins.get("model", "settings")
+    return f"{name} ({kind}, {size} parameters, {dtype}) on {_devices(model)}; model from {origin}"
+
+
+def _devices(model: Any) -> str:
+    device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+    names = [_device_name(device) for device in device_map.values()]
+    if len(set(names)) == 1:
+        return names[0]
+    layers = Counter(
+        _device_name(device) for module, device in device_map.items() if _LAYER.search(f".{module}")
+    )
+    return ", ".join(f"{device} ({layers[device]} layers)" for device in dict.fromkeys(names))
+
+
+def _device_name(device: Any) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else str(device)
+
+
+def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) -> Any:
+    options = _placement(settings)
+    if settings.attn_implementation is not None:
+        options["attn_implementation"] = settings.attn_implementation
+    if gguf_file is not None:
+        if settings.quantization_config is not None:
+            raise LoadFailed(f"quantization_config needs the converted {gguf_file.name}: set a writable cache_dir")
+        return load_gguf(gguf_file, settings.dtype, **options)
+    if settings.quantization_config is not None:
+        options["quantization_config"] = dict(settings.quantization_config)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        place,
+        revision=settings.revision or "main",
+        dtype=settings.dtype,
+        trust_remote_code=settings.trust_remote_code,
+        output_loading_info=True,
+        **options,
+    )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
+    return model
+
+
+def _placement(settings: EngineSettings) -> dict[str, Any]:
+    """Where the weights go: as the settings say, else onto the first GPU, spilling onto the next, else the CPU."""
+    options: dict[str, Any] = {}
+    if settings.device_map is not None:
+        options["device_map"] = settings.device_map
+    elif settings.max_memory is not None:
+        options["device_map"] = "auto"
+    elif torch.cuda.is_available():
+        options["device_map"] = "sequential"
+        options["max_memory"] = {
+            index: int(torch.cuda.mem_get_info(index)[0] * GPU_WEIGHT_SHARE)
+            for index in range(torch.cuda.device_count())
+        }
+    if settings.max_memory is not None:
+        options["max_memory"] = settings.max_memory
+    if settings.offload_folder is not None:
+        os.makedirs(settings.offload_folder, exist_ok=True)
+        options["offload_folder"] = settings.offload_folder
+    return options
+
+
+def _load_tokenizer(name: str, place: str, gguf_file: Path | None, settings: EngineSettings) -> Any:
+    def load() -> Any:
+        if gguf_file is not None and settings.tokenizer is None:
+            return load_gguf_tokenizer(gguf_file)
+        return AutoTokenizer.from_pretrained(
+            settings.tokenizer or place,
+            revision=(settings.revision if settings.tokenizer is None else None) or "main",
+            trust_remote_code=settings.trust_remote_code,
+        )
+
+    tokenizer = _attempt(settings.tokenizer or f"the tokenizer of {name}", load)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    return tokenizer
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    ids = list(own) if isinstance(own, list | tuple) else [own]
+    return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))
+
+
+def _max_context(model: Any, settings: EngineSettings) -> int:
+    config = model.config.get_text_config(decoder=True)
+    own = next((limit for key in _LIMITS if isinstance(limit := getattr(config, key, None), int)), None)
+    if own is None:
+        return settings.max_context or UNLIMITED_CONTEXT
+    if settings.max_context is not None and settings.max_context > own:
+        logger.warning("max_context %d is more than the model's %d positions: using %d", settings.max_context, own, own)
+    return min(own, settings.max_context or own)
+
+
+def _attempt(what: str, load: Callable[[], Any]) -> Any:
+    """Runs ``load``; any failure becomes one line that says what the user can do."""
+    try:
+        return load()
+    except LoadFailed as error:
+        raise LoadFailed(f"cannot load {what}: {error}") from None
+    except Exception as error:
+        raise LoadFailed(f"cannot load {what}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
+    return f"{sentence[:300]} ({type(error).__name__})" if sentence else type(error).__name__
