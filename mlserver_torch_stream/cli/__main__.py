@@ -1,0 +1,11 @@
+"""``python -m mlserver_torch_stream.cli``: the command, where its script is not on the path.
+
+Knows nothing but ``main``.
+"""
+
+import sys
+
+from mlserver_torch_stream.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The client against a scripted server: any chunking, any line end, and every way in which a stream can break."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mlserver_torch_stream import client
+from tests.cli.scripted import event, scripted_server
+
+_EVENTS = [event("Grü"), event("ße 🙂"), event("", finish="stop")]
+
+
+def _text(deltas: list[client.Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_events_survive_any_chunking_and_line_end(size: int, line_end: bytes) -> None:
+    body = b": ping\n\n".join(_EVENTS).replace(b"\n", line_end) + line_end
+    parser = client.EventParser()
+    found = [data for start in range(0, len(body), size) for data in parser.feed(body[start : start + size])]
+    assert len(found) == 3
+    assert "Grü" in found[0] and "ße 🙂" in found[1]
+
+
+def test_data_over_several_lines_is_one_event() -> None:
+    assert client.EventParser().feed(b"event: x\ndata: a\ndata:b\nid: 3\n\n") == ["a\nb"]
+
+
+def test_stream_yields_deltas_and_the_reason() -> None:
+    with scripted_server(_EVENTS) as server:
+        deltas = list(client.stream(server.url, "m", "Hello", max_tokens=3))
+    assert _text(deltas) == "Grüße 🙂"
+    assert deltas[-1].finish_reason == "stop" and deltas[-1].final
+    assert server.asked[0]["path"] == "/v2/models/m/generate_stream"
+    assert server.asked[0]["parameters"] == {"max_tokens": 3}
+    assert server.asked[0]["inputs"][0]["data"] == ["Hello"]
+
+
+def test_astream_yields_the_same() -> None:
+    async def collect(url: str) -> list[client.Delta]:
+        return [delta async for delta in client.astream(url, "m", messages=[{"role": "user", "content": "Hi"}])]
+
+    with scripted_server(_EVENTS) as server:
+        deltas = asyncio.run(collect(server.url))
+    assert _text(deltas) == "Grüße 🙂"
+    assert server.asked[0]["inputs"][0]["name"] == "messages"
+
+
+def test_a_stream_without_a_final_event_is_an_error() -> None:
+    with scripted_server(_EVENTS[:2]) as server, pytest.raises(client.ClientError, match="before its final event"):
+        list(client.stream(server.url, "m", "Hello"))
+
+
+def test_a_stream_that_breaks_is_an_error_after_its_deltas() -> None:
+    with scripted_server(_EVENTS[:2], truncate=True) as server:
+        deltas = client.stream(server.url, "m", "Hello")
+        assert next(deltas).text == "Grü" and next(deltas).text == "ße 🙂"
+        with pytest.raises(client.ClientError, match="broke"):
+            next(deltas)
+
+
+def test_a_stream_that_breaks_before_its_first_event_points_to_the_log() -> None:
+    with scripted_server([], truncate=True) as server, pytest.raises(client.ClientError, match="log"):
+        list(client.stream(server.url, "m", "Hello"))
+
+
+def test_a_refusal_carries_the_servers_status_and_reason() -> None:
+    body = b'{"error": "max_tokens: must be positive"}'
+    with scripted_server([body], status=422) as server, pytest.raises(client.ClientError) as caught:
+        list(client.stream(server.url, "m", "Hello"))
+    assert "422: max_tokens: must be positive" in str(caught.value)
+    assert caught.value.status == 422
+
+
+def test_an_error_in_the_stream_is_raised_with_its_reason() -> None:
+    script = [_EVENTS[0], event("", finish="error", error="it burned")]
+    with scripted_server(script) as server, pytest.raises(client.ClientError, match="it burned"):
+        list(client.stream(server.url, "m", "Hello"))
+
+
+def test_no_server_is_a_clear_error() -> None:
+    with scripted_server() as server:
+        url = server.url
+    with pytest.raises(client.ClientError, match=f"no server at {url}"):
+        list(client.stream(url, "m", "Hello"))
+
+
+@pytest.mark.parametrize("prompts", [{}, {"prompt": "a", "messages": []}])
+def test_exactly_one_prompt_source(prompts: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        list(client.stream("http://127.0.0.1:1", "m", **prompts))  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""A real ``mlserver start`` process on free ports, and what a test wants to ask it.
+
+Knows nothing of what the models answer; every wait here has a bound, and what was started is stopped by its pid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HOST = "127.0.0.1"
+PACKAGE_SPELLING = "mlserver_torch_stream.TorchStreamRuntime"
+MODULE_SPELLING = "mlserver_torch_stream.runtime.TorchStreamRuntime"
+_START_S = 180.0
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """One ``model-settings.json``."""
+
+    name: str
+    uri: str | None
+    implementation: str = PACKAGE_SPELLING
+    version: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> dict[str, Any]:
+        parameters: dict[str, Any] = {"extra": dict(self.extra)}
+        if self.uri is not None:
+            parameters["uri"] = self.uri
+        if self.version is not None:
+            parameters["version"] = self.version
+        return {"name": self.name, "implementation": self.implementation, "parameters": parameters}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its ports, its log, and its counters."""
+
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    log_path: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.http_port}"
+
+    @property
+    def grpc_target(self) -> str:
+        return f"{HOST}:{self.grpc_port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def counters(self, model: str) -> dict[str, float]:
+        """Our metrics of one model, by their name without its prefix."""
+        text = httpx.get(f"http://{HOST}:{self.metrics_port}/metrics", timeout=10).text
+        found = {}
+        for line in text.splitlines():
+            if line.startswith("torch_stream_") and f'model="{model}"' in line:
+                name = line.partition("{")[0].removeprefix("torch_stream_").removesuffix("_total")
+                found[name] = float(line.rpartition(" ")[2])
+        return found
+
+    def wait_for(
+        self, model: str, condition: Callable[[dict[str, float]], bool], seconds: float = 20.0
+    ) -> dict[str, float]:
+        """The first counters that meet the condition."""
+        end = time.monotonic() + seconds
+        while not condition(counters := self.counters(model)):
+            if time.monotonic() > end:
+                raise AssertionError(f"not within {seconds:.0f} s: {counters}")
+            time.sleep(0.02)
+        return counters
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def serve(
+    folder: Path,
+    models: Sequence[Model],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    ready: bool = True,
+) -> Iterator[Server]:
+    """Runs ``mlserver start folder``. ``settings`` None: no settings.json, the ports come from the environment.
+
+    ``ready`` false: yields at once, for servers that are expected to fail.
+    """
+    http_port, grpc_port, metrics_port = free_ports(3)
+    ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in models:
+        (folder / model.name).mkdir()
+        (folder / model.name / "model-settings.json").write_text(json.dumps(model.settings()))
+    if settings is not None:
+        (folder / "settings.json").write_text(json.dumps({**settings, **ports}))
+    server_environment = {f"MLSERVER_{key.upper()}": str(value) for key, value in ports.items()}
+    log_path = folder.parent / f"{folder.name}.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlserver.cli.main", "start", str(folder)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**_clean_environment(), **server_environment, **(environment or {})},
+        )
+    server = Server(http_port, grpc_port, metrics_port, log_path, process)
+    try:
+        if ready:
+            _wait_until_ready(server)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _clean_environment() -> dict[str, str]:
+    """The test's own environment without settings that would leak into the server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_MODEL_")}
+
+
+def _wait_until_ready(server: Server) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end:
+        if server.process.poll() is not None:
+            raise AssertionError(f"the server ended with {server.process.returncode}:\n{server.log}")
+        with suppress(httpx.TransportError):  # not listening yet
+            models = httpx.post(f"{server.url}/v2/repository/index", json={}, timeout=5).json()
+            if models and all(model["state"] == "READY" for model in models):
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the server was not ready within {_START_S:.0f} s:\n{server.log}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_STOP_S)
