@@ -1,0 +1,166 @@
+"""Draws a token from each row's filtered distribution: temperature, then top-k, top-p, min-p, typical-p.
+
+Knows nothing of penalties or log-probabilities. A row sorts only its best few logits; the rare row that needs more is
+drawn again among more of them, and in the end among all. The widths are fixed, so no row sees its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from transformers.generation.logits_process import TypicalLogitsWarper
+
+from mlserver_torch_stream.engine.noise import gumbel
+
+FAILED = -1  # no finite logit to choose
+_WIDER = -2  # the filters reach beyond the candidates
+_TAIL = -3  # an unfiltered row chose something beyond the candidates
+
+_HEAD = 128
+_WIDTHS = (_HEAD, 1024)
+_TAIL_COUNTER = 1 << 62  # a noise counter that is no token id
+
+
+class SampledRow(Protocol):
+    """What the draw needs to know of a row. 0 turns ``top_k`` and ``min_p`` off, 1 turns the other two off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+
+    @property
+    def noise_key(self) -> int: ...
+
+
+def draw(work: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
+    """One token id for each row, or ``FAILED``.
+
+    ``work``: float32 [n, V], adjusted logits before the temperature. The set that each filter keeps is transformers',
+    except that all values tied at a boundary are kept, so that it depends on nothing but the row.
+    """
+    vocab_size = work.shape[1]
+    chosen = [_WIDER] * len(rows)
+    for width in (*(w for w in _WIDTHS if w < vocab_size), vocab_size):
+        _resolve(work, rows, chosen, width)
+    tail = [i for i, token_id in enumerate(chosen) if token_id == _TAIL]
+    if tail:
+        _store(chosen, tail, _draw_tail(work[tail], [rows[i] for i in tail]))
+    return chosen
+
+
+def _resolve(work: torch.Tensor, rows: Sequence[SampledRow], chosen: list[int], width: int) -> None:
+    """Draws the open rows that may be decided by their ``width`` largest logits."""
+    everything = width == work.shape[1]
+    todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
+    if todo:
+        some = work if len(todo) == len(rows) else work[todo]
+        _store(chosen, todo, _draw_among(some, [rows[i] for i in todo], width))
+
+
+def _may_fit(row: SampledRow, width: int) -> bool:
+    if row.top_k:
+        return row.top_k < width
+    return row.typical_p >= 1.0 or row.top_p < 1.0 or row.min_p > 0.0
+
+
+def _unfiltered(row: SampledRow) -> bool:
+    return not row.top_k and row.top_p >= 1.0 and row.min_p <= 0.0 and row.typical_p >= 1.0
+
+
+def _store(chosen: list[int], where: list[int], ids: torch.Tensor) -> None:
+    for i, token_id in zip(where, ids.tolist(), strict=True):
+        chosen[i] = token_id
+
+
+def _draw_among(work: torch.Tensor, rows: Sequence[SampledRow], width: int) -> torch.Tensor:
+    """Token ids or markers, int64 [n], drawn among the ``width`` largest logits of each row."""
+    values, ids = work.topk(width, dim=-1)
+    top = values[:, :1]
+    temperature = _column(work, [row.temperature for row in rows])
+    scaled = (values - top) / temperature
+    weights = scaled.exp()
+    rest = _rest(work, rows, ids, top, temperature)
+    keep = scaled >= _floor(scaled, weights, rest, rows)
+    open_ended = keep[:, -1] & (scaled[:, -1] > -torch.inf) & (width < work.shape[1])
+    _keep_typical(keep, scaled, rows)
+
+    free = torch.tensor([_unfiltered(row) for row in rows], device=work.device)
+    if width < work.shape[1]:
+        head = values > values[:, -1:]  # values tied with the last candidate belong to the tail, whichever were picked
+        keep = torch.where(free[:, None], head, keep)
+        open_ended = open_ended & ~free
+    keys = [row.noise_key for row in rows]
+    scores = (scaled + gumbel(keys, ids)).masked_fill_(~keep, -torch.inf)
+    best, column = scores.max(dim=-1)
+    drawn = ids.gather(1, column[:, None])[:, 0]
+    if width < work.shape[1]:
+        beyond = rest + (weights * ~keep).sum(dim=-1)
+        drawn = torch.where(free & (_tail_score(keys, beyond) > best), _TAIL, drawn)
+    drawn = torch.where(open_ended, _WIDER, drawn)
+    return torch.where(top[:, 0].isfinite(), drawn, FAILED)
+
+
+def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _rest(
+    work: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    """Weight beyond the candidates, float32 [n], relative to the largest; zero for rows that need not know it."""
+    rest = torch.zeros(len(rows), device=work.device)
+    needing = [i for i, row in enumerate(rows) if not row.top_k and (row.top_p < 1.0 or _unfiltered(row))]
+    if not needing or ids.shape[1] == work.shape[1]:
+        return rest
+    if len(needing) < len(rows):
+        work, ids, top, temperature = work[needing], ids[needing], top[needing], temperature[needing]
+    weights = work.sub(top).div_(temperature).exp_().scatter_(1, ids, 0.0)
+    rest[needing] = weights.sum(dim=-1)
+    return rest
+
+
+def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+    """The smallest scaled logit that top-k, top-p and min-p keep, float32 [n, 1]; ``scaled`` is sorted, largest 0."""
+    floor = _column(scaled, [row.min_p for row in rows]).log_()
+    if any(row.top_k for row in rows):
+        last = torch.tensor([row.top_k - 1 for row in rows], device=scaled.device)[:, None]
+        kth = scaled.gather(1, last.clamp(0, scaled.shape[1] - 1))
+        kth = kth.masked_fill(last < 0, -torch.inf)
+        weights = weights * (scaled >= kth)
+        floor = torch.maximum(floor, kth)
+    if any(row.top_p < 1.0 for row in rows):
+        top_p = _column(scaled, [row.top_p for row in rows])
+        total = weights.sum(dim=-1, keepdim=True) + rest[:, None]
+        before = weights.cumsum(dim=-1) - weights
+        nucleus = ((before < top_p * total) & (weights > 0)).sum(dim=-1, keepdim=True)
+        last_kept = scaled.gather(1, (nucleus - 1).clamp_(min=0))
+        floor = torch.maximum(floor, last_kept.masked_fill_(top_p >= 1.0, -torch.inf))
+    return floor
+
+
+def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+    """Narrows ``keep`` in place for the rows that use typical-p."""
+    for i, row in enumerate(rows):
+        if row.typical_p < 1.0:
+            survivors = scaled[i : i + 1].masked_fill(~keep[i], -torch.inf)
+            kept = TypicalLogitsWarper(mass=row.typical_p)(None, survivors)
+            keep[i] &= kept[0] > -torch.inf
+
+
+def _tail_score(keys: list[int], weight: torch.Tensor) -> torch.Tensor:
+    """The perturbed log-weight of everything beyond the candidates taken as one choice, float32 [n]."""
+    counter = torch.tensor([_TAIL_COUNTER], device=weight.device)
+    return weight.log() + gumbel(keys, counter)[:, 0]
+
+
+def _draw_tail(work: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+    """Token ids, int64 [n], for unfiltered rows whose choice lies beyond the head."""
+    last = work.topk(_HEAD, dim=-1).values[:, -1:]
+    temperature = _column(work, [row.temperature for row in rows])
+    noise = gumbel([row.noise_key for row in rows], torch.arange(work.shape[1], device=work.device))
+    scores = (work - last).div_(temperature).add_(noise)
+    return scores.masked_fill_(work > last, -torch.inf).argmax(dim=-1)

@@ -1,0 +1,54 @@
+"""Stateless random numbers for sampling: Gumbel noise as a hash of (seed, sample, position, token id).
+
+Knows nothing of logits or requests. A row's noise depends on its own counters only, so it is the same alone, in any
+batch and on any device; the hash is splitmix64, whose finaliser passes the usual test batteries.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_SMALLEST = 2.0**-63
+_LARGEST = 1.0 - 2.0**-24  # the float32 below 1: log1p(-u) stays finite
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as two's complement, which is all that torch has."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> _SHIFTS[0])) * _MULTIPLIERS[0]) & _MASK
+    value = ((value ^ (value >> _SHIFTS[1])) * _MULTIPLIERS[1]) & _MASK
+    return value ^ (value >> _SHIFTS[2])
+
+
+def derive_key(key: int, part: int) -> int:
+    """A 64-bit key for ``part`` (any integer, taken modulo 2**64) below ``key``."""
+    return _mix((key ^ _mix(part + _GOLDEN)) + _GOLDEN)
+
+
+def gumbel(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise for each (key, id).
+
+    ``keys``: n integers of 64 bits. ``ids``: int64 [n, c], or [c] for the same ids in every row. Returns float32
+    [n, c].
+    """
+    column = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=ids.device)[:, None]
+    bits = (ids + 1) * _signed(_GOLDEN) + column
+    bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[0])).mul_(_signed(_MULTIPLIERS[0]))
+    bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[1])).mul_(_signed(_MULTIPLIERS[1]))
+    bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[2]))
+    # log1p of a small number keeps the resolution that rare tokens need; log of a number close to 1 would not.
+    uniform = _shift(bits, 1).float().mul_(_SMALLEST).clamp_(_SMALLEST, _LARGEST)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical right shift: torch's own copies the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

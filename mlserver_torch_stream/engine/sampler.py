@@ -1,0 +1,140 @@
+"""Chooses the next token of every row of a batch, and its log-probabilities.
+
+Knows nothing of sequences, text or the model: a row is its sampling state, its logits are a line of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlserver_torch_stream.engine.candidates import FAILED, draw
+from mlserver_torch_stream.engine.noise import derive_key
+from mlserver_torch_stream.engine.penalties import LogitAdjuster
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One chosen token; ``logprob`` is set for rows that ask for it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+class RowSampler:
+    """One sequence's sampling state.
+
+    ``eos_token_ids``: the ids that end this sequence, as resolved by the caller; ``seed``: any integer, taken modulo
+    2**64; ``sample_index``: which of the request's n sequences, so that they differ under one seed.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParameters,
+        *,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        sample_index: int,
+        bad_words_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        end_ids = params.stop_token_ids if params.ignore_eos else eos_token_ids + params.stop_token_ids
+        self.vocab_size = vocab_size
+        self.adjuster = LogitAdjuster(
+            params, prompt_ids=prompt_ids, vocab_size=vocab_size, end_ids=end_ids, bad_words_ids=bad_words_ids
+        )
+        self.greedy = params.greedy
+        self.temperature = params.temperature
+        self.top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+        self.top_p = min(params.top_p, 1.0)
+        self.min_p = params.min_p
+        self.typical_p = params.typical_p
+        self.wants_logprob = params.logprobs or params.top_logprobs > 0
+        self.top_logprobs = min(params.top_logprobs, vocab_size)
+        self._key = derive_key(derive_key(0, seed), sample_index)
+        self._position = 0
+
+    @property
+    def noise_key(self) -> int:
+        """The key of this position's random numbers."""
+        return derive_key(self._key, self._position)
+
+    def accept(self, token_id: int) -> None:
+        """Records a chosen token: call it once for each, in order."""
+        self._position += 1
+        self.adjuster.accept(token_id)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Choice | GenerationFailed]:
+    """The next token of each row, or why that row has none; ``rows`` are not changed (see ``RowSampler.accept``).
+
+    ``logits``: [B, V], any float dtype and device, with V at or above every row's ``vocab_size`` (what lies beyond is
+    padding and never chosen); left as they are. A row whose logits hold NaN, or nothing to choose, fails alone.
+    """
+    if not rows:
+        return []
+    vocab_size = rows[0].vocab_size
+    raw = logits[:, :vocab_size]
+    token_ids = _choose(_adjusted(raw, rows), rows)
+    logprobs = _logprobs(raw, rows, token_ids)
+    return [
+        Choice(token_id, logprob) if token_id != FAILED else GenerationFailed(_NOTHING_TO_CHOOSE)
+        for token_id, logprob in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+_NOTHING_TO_CHOOSE = "the logits of this sequence are not finite (NaN, infinity, or every token is excluded)"
+
+
+def _adjusted(raw: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+    """The logits as float32 after each row's own changes; a copy only where one is needed."""
+    work = raw.float()
+    changing = [i for i, row in enumerate(rows) if row.adjuster.active]
+    if changing and work.dtype == raw.dtype:
+        work = work.clone()
+    for i in changing:
+        rows[i].adjuster.apply(work[i])
+    return work
+
+
+def _choose(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
+    greedy = [i for i, row in enumerate(rows) if row.greedy]
+    if len(greedy) == len(rows):
+        return _argmax(work)
+    if not greedy:
+        return draw(work, rows)
+    sampled = [i for i, row in enumerate(rows) if not row.greedy]
+    chosen = dict(zip(greedy, _argmax(work[greedy]), strict=True))
+    chosen.update(zip(sampled, draw(work[sampled], [rows[i] for i in sampled]), strict=True))
+    return [chosen[i] for i in range(len(rows))]
+
+
+def _argmax(work: torch.Tensor) -> list[int]:
+    # max over float32 gives value and index in one pass; argmax of bf16 is 3 times slower on a CPU.
+    values, ids = work.max(dim=-1)
+    return _to_ints(torch.where(values.isfinite(), ids, FAILED))
+
+
+def _to_ints(ids: torch.Tensor) -> list[int]:
+    return [int(token_id) for token_id in ids.tolist()]
+
+
+def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampler], token_ids: list[int]) -> list[TokenLogprob | None]:
+    """Log-probabilities under the raw logits, for the rows that ask and have a token."""
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
+    if not asking:
+        return found
+    table = raw[asking].float().log_softmax(dim=-1)
+    chosen = torch.tensor([token_ids[i] for i in asking], device=raw.device)
+    own = table.gather(1, chosen[:, None])[:, 0].tolist()
+    top = table.topk(max(rows[i].top_logprobs for i in asking), dim=-1)
+    for i, logprob, ids, values in zip(asking, own, top.indices.tolist(), top.values.tolist(), strict=True):
+        pairs = tuple(zip(ids, values, strict=True))[: rows[i].top_logprobs]
+        found[i] = TokenLogprob(token_ids[i], logprob, pairs)
+    return found
