@@ -1,0 +1,105 @@
+"""Turns one sequence's token ids into text as they come, never splitting a character.
+
+Knows nothing of stop strings or events. It decodes a short window of recent tokens and compares it with what it has
+already given: works for any tokenizer, never raises on odd ids, and costs the same for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_PENDING_CHARS = 3  # the bytes of an unfinished character decode to at most so many replacement characters
+_CONTEXT = 4  # tokens kept before new ones: their text fixes the space in front of the next
+_WINDOW = 16  # tokens after which the window is cut back to its context
+_STUCK = 32  # tokens after which it is cut although its end is unfinished
+
+
+class Codec(Protocol):
+    """The part of TextCodec that is used here."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+
+class Detokenizer:
+    """The pieces of text that ``push`` and ``flush`` return join to the decode of all ids.
+
+    One exception: when bytes that tokenizers with byte fallback emit one by one turn out not to be UTF-8, what was
+    already complete stays as it was given, where a whole decode would replace the entire run.
+    """
+
+    def __init__(self, codec: Codec, skip_special_tokens: bool) -> None:
+        self._codec = codec
+        self._skip = skip_special_tokens
+        self._silent = codec.special_ids if skip_special_tokens else frozenset[int]()
+        self._window: list[int] = []
+        self._given = ""  # the text of the window that has been returned
+        self._complete = 0  # tokens of the window whose text has been returned entirely
+        self._cut = 0  # an earlier such count, where the window may be cut
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids complete; how ids are grouped into calls changes nothing in the sum."""
+        return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
+
+    def flush(self) -> str:
+        """What is left when the sequence ends: an unfinished character as its replacement."""
+        text = self._decode()
+        rest = text[len(self._given) :] if text.startswith(self._given) else self._after_complete()
+        self._window, self._given, self._complete, self._cut = [], "", 0, 0
+        return rest
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        if not text.startswith(self._given):
+            return self._restart() if self._broken(text) else ""
+        return self._give(text)
+
+    def _give(self, text: str) -> str:
+        """Returns what is new and certain in the window's text."""
+        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _PENDING_CHARS)
+        certain = max(len(text) - unfinished, len(self._given))
+        new = text[len(self._given) : certain]
+        self._given = text[:certain]
+        if certain == len(text):
+            self._mark_complete()
+        elif len(self._window) >= _STUCK:
+            self._trim(len(self._window) - 2 * _CONTEXT, unfinished)
+        return new
+
+    def _mark_complete(self) -> None:
+        self._complete = len(self._window)
+        if self._complete >= _WINDOW and self._cut:
+            self._trim(self._cut, 0)
+        elif self._complete >= _WINDOW - _CONTEXT and not self._cut:
+            self._cut = self._complete
+
+    def _trim(self, start: int, unfinished: int) -> None:
+        """Forgets the tokens before ``start``; the last ``unfinished`` characters are yet to be returned."""
+        text = self._codec.decode(self._window[start:], self._skip)
+        if not text and len(self._window) < _STUCK:
+            return  # a context without text would not keep the next token's leading space
+        self._window = self._window[start:]
+        self._given = text[: len(text) - unfinished]
+        self._complete = len(self._window) - unfinished
+        self._cut = 0
+
+    def _broken(self, text: str) -> bool:
+        """Whether text that was given can no longer come back by finishing a character."""
+        return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
+
+    def _restart(self) -> str:
+        """Starts a new window at the first token that has not been returned entirely."""
+        self._window = self._window[self._complete :]
+        self._given, self._complete, self._cut = "", 0, 0
+        return self._give(self._decode())
+
+    def _after_complete(self) -> str:
+        return self._codec.decode(self._window[self._complete :], self._skip)
+
+    def _decode(self) -> str:
+        return self._codec.decode(self._window, self._skip)
