@@ -1,0 +1,84 @@
+"""Checks a conversation: OpenAI-shaped messages whose parts become plain text, tools, template arguments.
+
+Knows nothing of where the messages come from, nor of any chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.values import is_text, shown
+
+# Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
+_RESERVED_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+def check_messages(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    """A non-empty list of messages, each with a role and content that is one string."""
+    if not isinstance(value, list) or not value:
+        raise InvalidInput(field, f"must be a non-empty list of messages, got {shown(value)}")
+    return tuple(_check_message(field, position, message) for position, message in enumerate(value))
+
+
+def check_tools(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(tool, dict) for tool in value):
+        raise InvalidInput(field, f"must be a non-empty list of JSON objects, got {shown(value)}")
+    return tuple(value)
+
+
+def check_template_arguments(field: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    reserved = sorted(_RESERVED_TEMPLATE_ARGUMENTS.intersection(value))
+    if reserved:
+        raise InvalidInput(field, f"may not set {', '.join(reserved)}")
+    return value
+
+
+def _check_message(field: str, position: int, message: Any) -> Mapping[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidInput(field, f"message {position} must be an object, got {shown(message)}")
+    role = message.get("role")
+    if not is_text(role) or not role:
+        raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
+    checked = dict(message)
+    calls = message.get("tool_calls")
+    if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
+        raise InvalidInput(field, f"tool_calls of message {position} must be a list of objects, got {shown(calls)}")
+    if message.get("content") is None and not calls:
+        raise InvalidInput(field, f"message {position} needs content")
+    checked["content"] = _content(field, position, message.get("content"))
+    return checked
+
+
+def _content(field: str, position: int, content: Any) -> str:
+    parts = content if isinstance(content, list) else ["" if content is None else content]
+    return "".join(_part(field, position, part) for part in parts)
+
+
+def _part(field: str, position: int, part: Any) -> str:
+    if isinstance(part, dict):
+        kind = part.get("type")
+        if kind != "text":
+            raise InvalidInput(field, f"message {position} has a part of type {shown(kind)}; only text is implemented")
+        part = part.get("text")
+    if not is_text(part):
+        raise InvalidInput(field, f"content of message {position} must be text, got {shown(part)}")
+    return str(part)

@@ -1,0 +1,91 @@
+"""Builds OpenAI's chat.completion and chat.completion.chunk objects.
+
+Knows nothing of how they travel, and no tokenizer: a token is named ``token_id:<id>``, as vLLM can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.protocol.tally import Tally
+from mlserver_torch_stream.types import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sequence's answer, or a part of it."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: Sequence[TokenLogprob] | None = None  # None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """What all the objects of one request have in common. ``created`` is in seconds since the epoch."""
+
+    request_id: str
+    model: str
+    created: int
+
+    def whole(self, choices: Sequence[Choice], tally: Tally) -> dict[str, Any]:
+        return {
+            **self._head("chat.completion"),
+            "choices": [
+                _choice(choice, "message", {"role": "assistant", "content": choice.text}) for choice in choices
+            ],
+            "usage": _usage(tally),
+        }
+
+    def chunk(self, choice: Choice, *, first: bool, usage: Tally | None) -> dict[str, Any]:
+        """``first``: the choice's first chunk; ``usage``: given on the request's last."""
+        delta = _message(choice) if first else {"content": choice.text}
+        head = {**self._head("chat.completion.chunk"), "choices": [_choice(choice, "delta", delta)]}
+        return head if usage is None else {**head, "usage": _usage(usage)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+def _message(choice: Choice) -> dict[str, str]:
+    return {"role": "assistant", "content": choice.text}
+
+
+def _choice(choice: Choice, key: str, value: dict[str, str]) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        key: value,
+        "logprobs": None if choice.logprobs is None else {"content": [_logprob(entry) for entry in choice.logprobs]},
+        "finish_reason": choice.finish_reason.value if choice.finish_reason is not None else None,
+    }
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    top = [_named(token_id, logprob) for token_id, logprob in entry.top]
+    return {**_named(entry.token_id, entry.logprob), "top_logprobs": top}
+
+
+def _named(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry: OpenAI writes -9999.0 for impossible tokens."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def _usage(tally: Tally) -> dict[str, int]:
+    return {
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
+        "total_tokens": tally.prompt_tokens + tally.completion_tokens,
+    }

@@ -1,0 +1,238 @@
+"""The table of request parameters, and how levels of them become one set of sampling parameters.
+
+Knows nothing of MLServer's types: a level is names and values, whatever carried them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol import values
+from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.types import ModelInfo, SamplingParameters
+
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One request parameter: its spellings, how it is read, where it goes.
+
+    ``field``: the field of SamplingParameters it fills, None when it is not that simple.
+    ``tensor``: the datatype it has when it comes as an input tensor, None when it cannot.
+    """
+
+    name: str
+    read: values.Reader
+    aliases: tuple[str, ...] = ()
+    field: str | None = None
+    tensor: str | None = None
+    several: bool = False  # as a tensor it may have more than one element
+
+
+def _sampling(
+    name: str, read: values.Reader, *aliases: str, tensor: str | None = None, several: bool = False
+) -> Parameter:
+    return Parameter(name, read, aliases, name, tensor, several)
+
+
+def _flag(name: str) -> Parameter:
+    return Parameter(name, values.boolean, tensor="BOOL")
+
+
+def _parallel_tool_calls(value: Any, info: ModelInfo) -> bool:
+    if not values.boolean(value, info):
+        raise ValueError("false is not implemented")
+    return True
+
+
+def _tool_choice(value: Any, info: ModelInfo) -> str:
+    if value not in ("auto", "none"):
+        raise ValueError(f"only auto and none are implemented, got {values.shown(value)}")
+    return str(value)
+
+
+def _stream_mode(value: Any, info: ModelInfo) -> str:
+    if value == "session":
+        raise ValueError("session is not implemented")
+    return str(values.one_of("each", "prompt")(value, info))
+
+
+PARAMETERS: tuple[Parameter, ...] = (
+    _sampling("max_tokens", values.integer(1), "max_new_tokens", "max_completion_tokens", tensor="INT64"),
+    _sampling("min_tokens", values.integer(0)),
+    _sampling("temperature", values.number(0, 100), tensor="FP32"),
+    _sampling("top_p", values.number(0, 1, above_low=True), tensor="FP32"),
+    _sampling("top_k", values.top_k, tensor="INT64"),
+    _sampling("min_p", values.number(0, 1)),
+    _sampling("typical_p", values.number(0, 1, above_low=True)),
+    _sampling("repetition_penalty", values.number(0, 100, above_low=True)),
+    _sampling("presence_penalty", values.number(-2, 2)),
+    _sampling("frequency_penalty", values.number(-2, 2)),
+    _sampling("logit_bias", values.logit_bias),
+    _sampling("bad_words", values.strings(MAX_BAD_WORDS), tensor="BYTES", several=True),
+    _sampling("stop", values.strings(MAX_STOP_STRINGS), "stop_words", tensor="BYTES", several=True),
+    _sampling("stop_token_ids", values.token_ids),
+    _sampling("include_stop_str_in_output", values.boolean),
+    Parameter("eos_token_id", values.token_ids, ("eos_token_ids",), field="eos_token_ids"),
+    _sampling("ignore_eos", values.boolean),
+    _sampling("seed", values.seed, "random_seed", tensor="INT64"),
+    _sampling("n", values.row_count),
+    Parameter("logprobs", values.logprobs),
+    Parameter("top_logprobs", values.integer(0, 20)),
+    _sampling("skip_special_tokens", values.boolean),
+    Parameter("chat_template_kwargs", values.json_object),
+    Parameter("tool_choice", _tool_choice, tensor="BYTES"),
+    Parameter("parallel_tool_calls", _parallel_tool_calls, tensor="BYTES"),
+    Parameter("stream_mode", _stream_mode),
+    Parameter("echo", values.boolean),
+    _flag("stream"),
+    _flag("exclude_input_in_output"),
+    _flag("return_finish_reason"),
+    _flag("return_cumulative_logprob"),
+    _flag("return_logprobs"),
+    _flag("return_token_ids"),
+    _flag("return_num_input_tokens"),
+    _flag("return_num_output_tokens"),
+)
+
+_BY_SPELLING: Mapping[str, Parameter] = {
+    spelling: parameter for parameter in PARAMETERS for spelling in (parameter.name, *parameter.aliases)
+}
+TENSORS: Mapping[str, Parameter] = {name: parameter for name, parameter in _BY_SPELLING.items() if parameter.tensor}
+
+_SAMPLING = "sampling_parameters"
+_BODIES = ("llm_parameters", "kwargs")
+SILENT = frozenset({"headers", "content_type", "binary_data_output"})
+# What an OpenAI body may also hold and no token depends on; usage is always sent, so stream_options asks for nothing.
+_SILENT_IN_BODY = frozenset(
+    {"model", "user", "metadata", "store", "stream_options", "safety_identifier", "prompt_cache_key"}
+)
+_MEANS_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that was read, with the spelling its sender used."""
+
+    spelling: str
+    value: Any
+
+
+Merged = Mapping[str, Given]
+
+
+def merge_parameters(
+    request: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], sampling_tensor: str | None, info: ModelInfo
+) -> Merged:
+    """All that a request says, by canonical name, the most specific level winning.
+
+    ``request`` are its parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of the tensor
+    ``sampling_parameters``. Every level is validated, also where a higher one hides it.
+    """
+    sampling = [
+        *_object_pairs(_SAMPLING, sampling_tensor, info),
+        *_object_pairs(_SAMPLING, request.get(_SAMPLING), info),
+    ]
+    bodies = [pair for name in _BODIES for pair in _object_pairs(name, request.get(name), info)]
+    body = [(key, value) for key, value in bodies if key not in _SILENT_IN_BODY]
+    own = [(key, value) for key, value in request.items() if key not in (_SAMPLING, *_BODIES, *SILENT)]
+    _refuse_null(own)
+    merged: dict[str, Given] = {}
+    for level in (body, own, tensors, sampling):
+        merged.update(_read_level(level, info))
+    return merged
+
+
+def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = False) -> SamplingParameters:
+    """What a request asks for, over the model's defaults. ``need_logprobs``: its reply cannot do without them."""
+    default = read_defaults(info)
+    effective = {**default, **given}
+    fields = {
+        parameter.field: effective[parameter.name].value
+        for parameter in PARAMETERS
+        if parameter.field is not None and parameter.name in effective
+    }
+    fields["temperature"] = _temperature(given, default, info)
+    fields["logprobs"], fields["top_logprobs"] = _logprobs(effective, need_logprobs)
+    sampling = SamplingParameters(**fields)
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidInput(effective["min_tokens"].spelling, f"must be at most max_tokens ({sampling.max_tokens})")
+    return sampling
+
+
+def read_defaults(info: ModelInfo) -> Merged:
+    """The model's default sampling, validated; ``load`` calls it once so that no request finds it wrong."""
+    pairs = [(key, value) for key, value in info.default_sampling.items() if key != "do_sample"]
+    try:
+        return _read_level(pairs, info)
+    except InvalidInput as err:
+        raise InvalidInput("default_sampling", err.message) from None
+
+
+def read(parameter: Parameter, spelling: str, value: Any, info: ModelInfo) -> Any:
+    try:
+        return parameter.read(value, info)
+    except ValueError as err:
+        raise InvalidInput(spelling, str(err)) from None
+
+
+def _object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
+    if value is None:
+        return []
+    try:
+        return list(values.json_object(value, info).items())
+    except ValueError as err:
+        raise InvalidInput(name, str(err)) from None
+
+
+def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
+    """MLServer turns every gRPC parameter it cannot represent, such as a double, into null."""
+    for key, value in pairs:
+        if value is None and key in _BY_SPELLING:
+            raise InvalidInput(key, "has no value; over gRPC a fractional number must be sent as a string")
+
+
+def _read_level(pairs: Sequence[tuple[str, Any]], info: ModelInfo) -> dict[str, Given]:
+    """One level by canonical name; null means not given, as in OpenAI's API."""
+    level: dict[str, Given] = {}
+    for spelling, value in pairs:
+        parameter = _BY_SPELLING.get(spelling)
+        if parameter is None:
+            refuse(spelling, value, _BY_SPELLING)
+        elif value is not None:
+            result = read(parameter, spelling, value, info)
+            earlier = level.setdefault(parameter.name, Given(spelling, result))
+            if earlier.value != result:
+                raise InvalidInput(spelling, _differing(earlier.spelling, spelling))
+    return level
+
+
+def _differing(one: str, other: str) -> str:
+    return "given twice with different values" if one == other else f"contradicts {one}, which is the same parameter"
+
+
+def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
+    """Greedy unless the request, or else the model's default, means sampling."""
+    if "temperature" in given:
+        return float(given["temperature"].value)
+    usual = float(default["temperature"].value) if "temperature" in default else 1.0
+    if any(name in given for name in _MEANS_SAMPLING):
+        return usual if usual > 0 else 1.0
+    return usual if info.default_sampling.get("do_sample") else 0.0
+
+
+def _logprobs(effective: Mapping[str, Given], needed: bool) -> tuple[bool, int]:
+    wanted, counted = effective["logprobs"].value if "logprobs" in effective else (False, None)
+    if "top_logprobs" not in effective:
+        return wanted or needed, counted or 0
+    top = effective["top_logprobs"]
+    if counted is not None and counted != top.value:
+        raise InvalidInput(top.spelling, f"contradicts {effective['logprobs'].spelling}")
+    if top.value and not (wanted or needed):
+        raise InvalidInput(top.spelling, "needs logprobs")
+    return wanted or needed, int(top.value)

@@ -1,0 +1,65 @@
+"""Counts what a request's sequences have used, and knows when the last of them has ended.
+
+Knows nothing of how the counts are spelled in a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlserver_torch_stream.types import GenerationRequest, TokenEvent, Usage
+
+
+class Tally:
+    """The usages of one request's sequences, filled in by their last events."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._per_prompt = request.sampling.n
+        self._usages: list[Usage | None] = [None] * (len(request.prompts) * request.sampling.n)
+        self._open = set(range(len(self._usages)))
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """The sequences whose last event has not been noted."""
+        return sorted(self._open)
+
+    def note(self, event: TokenEvent) -> bool:
+        """True when this event is the very last of the request."""
+        if event.finish_reason is None:
+            return False
+        self._open.remove(event.index)
+        self._usages[event.index] = event.usage
+        return not self._open
+
+    @property
+    def prompt_tokens_each(self) -> list[int]:
+        """For each prompt; 0 for one none of whose sequences was counted."""
+        sizes = [usage.num_input_tokens if usage is not None else 0 for usage in self._usages]
+        return [max(sizes[start : start + self._per_prompt]) for start in range(0, len(sizes), self._per_prompt)]
+
+    @property
+    def completion_tokens_each(self) -> list[int]:
+        """For each sequence, prompt-major."""
+        return [usage.num_output_tokens if usage is not None else 0 for usage in self._usages]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self.prompt_tokens_each)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self.completion_tokens_each)
+
+    @property
+    def ttft_ms(self) -> int:
+        """Until the request's first token, of whichever sequence."""
+        return self._earliest([usage.ttft_s for usage in self._usages if usage is not None])
+
+    @property
+    def queue_ms(self) -> int:
+        """Until the first of the request's sequences began."""
+        return self._earliest([usage.queue_s for usage in self._usages if usage is not None])
+
+    @staticmethod
+    def _earliest(seconds: list[float]) -> int:
+        return round(min(seconds, default=0.0) * 1000)

@@ -1,0 +1,214 @@
+"""Encodes token events as V2 responses: one each for a stream, or all of them folded into one.
+
+Knows nothing of where events come from nor of who sends the responses; BYTES are bytes, as gRPC needs and REST takes.
+"""
+
+from __future__ import annotations
+
+import orjson
+from mlserver.types import InferenceResponse, ResponseOutput
+
+from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.chat_completion import ChatCompletion, Choice, finite
+from mlserver_torch_stream.protocol.tally import Tally
+from mlserver_torch_stream.protocol.v2_outputs import logprobs_json, output, response, shown_outputs, totals
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, TextPrompt, TokenEvent, TokenLogprob
+
+
+class StreamReply:
+    """The responses of one streamed request: every event of its sequences, in order, becomes one of them.
+
+    ``created`` is in seconds since the epoch; only Seldon-spelled requests show it. ``request_index`` is given when
+    several requests share a stream.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        model_name: str,
+        model_version: str | None = None,
+        *,
+        created: int = 0,
+        request_index: int | None = None,
+    ) -> None:
+        self._request_id = request.request_id
+        self._model_name = model_name
+        self._model_version = model_version
+        self._request_index = request_index
+        self._tally = Tally(request)
+        self._shown = shown_outputs(request.reply)
+        self._logprobs = request.sampling.logprobs
+        self._chat = ChatCompletion(request.request_id, model_name, created)
+        self._begun: set[int] = set()
+        self._responses = 0
+
+    @property
+    def finished(self) -> bool:
+        """True once the final response has been made."""
+        return not self._tally.unfinished
+
+    def encode(self, event: TokenEvent) -> InferenceResponse:
+        final = self._tally.note(event)
+        outputs = self._text_outputs(event)
+        outputs += self._token_outputs(event)
+        if event.finish_reason is not None:
+            outputs += self._last_outputs(event, event.finish_reason)
+        if names.OUTPUT_ALL in self._shown:
+            outputs.append(self._chunk(event, final))
+        self._begun.add(event.index)
+        return response(
+            self._model_name, self._model_version, self._request_id, self._parameters(event.index, final), outputs
+        )
+
+    def abandon(self, reason: FinishReason) -> list[InferenceResponse]:
+        """Ends every sequence that has not ended, so that the request has its final response; [] if it has."""
+        return [self.encode(TokenEvent(index=index, finish_reason=reason)) for index in self._tally.unfinished]
+
+    def _parameters(self, index: int, final: bool) -> dict[str, str | int | bool]:
+        parameters: dict[str, str | int | bool] = {
+            "request_id": self._request_id,
+            "index": index,
+            "chunk_index": self._responses,
+            "triton_final_response": final,
+        }
+        self._responses += 1
+        if self._request_index is not None:
+            parameters["request_index"] = self._request_index
+        if final:
+            parameters.update(totals(self._tally))
+        return parameters
+
+    def _text_outputs(self, event: TokenEvent) -> list[ResponseOutput]:
+        text = event.text.encode()
+        outputs = [output(names.TEXT_OUTPUT, [text])] if names.TEXT_OUTPUT in self._shown else []
+        for name, value in ((names.ROLE, b"assistant"), (names.CONTENT, text), (names.TYPE, b"text")):
+            if name in self._shown:
+                outputs.append(output(name, [value]))
+        return outputs
+
+    def _token_outputs(self, event: TokenEvent) -> list[ResponseOutput]:
+        outputs = []
+        if names.TOKEN_IDS in self._shown and event.token_ids:
+            outputs.append(output(names.TOKEN_IDS, list(event.token_ids)))
+        if names.LOGPROBS in self._shown and event.logprobs:
+            outputs.append(output(names.LOGPROBS, [logprobs_json(event.logprobs)]))
+        if names.CUMULATIVE_LOGPROB in self._shown and event.cumulative_logprob is not None:
+            outputs.append(output(names.CUMULATIVE_LOGPROB, [finite(event.cumulative_logprob)]))
+        return outputs
+
+    def _last_outputs(self, event: TokenEvent, reason: FinishReason) -> list[ResponseOutput]:
+        outputs = []
+        if names.FINISH_REASON in self._shown:
+            outputs.append(output(names.FINISH_REASON, [reason.value.encode()]))
+        if event.usage is not None and names.NUM_INPUT_TOKENS in self._shown:
+            outputs.append(output(names.NUM_INPUT_TOKENS, [event.usage.num_input_tokens]))
+        if event.usage is not None and names.NUM_OUTPUT_TOKENS in self._shown:
+            outputs.append(output(names.NUM_OUTPUT_TOKENS, [event.usage.num_output_tokens]))
+        return outputs
+
+    def _chunk(self, event: TokenEvent, final: bool) -> ResponseOutput:
+        logprobs = event.logprobs if self._logprobs else None
+        choice = Choice(event.index, event.text, event.finish_reason, logprobs)
+        chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=self._tally if final else None)
+        return output(names.OUTPUT_ALL, [orjson.dumps(chunk)])
+
+
+class _Answer:
+    """What one sequence has said so far."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        self.texts.append(event.text)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.finish_reason = event.finish_reason
+        if event.cumulative_logprob is not None:
+            self.cumulative_logprob = event.cumulative_logprob
+
+
+class UnaryReply:
+    """The one response of a request that is answered at once: add every event, then ask for the response."""
+
+    def __init__(
+        self, request: GenerationRequest, model_name: str, model_version: str | None = None, *, created: int = 0
+    ) -> None:
+        self._request = request
+        self._model_name = model_name
+        self._model_version = model_version
+        self._tally = Tally(request)
+        self._answers = [_Answer() for _ in self._tally.unfinished]
+        self._chat = ChatCompletion(request.request_id, model_name, created)
+
+    @property
+    def finished(self) -> bool:
+        return not self._tally.unfinished
+
+    def add(self, event: TokenEvent) -> None:
+        self._tally.note(event)
+        self._answers[event.index].add(event)
+
+    def abandon(self, reason: FinishReason) -> None:
+        """Ends every sequence that has not ended, with the text it has."""
+        for index in self._tally.unfinished:
+            self.add(TokenEvent(index=index, finish_reason=reason))
+
+    def response(self) -> InferenceResponse:
+        assert self.finished, "a unary reply is asked for before its last event"
+        shown = shown_outputs(self._request.reply)
+        outputs = [tensor for tensor in (*self._outputs(), *self._chat_outputs()) if tensor.name in shown]
+        parameters: dict[str, str | int | bool] = {
+            "request_id": self._request.request_id,
+            "chunk_index": 0,
+            "triton_final_response": True,
+            **totals(self._tally),
+        }
+        return response(self._model_name, self._model_version, self._request.request_id, parameters, outputs)
+
+    def _outputs(self) -> list[ResponseOutput]:
+        answers = self._answers
+        reasons = [answer.finish_reason.value.encode() for answer in answers if answer.finish_reason is not None]
+        return [
+            output(names.TEXT_OUTPUT, [text.encode() for text in self._texts()]),
+            output(names.FINISH_REASON, reasons),
+            output(names.NUM_INPUT_TOKENS, self._tally.prompt_tokens_each),
+            output(names.NUM_OUTPUT_TOKENS, self._tally.completion_tokens_each),
+            output(names.CUMULATIVE_LOGPROB, [finite(answer.cumulative_logprob) for answer in answers]),
+            output(names.LOGPROBS, [logprobs_json(answer.logprobs) for answer in answers]),
+            self._token_ids(),
+        ]
+
+    def _texts(self) -> list[str]:
+        answers = ["".join(answer.texts) for answer in self._answers]
+        if not self._request.reply.echo_prompt:
+            return answers
+        prompts = [prompt.text if isinstance(prompt, TextPrompt) else "" for prompt in self._request.prompts]
+        return [prompts[index // self._request.sampling.n] + text for index, text in enumerate(answers)]
+
+    def _token_ids(self) -> ResponseOutput:
+        """[S] for one sequence; [B·n, longest] for several, the shorter ones filled up with -1."""
+        rows = [answer.token_ids for answer in self._answers]
+        longest = max(len(row) for row in rows)
+        filled = [token_id for row in rows for token_id in (*row, *[-1] * (longest - len(row)))]
+        return output(names.TOKEN_IDS, filled, [longest] if len(rows) == 1 else [len(rows), longest])
+
+    def _chat_outputs(self) -> list[ResponseOutput]:
+        if not self._request.reply.chat_tensors:
+            return []
+        texts = ["".join(answer.texts) for answer in self._answers]
+        wanted = self._request.sampling.logprobs
+        choices = [
+            Choice(index, text, answer.finish_reason, answer.logprobs if wanted else None)
+            for index, (text, answer) in enumerate(zip(texts, self._answers, strict=True))
+        ]
+        return [
+            output(names.ROLE, [b"assistant"] * len(texts)),
+            output(names.CONTENT, [text.encode() for text in texts]),
+            output(names.TYPE, [b"text"] * len(texts)),
+            output(names.OUTPUT_ALL, [orjson.dumps(self._chat.whole(choices, self._tally))]),
+        ]

@@ -1,0 +1,151 @@
+"""Decodes a V2 inference request into a GenerationRequest, or says which field is wrong.
+
+Knows nothing of the transport: a request from REST and one from gRPC are decoded by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlserver.types import InferenceRequest, RequestOutput
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.parameters import TENSORS, Merged, merge_parameters, resolve_sampling
+from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.v2_prompt import read_prompts
+from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
+from mlserver_torch_stream.types import (
+    ChatPrompt,
+    GenerationRequest,
+    ModelInfo,
+    Prompt,
+    ReplyOptions,
+    StreamMode,
+    TextPrompt,
+)
+
+_DATATYPES = {"INT64": INTEGERS, "FP32": NUMBERS, "BOOL": frozenset({"BOOL"}), "BYTES": frozenset({"BYTES"})}
+_OUTPUT_PARAMETERS = frozenset({"headers", "content_type", "binary_data"})
+
+
+def decode_request(
+    payload: InferenceRequest, info: ModelInfo, *, streaming: bool, request_id: str
+) -> GenerationRequest:
+    """``streaming``: the endpoint that received the request answers with a stream."""
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS)
+    given = merge_parameters(
+        parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
+    )
+    mode = _stream_mode(given, streaming)
+    prompts = read_prompts(tensors, given, info)
+    if mode is StreamMode.PROMPT:
+        _check_pieces(prompts)
+    stream = _stream(given, streaming)
+    reply = _reply_options(payload.outputs, given, chat_tensors=_seldon_spelled(tensors))
+    if reply.echo_prompt:
+        _check_echo(given, prompts, streaming=streaming and stream is not False)
+    sampling = resolve_sampling(given, info, need_logprobs=reply.logprobs or reply.cumulative_logprob)
+    return GenerationRequest(
+        request_id=request_id,
+        prompts=prompts,
+        sampling=sampling,
+        reply=reply,
+        stream=stream,
+        stream_mode=mode,
+    )
+
+
+def _scalar_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
+    pairs = []
+    for name, tensor in tensors.items():
+        parameter = TENSORS.get(name)
+        if parameter is not None and parameter.tensor is not None:
+            tensor.require(_DATATYPES[parameter.tensor])
+            pairs.append((name, tensor.elements if parameter.several else tensor.single()))
+    return pairs
+
+
+def _sampling_tensor(tensors: Mapping[str, Tensor]) -> str | None:
+    tensor = tensors.get(names.SAMPLING_PARAMETERS)
+    return str(tensor.require({"BYTES"}).single()) if tensor is not None else None
+
+
+def _seldon_spelled(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name in tensors for name in MESSAGE_TENSORS)
+
+
+def _flag(given: Merged, name: str) -> bool | None:
+    return bool(given[name].value) if name in given else None
+
+
+def _stream_mode(given: Merged, streaming: bool) -> StreamMode:
+    mode = StreamMode(given["stream_mode"].value) if "stream_mode" in given else StreamMode.EACH
+    if mode is StreamMode.PROMPT and not streaming:
+        raise InvalidInput("stream_mode", "prompt needs a stream, this endpoint is unary")
+    return mode
+
+
+def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
+    if isinstance(prompts[0], ChatPrompt):
+        raise InvalidInput("stream_mode", "a conversation cannot come in pieces; send text_input or input_ids")
+    if len(prompts) != 1:
+        raise InvalidInput("stream_mode", f"prompt takes the pieces of one prompt, got {len(prompts)} prompts")
+
+
+def _stream(given: Merged, streaming: bool) -> bool | None:
+    stream = _flag(given, "stream")
+    if stream and not streaming:
+        raise InvalidInput("stream", "true on an endpoint that answers once; use the stream endpoint")
+    return stream
+
+
+def _check_echo(given: Merged, prompts: tuple[Prompt, ...], *, streaming: bool) -> None:
+    spelling = "echo" if "echo" in given else "exclude_input_in_output"
+    if streaming:
+        raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")
+    if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
+        raise InvalidInput(spelling, "only a text prompt can be part of the reply")
+
+
+def _echo(given: Merged) -> bool:
+    echo, exclude = _flag(given, "echo"), _flag(given, "exclude_input_in_output")
+    if echo is not None and echo == exclude:
+        raise InvalidInput("echo", "contradicts exclude_input_in_output")
+    return bool(echo) or exclude is False
+
+
+def _reply_options(outputs: Iterable[RequestOutput] | None, given: Merged, *, chat_tensors: bool) -> ReplyOptions:
+    named = _output_names(outputs or (), chat_tensors)
+
+    def wanted(flag: str, default: bool) -> bool:
+        value = _flag(given, flag)
+        return default if value is None else value
+
+    asked_for_logprobs = "logprobs" in given and given["logprobs"].value[0]
+    return ReplyOptions(
+        finish_reason=wanted("return_finish_reason", True),
+        num_input_tokens=wanted("return_num_input_tokens", True),
+        num_output_tokens=wanted("return_num_output_tokens", True),
+        cumulative_logprob=wanted("return_cumulative_logprob", names.CUMULATIVE_LOGPROB in named),
+        logprobs=wanted("return_logprobs", names.LOGPROBS in named or asked_for_logprobs),
+        token_ids=wanted("return_token_ids", names.TOKEN_IDS in named),
+        echo_prompt=_echo(given),
+        outputs=named or None,
+        chat_tensors=chat_tensors,
+    )
+
+
+def _output_names(outputs: Iterable[RequestOutput], chat_tensors: bool) -> frozenset[str]:
+    known = {*names.OUTPUT_DATATYPES, *(names.CHAT_OUTPUT_DATATYPES if chat_tensors else ())}
+    named = []
+    for output in outputs:
+        if output.name not in known:
+            refuse(output.name, ..., known, what="output")
+        for key, value in parameters_of(output.parameters).items():
+            if key not in _OUTPUT_PARAMETERS:
+                refuse(key, value, _OUTPUT_PARAMETERS, what=f"parameter of output {output.name}")
+        named.append(output.name)
+    return frozenset(named)

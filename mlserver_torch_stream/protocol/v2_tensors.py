@@ -1,0 +1,114 @@
+"""Reads the input tensors of a V2 request: names, datatypes, shapes and elements checked, BYTES as text.
+
+Knows nothing of what a tensor means; REST gives nested lists and str, gRPC flat lists and bytes, and here they meet.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver.types import Parameters, RequestInput
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol import values
+from mlserver_torch_stream.protocol.refused import refuse
+
+INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})
+NUMBERS = INTEGERS | {"FP16", "FP32", "FP64"}
+_DATATYPES = NUMBERS | {"BOOL", "BYTES"}
+_TENSOR_PARAMETERS = frozenset({"headers", "content_type"})
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input tensor, flattened; the elements of a BYTES tensor are str."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    elements: list[Any]
+
+    def require(self, datatypes: Iterable[str]) -> Tensor:
+        if self.datatype not in datatypes:
+            raise InvalidInput(self.name, f"datatype must be {' or '.join(sorted(datatypes))}, got {self.datatype}")
+        return self
+
+    def single(self) -> Any:
+        if len(self.elements) != 1:
+            raise InvalidInput(self.name, f"must have exactly one element, got {len(self.elements)}")
+        return self.elements[0]
+
+
+def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str]) -> dict[str, Tensor]:
+    """The tensors by name. One that is not known is refused by name, as is a name that comes twice."""
+    tensors: dict[str, Tensor] = {}
+    for given in inputs:
+        if given.name not in known:
+            refuse(given.name, ..., known, what="input tensor")
+        if given.name in tensors:
+            raise InvalidInput(given.name, "given twice")
+        tensors[given.name] = _read_tensor(given)
+    return tensors
+
+
+def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
+    """The parameters that are not MLServer's own two fields."""
+    return (holder.model_extra or {}) if holder is not None else {}
+
+
+def _read_tensor(given: RequestInput) -> Tensor:
+    name = given.name
+    datatype = str(getattr(given.datatype, "value", given.datatype))
+    if datatype not in _DATATYPES:
+        raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
+    for key, value in parameters_of(given.parameters).items():
+        refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
+    elements = _flatten(name, getattr(given.data, "root", given.data), len(given.shape))
+    if any(size < 0 for size in given.shape) or math.prod(given.shape) != len(elements):
+        raise InvalidInput(name, f"shape {values.shown(given.shape)} does not fit {len(elements)} elements")
+    if datatype == "BYTES":
+        as_base64 = given.parameters is not None and given.parameters.content_type == "base64"
+        elements = [_text(name, element, as_base64) for element in elements]
+    else:
+        _check_elements(name, datatype, elements)
+    return Tensor(name, datatype, tuple(given.shape), elements)
+
+
+def _flatten(name: str, data: Any, depth: int) -> list[Any]:
+    """The elements in row-major order; nesting may be as deep as the shape is long, a bare scalar counts as one."""
+    level = data if isinstance(data, list) else [data]
+    for _ in range(depth - 1):
+        if not any(isinstance(element, list) for element in level):
+            break
+        if not all(isinstance(element, list) and len(element) == len(level[0]) for element in level):
+            raise InvalidInput(name, "data is nested unevenly")
+        level = [inner for element in level for inner in element]
+    return level
+
+
+def _check_elements(name: str, datatype: str, elements: list[Any]) -> None:
+    allowed: tuple[type, ...] = (bool,) if datatype == "BOOL" else (int,) if datatype in INTEGERS else (int, float)
+    for position, element in enumerate(elements):
+        if not isinstance(element, allowed) or (isinstance(element, bool) and datatype != "BOOL"):
+            raise InvalidInput(name, f"element {position} is not {datatype}: {values.shown(element)}")
+
+
+def _text(name: str, element: Any, as_base64: bool) -> str:
+    if as_base64 and isinstance(element, (str, bytes)):
+        try:
+            element = base64.b64decode(element, validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidInput(name, "is not valid base64") from None
+    if isinstance(element, bytes):
+        try:
+            return element.decode("utf-8")
+        except UnicodeDecodeError:
+            raise InvalidInput(name, "is not valid UTF-8") from None
+    if not values.is_text(element):
+        raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
+    return str(element)
