@@ -51,8 +51,10 @@ def default_kv_budget(available_bytes: int, models_sharing: int = 1) -> int:
 def _threads(root: Path) -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in _cgroup_folders(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
-    if quotas and (quota := max(1, math.ceil(min(quotas)))) <= cores:
-        return quota, "cgroup CPU quota"
+    if quotas:
+        granted = max(1, math.ceil(min(quotas)))
+        if granted <= cores:
+            return granted, "cgroup CPU quota"
     return cores, "CPU affinity"
 
 

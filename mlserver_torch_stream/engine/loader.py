@@ -55,10 +55,9 @@ def load_model(resolved: ResolvedSettings) -> LoadedModel:
     gguf_file: Path | None = None
     place = source.location
     if source.kind in ("embedded", "gguf"):
-        gguf_file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-        folder = _attempt(str(gguf_file), lambda: converted_folder(gguf_file, resolved.cache_dir, settings.dtype))
-        if folder is not None:
-            gguf_file, place = None, str(folder)
+        file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+        folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
+        gguf_file, place = (file, "") if folder is None else (None, str(folder))
     name = source.name
     tokenizer = _load_tokenizer(name, place, gguf_file, settings)
     where = f" with device_map {settings.device_map!r}" if settings.device_map is not None else ""
@@ -115,9 +114,7 @@ def _devices(model: Any) -> str:
     names = [_device_name(device) for device in device_map.values()]
     if len(set(names)) == 1:
         return names[0]
-    layers = Counter(
-        _device_name(device) for module, device in device_map.items() if _LAYER.search(f".{module}")
-    )
+    layers = Counter(_device_name(device) for module, device in device_map.items() if _LAYER.search(f".{module}"))
     return ", ".join(f"{device} ({layers[device]} layers)" for device in dict.fromkeys(names))
 
 

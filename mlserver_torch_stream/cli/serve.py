@@ -1,0 +1,162 @@
+"""``python -m mlserver_torch_stream.cli.serve``: ``mlserver start`` on ports that are free, and how to talk to it.
+
+Knows nothing of models beyond their place; whatever it decides goes to MLServer through its own environment variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+IMPLEMENTATION = "mlserver_torch_stream.TorchStreamRuntime"
+SETTINGS = "settings.json"
+PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
+READY_SECONDS = 900.0  # a hub model is downloaded meanwhile
+POLL_SECONDS = 0.2
+
+_EXAMPLE = {
+    "name": "messages",
+    "datatype": "BYTES",
+    "shape": [1],
+    "data": [json.dumps([{"role": "user", "content": "What is the capital of France?"}])],
+}
+
+
+class PortTaken(Exception):
+    """A port that was asked for by number belongs to someone else."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    host = _host(Path(arguments.folder))
+    try:
+        ports = choose_ports(host, {role: getattr(arguments, f"{role}_port") for role in PORTS})
+    except PortTaken as error:
+        sys.exit(f"error: {error}")
+    os.environ.update({f"MLSERVER_{role.upper()}_PORT": str(port) for role, port in ports.items()})
+    with tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-") as scratch:
+        folder = arguments.folder
+        if arguments.model:
+            folder = prepare_repository(arguments.model, arguments.name, Path(folder), Path(scratch), os.environ)
+        url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{ports['http']}"
+        print(f"Starting on {url} (gRPC on port {ports['grpc']})", file=sys.stderr, flush=True)
+        threading.Thread(target=announce, args=(url, sys.stderr), daemon=True).start()
+
+        from mlserver.cli import main as mlserver
+
+        sys.argv = ["mlserver", "start", folder]
+        mlserver()
+
+
+def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
+    """The ports that were asked for, else the usual ones, else free ones. Raises PortTaken."""
+    chosen: dict[str, int] = {}
+    for role, port in asked.items():
+        if port is not None and not _is_free(host, port):
+            raise PortTaken(f"{role.upper()}_PORT {port} is taken; leave it out, and a free one is found")
+        if port is not None:
+            chosen[role] = port
+    for role, usual in PORTS.items():
+        if role not in chosen:
+            free = usual not in chosen.values() and _is_free(host, usual)
+            chosen[role] = usual if free else _free_port(host, set(chosen.values()))
+    return chosen
+
+
+def prepare_repository(
+    model: str, name: str | None, folder: Path, scratch: Path, environ: MutableMapping[str, str]
+) -> str:
+    """An empty repository with ``folder``'s server settings: then MLServer takes the model from the environment."""
+    if (folder / SETTINGS).is_file():
+        shutil.copy(folder / SETTINGS, scratch)
+    place = Path(model).expanduser()
+    environ["MLSERVER_MODEL_IMPLEMENTATION"] = IMPLEMENTATION
+    environ["MLSERVER_MODEL_NAME"] = name or re.sub(r"[^\w.-]", "-", place.stem if place.is_file() else place.name)
+    environ["MLSERVER_MODEL_URI"] = str(place.resolve()) if place.exists() else model
+    return str(scratch)
+
+
+def announce(url: str, out: TextIO, limit: float = READY_SECONDS) -> None:
+    """Waits until the server is ready and prints a request to copy; says nothing if it never is."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        try:
+            _get(f"{url}/v2/health/ready", None)
+            models = _get(f"{url}/v2/repository/index", {"ready": True})
+        except (OSError, ValueError):
+            time.sleep(POLL_SECONDS)
+            continue
+        print("".join(_invitation(url, str(model["name"])) for model in models), file=out, flush=True)
+        return
+
+
+def _invitation(url: str, name: str) -> str:
+    body = json.dumps({"inputs": [_EXAMPLE]})
+    return (
+        f"\n{name} is ready. Ask it something:\n\n"
+        f"  curl -N {url}/v2/models/{name}/infer_stream -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  mlserver-torch-stream chat --url {url} --model {name}\n"
+    )
+
+
+def _get(url: str, body: Mapping[str, Any] | None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
+    with opener.open(request, timeout=5) as reply:
+        return json.loads(reply.read() or b"null")
+
+
+def _host(folder: Path) -> str:
+    """Where MLServer will listen: its settings file beats its variable."""
+    try:
+        host = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("host")
+    except OSError:
+        host = None
+    return str(host or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(host: str, taken: set[int]) -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            return port
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mlserver_torch_stream.cli.serve", description=__doc__)
+    parser.add_argument("folder", nargs="?", default=".", help="where settings.json and the models' settings are")
+    parser.add_argument("--model", help="serve this instead: a folder, a .gguf file, a hub id or embedded://…")
+    parser.add_argument("--name", help="the name to serve it under (default: that of its folder or file)")
+    for role, usual in PORTS.items():
+        parser.add_argument(f"--{role}-port", type=int, help=f"default: {usual} if free, else any free one")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
