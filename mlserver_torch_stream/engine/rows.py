@@ -134,17 +134,27 @@ class RowCache:
             slab.rows, slab.capacity = rows, columns
 
     def join(self, source: RowCache, copies: int = 1) -> None:
-        """Appends the single row of ``source`` ``copies`` times; the slabs must have room for the rows."""
+        """Appends the single row of ``source`` ``copies`` times; the slabs must have room for the rows.
+
+        Without effect on the rows that are there if it raises (memory).
+        """
         length = source.lengths[0]
-        first_row = len(self.lengths)
-        oldest = self.columns.end - length
-        self.columns.begin = min(self.columns.begin, oldest) if self.lengths else oldest
-        layers = self.cache.layers
-        for index, (target, given) in enumerate(zip(layers, source.cache.layers, strict=True)):
-            if isinstance(target, SlabLayer) and given.is_initialized:
-                self._join_slab(target, given, length, range(first_row, first_row + copies))
-            elif isinstance(target, LinearAttentionLayer):
-                layers[index] = states.join(target, given, copies)
+        rows = range(len(self.lengths), len(self.lengths) + copies)
+        begin, oldest = self.columns.begin, self.columns.end - length
+        self.columns.begin = min(begin, oldest) if self.lengths else oldest
+        pairs = list(zip(self.cache.layers, source.cache.layers, strict=True))
+        try:
+            joined = [
+                states.join(target, given, copies) if isinstance(target, LinearAttentionLayer) else target
+                for target, given in pairs
+            ]
+            for target, given in pairs:
+                if isinstance(target, SlabLayer) and given.is_initialized:
+                    self._join_slab(target, given, length, rows)
+        except BaseException:
+            self.columns.begin = begin
+            raise
+        self.cache.layers[:] = joined
         self.lengths += [length] * copies
 
     def _join_slab(self, target: SlabLayer, given: SlabLayer, length: int, rows: range) -> None:

@@ -1,0 +1,238 @@
+"""Continuous batching: prompts are prefilled in pieces, join a running batch, decode together and leave it.
+
+Knows nothing of threads, event loops or requests; it does what the scheduler decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
+from mlserver_torch_stream.engine.sampler import Choice, sample
+from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler
+from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.sequence import Sequence as Answer
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Sequence[Answer]], None]
+
+
+class BatchedBackend:
+    """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samplers: SamplerFactory,
+        *,
+        cost: CacheCost,
+        cache_bytes: int,
+        max_rows: int,
+        prefill_tokens: int | None,
+    ) -> None:
+        self._forward = ModelForward(model)
+        self._layout = CacheLayout(model.config)
+        self._samplers = samplers
+        self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of))
+        self._max_rows = max_rows
+        self._cache_bytes = cache_bytes
+        self._prefills: dict[Job, RowCache] = {}
+        self._batches: dict[Group, RowCache] = {}
+        self._stats = EngineStats(kv_cache_budget=cache_bytes)
+
+    def longest_row(self, max_context: int) -> int:
+        """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""
+        return self._scheduler.longest_row(max_context)
+
+    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+        if self._scheduler.fits_alone(rows, final_length, prompt):
+            return None
+        return (
+            f"{rows} x {final_length} tokens never fit at most {self._max_rows} rows "
+            f"and {self._cache_bytes / 2**20:.0f} MiB of KV cache"
+        )
+
+    def add(self, job: Job) -> None:
+        self._scheduler.add(job)
+        self._gauge()
+
+    def cancel(self, mailbox: Mailbox) -> None:
+        scheduler = self._scheduler
+        jobs = [job for job in (*scheduler.prefilling, *scheduler.waiting) if job.mailbox is mailbox]
+        for job in jobs:
+            self._drop(job)
+        self._count(cancelled_sequences=sum(job.rows for job in jobs))
+        for group in scheduler.groups:
+            self._sweep(group)
+        self._retire()
+
+    def step(self, deliver: Deliver) -> bool:
+        pieces = self._scheduler.pieces()
+        for piece in pieces:
+            self._prefill(piece, deliver)
+        groups = [group for group in self._scheduler.groups if group.rows]
+        for group in groups:
+            self._decode(group, deliver)
+        self._retire()
+        self._gauge()
+        return bool(pieces or groups)
+
+    def interrupt(self) -> None:
+        """Nothing to interrupt: a step is short."""
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    # --- prefill ---
+
+    def _prefill(self, piece: Piece, deliver: Deliver) -> None:
+        job = piece.job
+        try:
+            logits = self._advance(job, piece.count)
+            if job.sealed and job.ready_ids == 0:
+                self._start(job, logits, deliver)
+        except Exception as error:
+            logger.exception("prefill failed")
+            self._drop(job)
+            job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {error}"))
+            deliver(job.sequences)
+
+    def _advance(self, job: Job, count: int) -> torch.Tensor:
+        if job.started_at is None:
+            job.started_at = time.monotonic()
+        if job.prefilled == 0:
+            self._prefills[job] = RowCache(self._layout, capacity=len(job.prompt))
+            self._prefills[job].begin_row()
+        ids = job.prompt[job.prefilled : job.prefilled + count]
+        logits = self._forward([ids], self._prefills[job])
+        job.prefilled += count
+        self._count(prefill_tokens=count)
+        return logits
+
+    def _start(self, job: Job, logits: torch.Tensor, deliver: Deliver) -> None:
+        """The prompt is in: samples the first token of each of its sequences and joins them to a batch."""
+        choices = sample(logits.expand(job.rows, -1), self._samplers.begin(job))
+        group = self._scheduler.place(job)
+        first = len(group.rows) - job.rows
+        try:
+            self._join(group, self._prefills.pop(job), job.rows)
+        except BaseException:
+            self._scheduler.keep(group, list(range(first)))
+            raise
+        self._accept(group, range(first, len(group.rows)), choices, deliver)
+
+    def _join(self, group: Group, cache: RowCache, rows: int) -> None:
+        batch = self._batches.get(group)
+        if batch is None:
+            batch = self._batches[group] = RowCache(self._layout, group.row_capacity, group.column_capacity)
+        elif batch.allocated != (group.row_capacity, group.column_capacity):
+            batch.resize(group.row_capacity, group.column_capacity)
+        batch.join(cache, rows)
+
+    # --- decode ---
+
+    def _decode(self, group: Group, deliver: Deliver) -> None:
+        self._sweep(group)
+        if not group.rows:
+            return
+        began = time.monotonic()
+        try:
+            logits = self._forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
+        except Exception as error:
+            self._isolate(group, error, deliver)
+            return
+        choices = sample(logits, [answer.sampler for answer in group.rows if answer.sampler is not None])
+        zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
+        self._count(decode_steps=1, zombie_steps=zombies)
+        self._accept(group, range(len(group.rows)), choices, deliver)
+
+    def _sweep(self, group: Group) -> None:
+        """Drops the rows whose streams were closed since the step began, while prompts were prefilled."""
+        closed = {row for row, answer in enumerate(group.rows) if answer.job.mailbox.closed_at is not None}
+        if closed:
+            self._remove(group, closed)
+            self._count(cancelled_sequences=len(closed))
+
+    def _accept(
+        self, group: Group, rows: range, choices: Sequence[Choice | GenerationFailed], deliver: Deliver
+    ) -> None:
+        answers = group.rows[rows.start : rows.stop]
+        for row, answer, choice in zip(rows, answers, choices, strict=True):
+            if isinstance(choice, GenerationFailed):
+                self._batches[group].clear_row(row)
+                answer.finish(FinishReason.ERROR, choice)
+                continue
+            assert answer.sampler is not None
+            answer.sampler.accept(choice.token_id)
+            answer.accept(choice.token_id, choice.logprob)
+        self._count(generated_tokens=len(answers))
+        finished = {row for row, answer in zip(rows, answers, strict=True) if answer.finish_reason is not None}
+        if finished:
+            self._remove(group, finished)
+        deliver(answers)
+
+    def _isolate(self, group: Group, error: Exception, deliver: Deliver) -> None:
+        """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
+        logger.error("a decode step of %d rows failed: %s", len(group.rows), error)
+        batch = self._batches[group]
+        failures = dict.fromkeys(range(len(group.rows)), error)
+        if not self._layout.has_states and len(group.rows) > 1:
+            failures = {row: failure for row in failures if (failure := self._try_alone(group, batch, row))}
+        # A failure that no row shows alone is of the batch itself (memory, say): retried once per step, it would loop.
+        failures = failures or dict.fromkeys(range(len(group.rows)), error)
+        answers = [group.rows[row] for row in failures]
+        for answer, (row, failure) in zip(answers, failures.items(), strict=True):
+            batch.clear_row(row)
+            answer.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {failure}"))
+        self._remove(group, set(failures))
+        deliver(answers)
+
+    def _try_alone(self, group: Group, batch: RowCache, row: int) -> Exception | None:
+        try:
+            self._forward([[group.rows[row].tokens[-1]]], batch.extract(row))
+        except Exception as error:
+            return error
+        return None
+
+    # --- leaving ---
+
+    def _drop(self, job: Job) -> None:
+        self._scheduler.drop(job)
+        self._prefills.pop(job, None)
+
+    def _remove(self, group: Group, leaving: set[int]) -> None:
+        batch = self._batches[group]
+        order = batch.leave(leaving)
+        if self._scheduler.keep(group, order) and order:
+            batch.resize(group.row_capacity, group.column_capacity)
+
+    def _retire(self) -> None:
+        for group in self._scheduler.retire():
+            self._batches.pop(group, None)
+        self._gauge()
+
+    def _count(self, **more: int) -> None:
+        """Replaces the snapshot: readers on other threads see whole ones."""
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def _gauge(self) -> None:
+        scheduler = self._scheduler
+        self._stats = replace(
+            self._stats,
+            running_rows=scheduler.running_rows,
+            waiting_jobs=len(scheduler.waiting) + len(scheduler.prefilling),
+            kv_cache_bytes=scheduler.reserved_bytes,
+        )

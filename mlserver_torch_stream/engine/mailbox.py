@@ -1,0 +1,79 @@
+"""The asyncio side of one submit: events wait here for their reader, at most one per sequence.
+
+Knows nothing of how events come about; a reader that lags gets merged events, and the engine never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from mlserver_torch_stream.types import TokenEvent
+
+
+class Mailbox:
+    """A ``TokenStream``. ``deliver`` and the reader run on the loop's thread; ``closed_at`` is read by the engine's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, wake: Callable[[Mailbox], None]) -> None:
+        self.loop = loop
+        self.closed_at: float | None = None
+        self._unfinished = sequences
+        self._pending: dict[int, TokenEvent] = {}
+        self._arrival: asyncio.Future[None] | None = None
+        self._wake = wake
+        self._on_extend: Callable[[Sequence[int], bool], None] | None = None
+
+    def feed_prompt_to(self, extend: Callable[[Sequence[int], bool], None]) -> None:
+        """Where the ids of an open job go: ``extend(prompt_ids, whole)``."""
+        self._on_extend = extend
+
+    def deliver(self, event: TokenEvent) -> None:
+        if self.closed_at is not None:
+            return
+        earlier = self._pending.get(event.index)
+        self._pending[event.index] = event if earlier is None else earlier.merge(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._pending:
+            # A real suspension per event: a generator that never waits starves the server and misses disconnects.
+            await asyncio.sleep(0)
+        while not self._pending:
+            if self._unfinished == 0 or self.closed_at is not None:
+                raise StopAsyncIteration
+            self._arrival = self.loop.create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        event = self._pending.pop(next(iter(self._pending)))
+        if event.finish_reason is not None:
+            self._unfinished -= 1
+        return event
+
+    def extend(self, prompt_ids: Sequence[int]) -> None:
+        self._feed(prompt_ids, whole=False)
+
+    def seal(self, prompt_ids: Sequence[int]) -> None:
+        self._feed(prompt_ids, whole=True)
+
+    def _feed(self, prompt_ids: Sequence[int], whole: bool) -> None:
+        if self._on_extend is None:
+            raise ValueError("only a stream of one open job takes more of its prompt")
+        self._on_extend(prompt_ids, whole)
+        if whole:
+            self._on_extend = None
+
+    def close(self) -> None:
+        if self.closed_at is not None:
+            return
+        self.closed_at = time.monotonic()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+        if self._unfinished > 0:
+            self._wake(self)

@@ -1,0 +1,199 @@
+"""Who runs next: admission by rows and memory, prefill in pieces, and which batch a row joins.
+
+Decides and returns what to do; it imports no torch, runs nothing and reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlserver_torch_stream.engine.sequence import Job, Sequence
+
+# Rows whose lengths differ more than this are decoded in different batches: every row of a batch pays for its longest.
+_SPREAD = 4
+_SHORT = 256  # columns below which rows count as equally long
+_MAX_GROUPS = 4
+# Spare columns: what has left a batch at its old end is moved out once in `capacity / 5` steps.
+_SLACK = 1.25
+
+Cost = Callable[[int, int], int]
+"""Bytes of a cache of (rows, columns)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole."""
+
+    max_rows: int
+    prefill_tokens: int | None
+    cache_bytes: int
+    cost: Cost
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Rows that are decoded together, those that are expected, and how large their cache is."""
+
+    rows: list[Sequence] = field(default_factory=list)
+    expected: list[Job] = field(default_factory=list)
+    row_capacity: int = 0
+    column_capacity: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows] + [len(job.prompt) for job in self.expected]
+
+    def wanted(self, job: Job | None = None) -> tuple[int, int]:
+        """Rows and columns that everybody here, and ``job``, can come to need."""
+        jobs = [*self.expected, *([job] if job else [])]
+        rows = len(self.rows) + sum(each.rows for each in jobs)
+        lengths = [row.final_length for row in self.rows] + [each.final_length for each in jobs]
+        return row_step(rows), column_step(max(lengths, default=0))
+
+    def takes(self, length: int) -> bool:
+        bounds = [max(_SHORT, each) for each in (*self.lengths, length)]
+        return max(bounds) <= _SPREAD * min(bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next ``count`` ids of a job's prompt, to be prefilled now."""
+
+    job: Job
+    count: int
+
+
+class Scheduler:
+    """Strictly first come, first served: a job that does not fit yet holds back those behind it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.waiting: deque[Job] = deque()
+        self.prefilling: list[Job] = []
+        self.groups: list[Group] = []
+        self._targets: dict[Job, Group] = {}
+
+    @property
+    def running_rows(self) -> int:
+        return sum(len(group.rows) for group in self.groups)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(self._bill(group) for group in self.groups) + sum(map(self._prefill_bill, self.prefilling))
+
+    def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
+        """Whether a job could run on an idle engine."""
+        cost = self._limits.cost
+        need = cost(row_step(rows), column_step(final_length)) + cost(1, prompt)
+        return rows <= self._limits.max_rows and need <= self._limits.cache_bytes
+
+    def longest_row(self, max_context: int) -> int:
+        """The most tokens that a single row can hold, prompt and answer together."""
+        low, high = 0, max_context
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits_alone(1, middle, middle) else (low, middle - 1)
+        return low
+
+    def add(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def pieces(self) -> list[Piece]:
+        """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit."""
+        left = self._limits.prefill_tokens
+        pieces: list[Piece] = []
+        for job in self.prefilling:
+            left = self._take(job, left, pieces)
+        while self.waiting and (left is None or left > 0) and self._admit(self.waiting[0]):
+            left = self._take(self.prefilling[-1], left, pieces)
+        return pieces
+
+    def _take(self, job: Job, left: int | None, pieces: list[Piece]) -> int | None:
+        if left is None:
+            # Prompts that cannot be cut: one per step, so that rows still decode between two of them.
+            if job.sealed and job.ready_ids > 0 and not pieces:
+                pieces.append(Piece(job, job.ready_ids))
+            return 0 if pieces else None
+        count = min(job.ready_ids, left)
+        if count > 0:
+            pieces.append(Piece(job, count))
+        return left - max(count, 0)
+
+    def _admit(self, job: Job) -> bool:
+        rows = self.running_rows + sum(each.rows for each in self.prefilling)
+        if rows + job.rows > self._limits.max_rows:
+            return False
+        group = self._choose(job)
+        if group is None:
+            return False
+        self.waiting.popleft()
+        group.expected.append(job)
+        if group not in self.groups:
+            self.groups.append(group)
+        self._targets[job] = group
+        self.prefilling.append(job)
+        return True
+
+    def _choose(self, job: Job) -> Group | None:
+        """The batch that the job will join: one of its length, or a new one, whichever the memory allows."""
+        reserved = self.reserved_bytes + self._prefill_bill(job)
+        candidates = [group for group in self.groups if group.takes(len(job.prompt))]
+        if len(self.groups) < _MAX_GROUPS:
+            candidates.append(Group())
+        for group in candidates or self.groups:
+            now = self._bill(group) if group in self.groups else 0
+            if reserved - now + self._bill(group, job) <= self._limits.cache_bytes:
+                return group
+        return None
+
+    def _bill(self, group: Group, job: Job | None = None) -> int:
+        rows, columns = group.wanted(job)
+        return self._limits.cost(max(rows, group.row_capacity), max(columns, group.column_capacity))
+
+    def _prefill_bill(self, job: Job) -> int:
+        return self._limits.cost(1, len(job.prompt) if job.sealed else job.final_length)
+
+    def place(self, job: Job) -> Group:
+        """Moves a prefilled job's sequences into their batch and sets how large its cache must be."""
+        group = self._targets[job]
+        rows, columns = group.wanted()
+        group.row_capacity = max(rows, group.row_capacity)
+        group.column_capacity = max(columns, group.column_capacity)
+        self.drop(job)
+        group.rows += job.sequences
+        return group
+
+    def drop(self, job: Job) -> None:
+        """Forgets a job that has not been placed: cancelled, failed, or about to be placed."""
+        if job in self._targets:
+            group = self._targets.pop(job)
+            group.expected.remove(job)
+            self.prefilling.remove(job)
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    def keep(self, group: Group, order: list[int]) -> bool:
+        """Keeps the rows at these old indices, in this order; True if the group's cache should shrink."""
+        group.rows = [group.rows[row] for row in order]
+        rows, columns = group.wanted()
+        if 4 * rows > group.row_capacity and 4 * columns > group.column_capacity:
+            return False
+        group.row_capacity, group.column_capacity = max(1, rows), max(1, columns)
+        return True
+
+    def retire(self) -> list[Group]:
+        """Removes and returns the groups that nobody is in or on the way to."""
+        empty = [group for group in self.groups if not group.rows and not group.expected]
+        self.groups = [group for group in self.groups if group.rows or group.expected]
+        return empty
+
+
+def row_step(rows: int) -> int:
+    """Rows of a cache: the next power of two, so that a growing batch is copied a logarithmic number of times."""
+    return 1 << max(0, rows - 1).bit_length() if rows else 0
+
+
+def column_step(length: int) -> int:
+    return -(-int(length * _SLACK) // 16) * 16

@@ -1,0 +1,175 @@
+"""One answer in the making, and the job it belongs to: tokens in, text events out, and when it ends.
+
+Knows nothing of tensors, batches or caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.detokenizer import Detokenizer
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.stops import StopMatcher
+from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.sampler import RowSampler
+    from mlserver_torch_stream.engine.tokenizer import TextCodec
+
+
+class Sequence:
+    """One row: its tokens so far, its text, and at most one event that waits to be delivered."""
+
+    def __init__(self, job: Job, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
+        params = job.params
+        self.job = job
+        self.index = index
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.sampler: RowSampler | None = None
+        self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
+        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
+        self._end_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        self._first_token_at: float | None = None
+        self._cumulative_logprob = 0.0
+        self._text: list[str] = []
+        self._new_tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._error: Exception | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the row when the next one has been decoded: the prompt's and the answer's."""
+        return len(self.job.prompt) + len(self.tokens)
+
+    @property
+    def final_length(self) -> int:
+        return self.job.final_length
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Takes the next token; afterwards ``finish_reason`` tells whether it was the last."""
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+        self.tokens.append(token_id)
+        self._new_tokens.append(token_id)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+            self._cumulative_logprob += logprob.logprob
+        if token_id in self._end_ids and len(self.tokens) > self.job.params.min_tokens:
+            if self.job.params.include_stop_str_in_output:
+                self._push([token_id])
+            self.finish(FinishReason.STOP)
+            return
+        self._push([token_id])
+        if self._stops.hit is not None:
+            self.finish(FinishReason.STOP)
+        elif len(self.tokens) >= self.job.max_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def _push(self, token_ids: Ids[int]) -> None:
+        text = self._stops.push(self._detokenizer.push(token_ids))
+        if text:
+            self._text.append(text)
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = reason
+        self._error = error
+        if self._stops.hit is None:
+            self._text.append(self._stops.push(self._detokenizer.flush()))
+        if self._stops.hit is None:
+            self._text.append(self._stops.flush())
+
+    def take_event(self) -> TokenEvent | None:
+        """What there is to say since the last call; None while a character or a possible stop string is held back."""
+        text = "".join(self._text)
+        if not text and self.finish_reason is None:
+            return None
+        event = TokenEvent(
+            index=self.index,
+            text=text,
+            token_ids=tuple(self._new_tokens),
+            logprobs=tuple(self._logprobs),
+            cumulative_logprob=self._cumulative_logprob if self.job.params.logprobs else None,
+            finish_reason=self.finish_reason,
+            usage=self._usage() if self.finish_reason is not None else None,
+            error=self._error,
+        )
+        self._text, self._new_tokens, self._logprobs = [], [], []
+        return event
+
+    def _usage(self) -> Usage:
+        job = self.job
+        started = job.started_at or time.monotonic()
+        first = self._first_token_at or started
+        return Usage(
+            num_input_tokens=len(job.prompt),
+            num_output_tokens=len(self.tokens),
+            queue_s=started - job.submitted_at,
+            ttft_s=first - job.submitted_at,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One prompt on its way to ``params.n`` rows; ``prefilled`` of its ids are in a cache."""
+
+    prompt: list[int]
+    params: SamplingParameters
+    mailbox: Mailbox
+    max_context: int  # tokens that a row may hold: the model's context, or what the cache can take
+    sealed: bool = True
+    submitted_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    prefilled: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, given: PromptJob, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
+    ) -> Job:
+        job = cls(list(given.prompt_ids), given.sampling, mailbox, max_context, sealed=not given.open)
+        indices = range(given.first_index, given.first_index + given.sampling.n)
+        job.sequences = [Sequence(job, index, codec, eos_token_ids) for index in indices]
+        return job
+
+    @property
+    def rows(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def max_tokens(self) -> int:
+        room = self.max_context - len(self.prompt)
+        return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+
+    @property
+    def final_length(self) -> int:
+        """The most tokens that one of its rows can come to hold; an open prompt may fill the context."""
+        return len(self.prompt) + self.max_tokens if self.sealed else self.max_context
+
+    @property
+    def ready_ids(self) -> int:
+        """Ids that may be prefilled now. An open prompt keeps its last one, for the logits at its end."""
+        return len(self.prompt) - self.prefilled - (0 if self.sealed else 1)
+
+    def grow(self, prompt_ids: Ids[int], whole: bool) -> bool:
+        """Takes more of an open prompt, or all of it; False if what was prefilled is no prefix of it."""
+        if not whole:
+            self.prompt.extend(prompt_ids)
+            return True
+        kept = self.prompt[: self.prefilled] == list(prompt_ids[: self.prefilled]) and self.prefilled < len(prompt_ids)
+        self.prompt[:] = prompt_ids
+        self.sealed = True
+        if not kept:
+            self.prefilled = 0
+        return kept
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        for sequence in self.sequences:
+            sequence.finish(reason, error)

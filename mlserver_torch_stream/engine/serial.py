@@ -1,0 +1,134 @@
+"""The engine for families that cannot be batched here: transformers' own ``generate``, one answer after another.
+
+Knows nothing of caches; the model keeps its state where it likes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.sampler import RowSampler, sample
+from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.sequence import Sequence as Answer
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Sequence[Answer]], None]
+
+
+class SerialBackend:
+    """First come, first served; the sampling, the stops and the events are those of the batched engine."""
+
+    def __init__(self, model: PreTrainedModel, samplers: SamplerFactory, *, max_rows: int) -> None:
+        self._model = model
+        # Its defaults have gone into the requests' parameters; here they would apply a second time.
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        self._device = input_device(model)
+        self._samplers = samplers
+        self._max_rows = max_rows
+        self._waiting: deque[Job] = deque()
+        self._interrupted = False
+        self._stats = EngineStats()
+
+    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+        return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
+
+    def add(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._stats = replace(self._stats, waiting_jobs=len(self._waiting))
+
+    def cancel(self, mailbox: Mailbox) -> None:
+        kept = [job for job in self._waiting if job.mailbox is not mailbox]
+        self.count(cancelled_sequences=sum(job.rows for job in self._waiting) - sum(job.rows for job in kept))
+        self._waiting = deque(kept)
+        self._stats = replace(self._stats, waiting_jobs=len(kept))
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def step(self, deliver: Deliver) -> bool:
+        job = next((job for job in self._waiting if job.sealed), None)
+        if job is None:
+            return False
+        self._waiting.remove(job)
+        self._stats = replace(self._stats, waiting_jobs=len(self._waiting), running_rows=1)
+        job.started_at = time.monotonic()
+        for answer, sampler in zip(job.sequences, self._samplers.begin(job), strict=True):
+            self._answer(answer, sampler, deliver)
+        self._stats = replace(self._stats, running_rows=0)
+        return True
+
+    def ended(self, answer: Answer) -> bool:
+        return self._interrupted or answer.finish_reason is not None or answer.job.mailbox.closed_at is not None
+
+    def count(self, **more: int) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def _answer(self, answer: Answer, sampler: RowSampler, deliver: Deliver) -> None:
+        job = answer.job
+        if self.ended(answer):
+            self.count(cancelled_sequences=1)
+            return
+        try:
+            prompt = torch.tensor([job.prompt], device=self._device)
+            self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),  # else every id that equals the padding's is masked
+                max_new_tokens=job.max_tokens,
+                logits_processor=[_Chooser(self, answer, sampler, deliver)],
+                stopping_criteria=[_Ended(self, answer)],
+            )
+        except Exception as error:
+            logger.exception("generation failed")
+            answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {error}"))
+            deliver([answer])
+        if answer.finish_reason is None:
+            self.count(cancelled_sequences=1)
+
+
+class _Chooser(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the token as the batched engine does, delivers it, and leaves ``generate`` no other choice."""
+
+    def __init__(self, backend: SerialBackend, answer: Answer, sampler: RowSampler, deliver: Deliver) -> None:
+        self._backend = backend
+        self._answer = answer
+        self._sampler = sampler
+        self._deliver = deliver
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        (choice,) = sample(scores, [self._sampler])
+        if isinstance(choice, GenerationFailed):
+            raise choice
+        self._sampler.accept(choice.token_id)
+        self._answer.accept(choice.token_id, choice.logprob)
+        self._backend.count(decode_steps=1, generated_tokens=1)
+        self._deliver([self._answer])
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, choice.token_id] = 0
+        return forced
+
+
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, backend: SerialBackend, answer: Answer) -> None:
+        self._backend = backend
+        self._answer = answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((1,), self._backend.ended(self._answer), device=input_ids.device)

@@ -1,0 +1,74 @@
+"""How the models of one process share its memory and its cores.
+
+Knows nothing of models: promises of bytes, and turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mlserver_torch_stream.engine.host import default_kv_budget
+
+
+class Shares:
+    """The one place where engines of a process learn of each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._promised: dict[object, int] = {}
+        self.cores = Turns()
+
+    def promise(self, owner: object, asked: int | None, available: int) -> int:
+        """Bytes of KV cache on the host for ``owner``: what it asked for, else half of what nobody was promised."""
+        with self._lock:
+            free = max(0, available - sum(self._promised.values()))
+            self._promised[owner] = default_kv_budget(free) if asked is None else asked
+            return self._promised[owner]
+
+    def release(self, owner: object) -> None:
+        with self._lock:
+            self._promised.pop(owner, None)
+
+
+class Turns:
+    """A lock that is handed on in the order of asking, so that engines on the same cores step in turn.
+
+    Two OpenMP pools that spin on the same cores slow each other tenfold (measured); a plain lock would let a busy
+    engine take it again before the waiting one wakes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._taken = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _acquire(self) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        gate.acquire()
+
+    def _release(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+
+PROCESS = Shares()

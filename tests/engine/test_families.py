@@ -1,0 +1,79 @@
+"""Token for token: every family, with requests that join and leave mid-flight, against one-by-one ``generate``."""
+
+import asyncio
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.worker import EngineWorker
+from tests.engine.tiny import FAMILIES, SERIAL_FAMILIES, VOCAB, byte_tokenizer, greedy, reference, run, running
+from tests.engine.tiny import tiny_model as make
+from tests.engine.tiny import tokens_of
+
+# (prompt length, answer length): short and long prompts, some longer than any window, answers that end in turn.
+REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (2, 5)]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [(seed * 31 + 7 * position) % 250 for position in range(length)]
+
+
+async def staggered(engine: EngineWorker) -> list[list[int]]:
+    """Each request begins when the one before it has had time for a step or two, so that all of them overlap."""
+
+    async def one(number: int, length: int, count: int) -> list[int]:
+        for _ in range(1000):
+            if number == 0 or engine.stats().decode_steps >= 2 * number:
+                break
+            await asyncio.sleep(0.001)
+        return await tokens_of(engine, prompt_of(length, number), greedy(count))
+
+    return await asyncio.gather(*(one(number, *request) for number, request in enumerate(REQUESTS)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_join_and_leave_get_the_tokens_they_get_alone(family: str) -> None:
+    model = make(family)
+    expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
+    with running(model) as engine:
+        got = run(staggered(engine))
+        assert engine.stats().generated_tokens == sum(count for _, count in REQUESTS)
+        assert engine.stats().decode_steps < sum(count for _, count in REQUESTS)  # they did share steps
+    assert got == expected
+
+
+@pytest.mark.parametrize("family", SERIAL_FAMILIES)
+def test_families_that_keep_state_elsewhere_are_found_out_and_served_serially(family: str) -> None:
+    model = make(family)
+    expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
+    with torch.inference_mode():
+        assert check_batching(model).problem is not None
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    with running(model, backend=SerialBackend(model, samplers, max_rows=8)) as engine:
+
+        async def together() -> list[list[int]]:
+            requests = (
+                tokens_of(engine, prompt_of(length, n), greedy(count)) for n, (length, count) in enumerate(REQUESTS)
+            )
+            return list(await asyncio.gather(*requests))
+
+        assert run(together()) == expected
+
+
+def test_a_wrong_model_is_found_out() -> None:
+    """The check must see a model whose rows disturb each other, or it proves nothing."""
+    model = make("llama")
+    original = model.model.layers[1].forward
+
+    def leaky(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        out: torch.Tensor = original(hidden_states, *args, **kwargs)
+        return out + 0.1 * out.mean(dim=0, keepdim=True)
+
+    model.model.layers[1].forward = leaky
+    with torch.inference_mode():
+        findings = check_batching(model)
+    assert findings.problem is not None and "differ" in findings.problem
