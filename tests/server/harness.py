@@ -122,7 +122,7 @@ def serve(
     log_path = folder.parent / f"{folder.name}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mlserver.cli.main", "start", str(folder)],
+            [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,

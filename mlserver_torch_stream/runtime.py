@@ -1,0 +1,114 @@
+"""The MLServer runtime: loads a model, hands requests to its engine and responses back.
+
+Knows nothing of tokens or tensors, and of MLServer's servers only what ``server`` mends. MLServer may reload this
+module at any time, so it holds no state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from mlserver import MLModel, ModelSettings
+from mlserver.errors import MLServerError
+from mlserver.logging import logger
+from mlserver.types import InferenceRequest, InferenceResponse
+
+from mlserver_torch_stream.errors import LoadFailed, NotServing, RequestError, SettingsError
+from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
+from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.server import guards
+from mlserver_torch_stream.server.metrics import ENGINES
+from mlserver_torch_stream.server.session import Session
+from mlserver_torch_stream.server.status import as_server_error
+from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.build import BuiltEngine
+
+
+class TorchStreamRuntime(MLModel):  # type: ignore[misc]
+    """Streams the tokens of a Hugging Face causal language model."""
+
+    streams_tokens = True
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        guards.install()
+        guards.keep_out_of_workers(settings)
+        self.inputs = input_metadata()
+        self.outputs = output_metadata()
+        self._built: BuiltEngine | None = None
+
+    async def load(self) -> bool:
+        try:
+            guards.refuse_worker_process()
+            self._built = await asyncio.to_thread(_build, self.settings)
+        except (SettingsError, LoadFailed) as error:
+            logger.error(f"Cannot load model '{self.name}': {error}")
+            raise MLServerError(str(error), 500) from None
+        ENGINES.add(self.name, self.version, self._built.engine.stats)
+        logger.info(f"Model '{self.name}': {self._built.summary}")
+        return True
+
+    async def unload(self) -> bool:
+        built, self._built = self._built, None
+        if built is not None:
+            ENGINES.remove(self.name, self.version, built.engine.stats)
+            await asyncio.to_thread(built.shutdown)
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        answer: V2Answer | None = None
+        try:
+            generator = self._generator()
+            request_id = payload.id or str(uuid4())
+            request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
+            answer = V2Answer(request, self._model_name(), partial(generator.start, request))
+            return await answer.whole()
+        except RequestError as error:
+            raise as_server_error(error, streaming=False) from error
+        finally:
+            if answer is not None:
+                answer.close()
+
+    async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
+        session: Session | None = None
+        try:
+            session = Session(self._generator(), self._model_name(), payloads)
+            async for response in await session.open():
+                yield response
+        except RequestError as error:
+            raise as_server_error(error, streaming=True) from error
+        finally:
+            # Synchronous: this may run in a task that cannot wait, when the client has left.
+            if session is not None:
+                session.close()
+
+    def _generator(self) -> Generator:
+        if self._built is None:
+            raise NotServing(f"model '{self.name}' is not loaded")
+        return Generator(self._built.engine, self._built.codec, self._built.info)
+
+    def _model_name(self) -> ModelName:
+        return ModelName(self.name, self.version)
+
+
+def _build(settings: ModelSettings) -> BuiltEngine:
+    from mlserver_torch_stream.engine.build import build_engine  # imports torch: seconds, so not on the event loop
+
+    return build_engine(_resolve(settings))
+
+
+def _resolve(settings: ModelSettings) -> ResolvedSettings:
+    source_folder = os.path.dirname(settings._source) if settings._source else None
+    parameters = settings.parameters
+    if parameters is None:  # MLServer found no parameters block: only the environment counts
+        return parse_settings(source_folder=source_folder)
+    return parse_settings(parameters.uri, parameters.extra, parameters.model_extra, source_folder)

@@ -1,0 +1,113 @@
+"""The answers to every message of one stream, concurrently, merged in the order in which they come.
+
+Knows neither what a message is nor how one is answered: it is given a callable that answers one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+Message = TypeVar("Message")
+Reply = TypeVar("Reply", covariant=True)
+
+
+class Answer(Protocol[Reply]):
+    """One message being answered."""
+
+    def replies(self) -> AsyncIterator[Reply]: ...
+
+    def failure(self, error: Exception) -> Sequence[Reply]:
+        """The last replies of an answer that failed beside others that go on."""
+
+    def close(self) -> None:
+        """Cancels what still runs. Synchronous and idempotent."""
+
+
+class Answers(Generic[Message, Reply]):
+    """Reads messages, answers at most ``most_open`` of them at a time, and yields all replies.
+
+    One task reads and one task per message answers, each held here until it has ended. They meet in an outbox of
+    one place, so a reader that lags makes them wait and its token streams merge their events meanwhile. ``close``
+    is synchronous because clean-up may run in a task that is not allowed to wait.
+    """
+
+    def __init__(
+        self, messages: AsyncIterator[Message], answer: Callable[[Message, int], Answer[Reply]], most_open: int
+    ) -> None:
+        self._messages = messages
+        self._answer = answer
+        self._slots = asyncio.Semaphore(most_open)
+        self._outbox: asyncio.Queue[Reply | _Failure | None] = asyncio.Queue(1)
+        self._open: dict[asyncio.Task[None], Answer[Reply]] = {}
+        self._received = 0
+        self._replied = False
+        self._closed = False
+        self._reader = asyncio.create_task(self._read())
+
+    def __aiter__(self) -> AsyncIterator[Reply]:
+        return self
+
+    async def __anext__(self) -> Reply:
+        item = await self._outbox.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, _Failure):
+            raise item.error
+        return item
+
+    def close(self) -> None:
+        self._closed = True
+        self._reader.cancel()
+        for task, answer in tuple(self._open.items()):
+            answer.close()
+            task.cancel()
+
+    async def _read(self) -> None:
+        try:
+            await self._slots.acquire()
+            async for message in self._messages:
+                answer = self._answer(message, self._received)
+                self._received += 1
+                self._start(answer)
+                await self._slots.acquire()
+            while self._open:
+                await asyncio.wait(self._open)
+            await self._outbox.put(None)
+        except Exception as error:
+            await self._outbox.put(_Failure(error))
+
+    def _start(self, answer: Answer[Reply]) -> None:
+        task = asyncio.create_task(self._pump(answer))
+        self._open[task] = answer
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._open[task]
+        self._slots.release()
+
+    async def _pump(self, answer: Answer[Reply]) -> None:
+        try:
+            async for reply in answer.replies():
+                await self._outbox.put(reply)
+                self._replied = True
+        except asyncio.CancelledError:
+            if self._closed:
+                raise
+            await self._fail(answer, RuntimeError("the generation was cancelled inside the server"))
+        except Exception as error:
+            await self._fail(answer, error)
+        finally:
+            answer.close()
+
+    async def _fail(self, answer: Answer[Reply], error: Exception) -> None:
+        """An only message that fails before its first reply fails the stream; any other fails alone."""
+        alone = self._received == 1 and not self._replied
+        for item in [_Failure(error)] if alone else answer.failure(error):
+            await self._outbox.put(item)
+
+
+class _Failure:
+    def __init__(self, error: Exception) -> None:
+        self.error = error

@@ -1,0 +1,85 @@
+"""One call of ``predict_stream``: its messages in, the responses to all of them out.
+
+Knows MLServer's messages and what several of them on one stream mean; how each is answered is ``V2Answer``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+from uuid import uuid4
+
+from mlserver.types import InferenceRequest, InferenceResponse
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.generation import Generator, Opened
+from mlserver_torch_stream.protocol.v2_pieces import decode_piece
+from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.server.answers import Answers
+from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
+
+
+class Session:
+    """The first message decides what the others are: requests of their own, or pieces of its prompt.
+
+    MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. At
+    most as many requests are open at once as a batch has rows; the next message is read when one of them has ended.
+    """
+
+    def __init__(self, generator: Generator, model: ModelName, payloads: AsyncIterator[InferenceRequest]) -> None:
+        self._generator = generator
+        self._model = model
+        self._payloads = payloads
+        self._request_id = ""
+        self._running: Answers[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = None
+
+    async def open(self) -> AsyncIterator[InferenceResponse]:
+        """The responses. Raises RequestError if the first message is wrong."""
+        first = await anext(self._payloads, None)
+        if first is None:
+            raise InvalidInput("inputs", "the stream ended before its first message")
+        self._request_id = first.id or str(uuid4())
+        request = self._decode(first, self._request_id)
+        if request.stream_mode is StreamMode.PROMPT:
+            self._running = V2Answer(request, self._model, partial(self._assemble, request))
+            return self._running.replies()
+        self._running = Answers(self._messages(request), self._answer, self._generator.info.max_rows)
+        return self._running
+
+    def close(self) -> None:
+        """Cancels what still runs. Synchronous and idempotent."""
+        if self._running is not None:
+            self._running.close()
+
+    def _decode(self, payload: InferenceRequest, request_id: str) -> GenerationRequest:
+        return decode_request(payload, self._generator.info, streaming=True, request_id=request_id)
+
+    async def _messages(self, first: GenerationRequest) -> AsyncIterator[InferenceRequest | GenerationRequest]:
+        yield first
+        async for payload in self._payloads:
+            yield payload
+
+    def _answer(self, message: InferenceRequest | GenerationRequest, index: int) -> V2Answer:
+        if isinstance(message, GenerationRequest):
+            return V2Answer(message, self._model, partial(self._generator.start, message), index)
+        request_id = f"{self._request_id}-{index}"
+        try:
+            request = self._decode(message, request_id)
+            if request.stream_mode is not StreamMode.EACH:
+                raise InvalidInput("stream_mode", "differs from that of the stream's first message")
+        except InvalidInput as error:
+            placeholder = GenerationRequest(request_id, (TextPrompt(""),))
+            return V2Answer(placeholder, self._model, partial(_refuse, error), index)
+        return V2Answer(request, self._model, partial(self._generator.start, request), index)
+
+    async def _assemble(self, request: GenerationRequest, opened: Opened) -> None:
+        await self._generator.assemble(request, self._pieces(request), opened)
+
+    async def _pieces(self, request: GenerationRequest) -> AsyncIterator[Prompt]:
+        async for payload in self._payloads:
+            yield decode_piece(payload, request, self._generator.info)
+
+
+async def _refuse(error: InvalidInput, opened: Opened) -> None:
+    raise error

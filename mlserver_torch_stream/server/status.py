@@ -1,0 +1,49 @@
+"""Our errors as MLServer's, with the status that REST and gRPC clients see.
+
+Knows no route and no servicer. Never reloaded by MLServer, so that the table is extended once.
+"""
+
+from __future__ import annotations
+
+import grpc
+from mlserver.errors import MLServerError
+from mlserver.grpc import utils
+
+from mlserver_torch_stream.errors import NotServing, RequestError
+
+
+class StreamStatus(int):
+    """A REST status that maps to another gRPC code on a stream than on a unary call.
+
+    Seldon Core 2 takes UNAVAILABLE on a unary call as "model not loaded" and reloads it, so 503 is RESOURCE_EXHAUSTED
+    there and UNAVAILABLE on streams only. MLServer has one table for both: the key tells them apart.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StreamStatus) and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(("stream", int(self)))
+
+
+_CODES = {
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    StreamStatus(503): grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def extend_grpc_codes() -> None:
+    """Adds the codes that stock MLServer reports as UNKNOWN or FAILED_PRECONDITION. Idempotent."""
+    utils.STATUS_CODE_MAPPING.update(_CODES)
+
+
+def as_server_error(error: RequestError, *, streaming: bool) -> MLServerError:
+    status = StreamStatus(error.status) if streaming and isinstance(error, NotServing) else error.status
+    return MLServerError(error.message, status)
