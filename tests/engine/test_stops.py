@@ -1,0 +1,104 @@
+"""A stop string is found wherever the text is cut, and no part of it leaks."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.engine.stops import StopMatcher
+
+
+def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """The text up to the stop that is complete first, the longest of those; looks at every prefix."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if found:
+            hit = max(found, key=len)
+            return text[: end if include else end - len(hit)], hit
+    return text, None
+
+
+def _run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
+    matcher = StopMatcher(stops, include)
+    released = "".join([matcher.push(piece) for piece in pieces])
+    return released + matcher.flush(), matcher.hit
+
+
+def _splits(text: str) -> list[list[str]]:
+    cuts = [cut for size in range(len(text)) for cut in combinations(range(1, len(text)), size)]
+    return [[text[a:b] for a, b in zip((0, *cut), (*cut, len(text)), strict=True)] for cut in cuts]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("xabcy", ["ab", "abc"]),
+        ("xabcy", ["abc", "bc"]),
+        ("xabcd", ["abcd", "bc"]),
+        ("aaab", ["aab"]),
+        ("ababac", ["abac"]),
+        ("no stop", ["stops"]),
+        ("a€🙂é", ["🙂"]),
+        ("Grüße", ["üß", "ße"]),
+        ("\n\n\nx", ["\n\n"]),
+        ("end</s", ["</s>"]),
+        ("abc", []),
+        ("abc", [""]),
+    ],
+)
+def test_every_split_gives_the_same(text: str, stops: list[str], include: bool) -> None:
+    expected = _reference(text, stops, include)
+    for pieces in _splits(text):
+        assert _run(pieces, stops, include) == expected
+
+
+_alphabet = st.text(alphabet="ab€", max_size=40)
+
+
+@given(
+    pieces=st.lists(_alphabet, max_size=12),
+    stops=st.lists(st.text(alphabet="ab€", max_size=6), max_size=5),
+    include=st.booleans(),
+)
+@settings(deadline=None, max_examples=1000)
+def test_it_agrees_with_the_reference(pieces: list[str], stops: list[str], include: bool) -> None:
+    assert _run(pieces, stops, include) == _reference("".join(pieces), stops, include)
+
+
+@given(text=_alphabet, stops=st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=500)
+def test_it_holds_back_no_more_than_could_become_a_stop(text: str, stops: list[str]) -> None:
+    matcher, released, seen = StopMatcher(stops, False), "", ""
+    for char in text:
+        released += matcher.push(char)
+        seen += char
+        if matcher.hit is not None:
+            return
+        held = seen[len(released) :]
+        longest = max((n for stop in stops for n in range(len(stop)) if seen.endswith(stop[:n])), default=0)
+        assert len(held) == longest
+
+
+def test_with_include_nothing_is_held() -> None:
+    matcher = StopMatcher(["</s>"], include=True)
+    assert [matcher.push(piece) for piece in ("a<", "/s", ">b", "c")] == ["a<", "/s", ">", ""]
+    assert matcher.hit == "</s>"
+
+
+def test_flush_releases_a_part_that_never_became_a_stop() -> None:
+    matcher = StopMatcher(["STOP"], include=False)
+    assert matcher.push("x STO") == "x "
+    assert matcher.hit is None
+    assert matcher.flush() == "STO"
+    assert matcher.flush() == ""
+
+
+def test_after_a_hit_nothing_comes() -> None:
+    matcher = StopMatcher(["b"], include=False)
+    assert matcher.push("abc") == "a"
+    assert matcher.push("more") == ""
+    assert matcher.flush() == ""

@@ -1,0 +1,171 @@
+"""Prompts of every kind become the ids that the tokenizer and the chat template say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.types import ChatPrompt, TextPrompt, TokensPrompt
+from tests.engine.tiny_tokenizers import byte_fallback, byte_level, word_piece
+
+_TEMPLATE = (
+    "{% if tools %}tools:{{ tools | length }}\n{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ mood }}{% endif %}"
+)
+
+
+def _chat_codec(template: str = _TEMPLATE) -> TextCodec:
+    return TextCodec(byte_level(), chat_template=template)
+
+
+def _rendered(codec: TextCodec, *messages: dict[str, Any], **options: Any) -> str:
+    return codec.decode(codec.encode(ChatPrompt(messages, **options)), skip_special_tokens=False)
+
+
+def test_text_has_the_tokenizers_special_tokens() -> None:
+    tokenizer = byte_level(bos=True)
+    ids = TextCodec(tokenizer).encode(TextPrompt("the fox"))
+    assert list(ids) == tokenizer("the fox")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("build", [lambda: byte_level(bos=True), byte_fallback])
+def test_bos_in_the_text_is_not_doubled(build: Callable[[], PreTrainedTokenizerBase]) -> None:
+    tokenizer = build()
+    ids = TextCodec(tokenizer).encode(TextPrompt("<s>the fox"))
+    assert list(ids[:2]).count(tokenizer.bos_token_id) == 1
+    assert list(ids) == tokenizer("<s>the fox", add_special_tokens=False)["input_ids"]
+
+
+def test_token_ids_stay_as_they_are() -> None:
+    assert TextCodec(byte_level()).encode(TokensPrompt((5, 4, 3))) == (5, 4, 3)
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"text_input: .*surrogate"):
+        TextCodec(byte_level()).encode(TextPrompt("a\ud800b"))
+    with pytest.raises(InvalidInput, match="messages"):
+        _chat_codec().encode(ChatPrompt(({"role": "user", "content": "a\ud800b"},)))
+
+
+def test_a_chat_ends_with_the_generation_prompt() -> None:
+    codec = _chat_codec()
+    assert codec.has_chat_template
+    assert _rendered(codec, {"role": "user", "content": "hi"}) == "<|user|>hi</s><|assistant|>"
+
+
+def test_tools_and_template_arguments_reach_the_template() -> None:
+    text = _rendered(
+        _chat_codec(), {"role": "user", "content": "hi"}, tools=({"type": "function"},), template_kwargs={"mood": "gay"}
+    )
+    assert text == "tools:1\n<|user|>hi</s><|assistant|>gay"
+
+
+def test_an_assistants_last_message_is_continued() -> None:
+    text = _rendered(_chat_codec(), {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "})
+    assert text == "<|user|>hi</s><|assistant|>Well, "
+
+
+def test_the_client_may_switch_the_generation_prompt() -> None:
+    asked = _rendered(
+        _chat_codec(), {"role": "assistant", "content": "Well"}, template_kwargs={"add_generation_prompt": True}
+    )
+    assert asked == "<|assistant|>Well</s><|assistant|>"
+
+
+def test_text_parts_become_one_string() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert _rendered(_chat_codec(), {"role": "user", "content": parts}) == "<|user|>one\ntwo</s><|assistant|>"
+
+
+def test_other_parts_are_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match=r"messages: .*'image_url'"):
+        _rendered(_chat_codec(), {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+
+
+def test_special_tokens_of_a_template_are_not_doubled() -> None:
+    codec = TextCodec(byte_level(bos=True), chat_template="<s>{{ messages[0].content }}")
+    assert list(codec.encode(ChatPrompt(({"role": "user", "content": "x"},)))).count(0) == 1
+
+
+def test_no_chat_template_is_the_clients_error() -> None:
+    codec = TextCodec(byte_level())
+    assert not codec.has_chat_template
+    with pytest.raises(InvalidInput, match=r"messages: .*no chat template"):
+        codec.encode(ChatPrompt(({"role": "user", "content": "x"},)))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].name.first }}", "refused"),
+        ("{{ messages[0]['content'] + 1 }}", "refused"),
+        ("{% broken", "refused"),
+    ],
+)
+def test_what_a_template_refuses_is_the_clients_error(template: str, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=f"messages: .*{reason}"):
+        _rendered(_chat_codec(template), {"role": "user", "content": "x"})
+
+
+def test_an_empty_conversation_and_reserved_arguments_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="messages"):
+        _rendered(_chat_codec())
+    with pytest.raises(InvalidInput, match=r"chat_template_kwargs: tokenize"):
+        _rendered(_chat_codec(), {"role": "user", "content": "x"}, template_kwargs={"tokenize": True})
+
+
+def test_the_prompts_objects_are_not_changed() -> None:
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}]}
+    _rendered(_chat_codec(), message)
+    assert message == {"role": "assistant", "content": [{"type": "text", "text": "a"}]}
+
+
+def test_bad_words_are_spelled_with_and_without_a_space() -> None:
+    tokenizer = byte_level()
+    ids = TextCodec(tokenizer).bad_words_ids(["fox", " "])
+    assert {tokenizer.decode(list(word)) for word in ids} == {"fox", " fox"}
+
+
+def test_special_ids_are_what_a_decode_leaves_out() -> None:
+    codec = TextCodec(byte_level())
+    assert codec.special_ids == {0, 1}
+    assert codec.decode([0, 1], True) == ""
+    assert codec.vocab_size == len(byte_level())
+
+
+@pytest.mark.parametrize("build", [byte_level, lambda: byte_level(bos=True), byte_fallback, word_piece])
+def test_the_stable_prefix_of_words_is_a_prefix_of_the_whole(build: Callable[[], PreTrainedTokenizerBase]) -> None:
+    codec = TextCodec(build())
+    text = (
+        "The quick brown fox jumps over the lazy dog. A model streams its answer, token by token.  Twice\n\nover. " * 3
+    )
+    whole = codec.encode(TextPrompt(text))
+    lengths = []
+    for end in range(0, len(text), 5):
+        prefix = codec.stable_prefix(text[:end])
+        assert prefix == whole[: len(prefix)]
+        lengths.append(len(prefix))
+    assert lengths[-1] > len(whole) / 2
+
+
+@given(text=st.text(max_size=200))
+@settings(deadline=None, max_examples=100)
+def test_the_stable_prefix_holds_back_some_tokens_but_not_all_for_ever(text: str) -> None:
+    codec = _STABLE
+    ids = codec.encode(TextPrompt(text))
+    prefix = codec.stable_prefix(text)
+    assert prefix == ids[: len(prefix)]
+    assert min(len(ids), 4) <= len(ids) - len(prefix) <= 64
+
+
+_STABLE = TextCodec(byte_level())
