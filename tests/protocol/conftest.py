@@ -1,0 +1,20 @@
+"""Fixtures for the V2 spelling. Knows the wire and the vocabulary, no engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlserver_torch_stream.types import ModelInfo
+from tests.protocol.wire import Wire, over_grpc, over_raw_grpc, over_rest
+
+
+@pytest.fixture(params=[over_rest, over_grpc, over_raw_grpc], ids=["rest", "grpc", "grpc-raw"])
+def wire(request: pytest.FixtureRequest) -> Wire:
+    """Each way a request can travel."""
+    way: Wire = request.param
+    return way
+
+
+@pytest.fixture
+def info() -> ModelInfo:
+    return ModelInfo(vocab_size=100, max_context=64, max_rows=4, has_chat_template=True)

@@ -1,0 +1,73 @@
+"""Whatever a client sends, it is either understood or refused with a 422."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlserver.types import InferenceRequest
+from pydantic import ValidationError
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS
+from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+
+INFO = ModelInfo(vocab_size=100, max_context=64, max_rows=4, has_chat_template=True)
+
+any_text = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
+    ["[]", "[1]", '["a"]', "{}", '{"n": 2}', '[{"role": "user", "content": "x"}]', "true", "1", "0.5", "text", "auto"]
+)
+scalar = st.none() | st.booleans() | st.integers() | st.floats() | any_text
+json_value = st.recursive(
+    scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3), max_leaves=6
+)
+key = st.sampled_from(
+    [parameter.name for parameter in PARAMETERS] + ["max_new_tokens", "stop_words", "priority", "content_typ"]
+)
+options = st.dictionaries(key, json_value, max_size=4)
+parameters = st.dictionaries(
+    key | st.sampled_from(["sampling_parameters", "llm_parameters", "kwargs"]), json_value | options, max_size=4
+)
+datatype = st.sampled_from(["BYTES", "INT64", "INT32", "FP32", "BOOL"])
+tensor = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(sorted(INPUT_TENSORS)) | any_text,
+        "datatype": datatype,
+        "shape": st.just([1]) | st.lists(st.integers(-1, 3), max_size=3),
+        "data": json_value | st.lists(scalar, min_size=1, max_size=3),
+    }
+)
+prompt = st.just({"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]})
+
+
+def outcome(body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidInput | None:
+    try:
+        payload = InferenceRequest.model_validate(body)
+    except ValidationError:
+        return None  # MLServer refuses it before we see it
+    try:
+        return decode_request(payload, INFO, streaming=streaming, request_id="r")
+    except InvalidInput as refusal:
+        refusal.message.encode()
+        return refusal
+
+
+@settings(max_examples=300, deadline=None)
+@given(parameters=parameters, streaming=st.booleans())
+def test_any_parameters_are_understood_or_refused(parameters: dict[str, Any], streaming: bool) -> None:
+    body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}
+    outcome({**body, "parameters": parameters}, streaming)
+
+
+@settings(max_examples=300, deadline=None)
+@given(inputs=st.lists(tensor | prompt, max_size=4), streaming=st.booleans())
+def test_any_tensors_are_understood_or_refused(inputs: list[dict[str, Any]], streaming: bool) -> None:
+    outcome({"inputs": inputs}, streaming)
+
+
+def test_the_fuzz_can_reach_a_request() -> None:
+    body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}
+    assert isinstance(outcome(body, False), GenerationRequest)

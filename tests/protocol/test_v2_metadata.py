@@ -1,0 +1,43 @@
+"""The declared inputs and outputs are the ones that work."""
+
+from __future__ import annotations
+
+from mlserver.grpc.converters import ModelMetadataResponseConverter
+from mlserver.types import MetadataModelResponse
+
+from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
+from mlserver_torch_stream.protocol.v2_reply import UnaryReply
+from mlserver_torch_stream.types import (
+    FinishReason,
+    GenerationRequest,
+    ReplyOptions,
+    SamplingParameters,
+    TextPrompt,
+    TokenEvent,
+    Usage,
+)
+from tests.protocol.wire import rest_json
+
+
+def test_every_tensor_that_is_accepted_is_declared_once() -> None:
+    spellings = []
+    for tensor in input_metadata():
+        aliases = tensor.parameters.model_extra["aliases"].split(",") if tensor.parameters else []
+        spellings += [tensor.name, *aliases]
+    assert sorted(spellings) == sorted(names.INPUT_TENSORS)
+
+
+def test_every_output_of_a_reply_is_declared_with_its_datatype() -> None:
+    options = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True, chat_tensors=True)
+    reply = UnaryReply(GenerationRequest("r", (TextPrompt("x"),), SamplingParameters(), options), "m")
+    reply.add(TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1)))
+    sent = {output["name"]: output["datatype"] for output in rest_json(reply.response())["outputs"]}
+    assert sent == {tensor.name: tensor.datatype for tensor in output_metadata()}
+
+
+def test_the_declaration_survives_grpc() -> None:
+    metadata = MetadataModelResponse(name="m", platform="p", inputs=input_metadata(), outputs=output_metadata())
+    message = ModelMetadataResponseConverter.from_types(metadata)
+    assert [tensor.name for tensor in message.inputs] == [tensor.name for tensor in input_metadata()]
+    assert message.inputs[0].parameters["aliases"].string_param.startswith("prompt,")
