@@ -193,7 +193,9 @@ def _object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any
 def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
     """MLServer turns every gRPC parameter it cannot represent, such as a double, into null."""
     for key, value in pairs:
-        if value is None and key in _BY_SPELLING:
+        if value is None:
+            if key not in _BY_SPELLING:
+                refuse(key, ..., _BY_SPELLING)
             raise InvalidInput(key, "has no value; over gRPC a fractional number must be sent as a string")
 
 

@@ -37,7 +37,7 @@ def shown_outputs(reply: ReplyOptions) -> frozenset[str]:
 
 
 def output(name: str, data: list[Any], shape: list[int] | None = None) -> ResponseOutput:
-    """One output tensor. The validating constructor costs less than ``model_construct``: 2.9 µs a response, not 6.3."""
+    """One output tensor, validated: that is the cheap way, as ``model_construct`` runs in Python, not in Rust."""
     return ResponseOutput(name=name, datatype=_DATATYPES[name], shape=shape or [len(data)], data=data)
 
 

@@ -147,10 +147,10 @@ def test_transport_parameters_pass_silently(info: ModelInfo) -> None:
 
 
 def test_a_double_that_grpc_lost_is_refused_rather_than_ignored(info: ModelInfo) -> None:
-    payload = over_grpc(text("x"), parameters={"temperature": 0.5})
-    with pytest.raises(InvalidInput, match="as a string") as caught:
-        sampling(payload, info)
-    assert caught.value.field == "temperature"
+    for key, reason in (("temperature", "as a string"), ("timeout", "not implemented"), ("tempratur", "unknown")):
+        with pytest.raises(InvalidInput, match=reason) as caught:
+            sampling(over_grpc(text("x"), parameters={key: 0.5}), info)
+        assert caught.value.field == key
 
 
 def test_each_level_hides_those_below_it(wire: Wire, info: ModelInfo) -> None:

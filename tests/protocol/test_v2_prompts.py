@@ -22,6 +22,12 @@ def decode(payload: InferenceRequest, info: ModelInfo, *, streaming: bool = Fals
     return decode_request(payload, info, streaming=streaming, request_id="r1")
 
 
+def conversation(request: GenerationRequest) -> ChatPrompt:
+    [prompt] = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
 def refused(payload: InferenceRequest, info: ModelInfo, *, streaming: bool = False) -> InvalidInput:
     with pytest.raises(InvalidInput) as caught:
         decode(payload, info, streaming=streaming)
@@ -73,7 +79,7 @@ def test_messages_become_a_conversation(wire: Wire, info: ModelInfo) -> None:
 def test_text_parts_are_joined_and_other_parts_refused_by_name(info: ModelInfo) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     payload = over_rest(text(json.dumps([{"role": "user", "content": parts}]), name="messages"))
-    assert decode(payload, info).prompts[0].messages[0]["content"] == "ab"
+    assert conversation(decode(payload, info)).messages[0]["content"] == "ab"
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     payload = over_rest(text(json.dumps([{"role": "user", "content": image}]), name="messages"))
     assert "image_url" in refused(payload, info).message
@@ -82,7 +88,7 @@ def test_text_parts_are_joined_and_other_parts_refused_by_name(info: ModelInfo) 
 def test_an_assistant_turn_may_hold_only_tool_calls(info: ModelInfo) -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
     payload = over_rest(text(json.dumps([*MESSAGES, turn]), name="messages"))
-    last = decode(payload, info).prompts[0].messages[-1]
+    last = conversation(decode(payload, info)).messages[-1]
     assert last["content"] == ""
     assert last["tool_calls"] == turn["tool_calls"]
 
@@ -117,10 +123,10 @@ def test_a_client_cannot_replace_the_chat_template(info: ModelInfo) -> None:
 
 def test_tool_choice_none_hides_the_tools_and_a_forced_tool_is_refused(info: ModelInfo) -> None:
     tensors = [text(json.dumps(MESSAGES), name="messages"), text('{"type": "function"}', name="tools")]
-    assert decode(over_rest(*tensors, text("auto", name="tool_choice")), info).prompts[0].tools is not None
-    assert decode(over_rest(*tensors, text("none", name="tool_choice")), info).prompts[0].tools is None
+    assert conversation(decode(over_rest(*tensors, text("auto", name="tool_choice")), info)).tools is not None
+    assert conversation(decode(over_rest(*tensors, text("none", name="tool_choice")), info)).tools is None
     assert refused(over_rest(*tensors, text("required", name="tool_choice")), info).field == "tool_choice"
-    assert decode(over_rest(*tensors, text("true", name="parallel_tool_calls")), info).prompts[0].tools is not None
+    assert conversation(decode(over_rest(*tensors, text("true", name="parallel_tool_calls")), info)).tools is not None
     assert refused(over_rest(*tensors, text("false", name="parallel_tool_calls")), info).field == "parallel_tool_calls"
 
 

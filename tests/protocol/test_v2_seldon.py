@@ -30,10 +30,14 @@ def decode(payload: InferenceRequest, info: ModelInfo, *, streaming: bool = Fals
     return decode_request(payload, info, streaming=streaming, request_id="r1")
 
 
-def messages(payload: InferenceRequest, info: ModelInfo) -> list[Any]:
-    [prompt] = decode(payload, info).prompts
+def conversation(request: GenerationRequest) -> ChatPrompt:
+    [prompt] = request.prompts
     assert isinstance(prompt, ChatPrompt)
-    return list(prompt.messages)
+    return prompt
+
+
+def messages(payload: InferenceRequest, info: ModelInfo) -> list[Any]:
+    return list(conversation(decode(payload, info)).messages)
 
 
 def refused(info: ModelInfo, *tensors: T) -> InvalidInput:
@@ -85,7 +89,7 @@ def test_tool_calls_and_their_answers_survive(wire: Wire, info: ModelInfo) -> No
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
     ]
-    assert decode(payload, info).prompts[0].tools == ({"type": "function", "function": {"name": "f"}},)
+    assert conversation(decode(payload, info)).tools == ({"type": "function", "function": {"name": "f"}},)
 
 
 def test_one_assistant_message_may_be_only_tool_calls(info: ModelInfo) -> None:
@@ -122,7 +126,7 @@ def test_broken_conversations_are_refused_by_name(info: ModelInfo, tensors: list
 
 
 def test_the_outputs_of_a_conversation_can_be_named(info: ModelInfo) -> None:
-    assert decode(over_rest(*ONE, outputs=["output_all"]), info).reply.outputs == {"output_all"}
+    assert decode(over_rest(*ONE, outputs=["output_all"]), info).reply.outputs == frozenset({"output_all"})
 
 
 def test_a_unary_reply_holds_the_whole_openai_object(info: ModelInfo) -> None:
