@@ -1,0 +1,121 @@
+"""The launcher behind `make run`: ports, the repository for MODEL, and the request that it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shlex
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from mlserver.repository.repository import SchemalessModelRepository
+
+from mlserver_torch_stream.cli.serve import PORTS, PortTaken, announce, choose_ports, main, prepare_repository
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind((HOST, 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def test_ports_are_distinct_and_can_be_bound() -> None:
+    ports = choose_ports(HOST, dict.fromkeys(PORTS))
+    assert len(set(ports.values())) == len(PORTS)
+    for port in ports.values():
+        with socket.socket() as probe:
+            probe.bind((HOST, port))
+
+
+def test_a_usual_port_that_is_taken_is_replaced(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    monkeypatch.setitem(PORTS, "http", taken)
+    assert choose_ports(HOST, dict.fromkeys(PORTS))["http"] != taken
+
+
+def test_a_usual_port_given_to_another_door_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        free = probe.getsockname()[1]
+    monkeypatch.setitem(PORTS, "grpc", free)
+    ports = choose_ports(HOST, {"http": free, "grpc": None, "metrics": None})
+    assert ports["http"] == free != ports["grpc"]
+
+
+def test_a_given_port_that_is_taken_is_an_error(taken: int, tmp_path: Path) -> None:
+    with pytest.raises(PortTaken, match=f"HTTP_PORT {taken} is taken"):
+        choose_ports(HOST, {"http": taken, "grpc": None, "metrics": None})
+    (tmp_path / "settings.json").write_text(json.dumps({"host": HOST}))
+    with pytest.raises(SystemExit, match=f"HTTP_PORT {taken} is taken"):
+        main([str(tmp_path), "--http-port", str(taken)])
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "served_as"),
+    [("org/some-model", None, "some-model"), ("embedded://x", "chat", "chat"), ("{folder}/a b", None, "a-b")],
+)
+def test_mlserver_finds_the_model_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str | None, served_as: str
+) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "settings.json").write_text("{}")
+    environ: dict[str, str] = {}
+    model = model.format(folder=tmp_path)
+    repository = prepare_repository(model, name, tmp_path, tmp_path / "scratch", environ)
+    assert (Path(repository) / "settings.json").is_file(), "the server's own settings still count"
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+
+    [settings] = asyncio.run(SchemalessModelRepository(repository).list())
+    assert settings.name == served_as
+    assert settings.implementation_ == "mlserver_torch_stream.TorchStreamRuntime"
+    assert settings.parameters is not None
+    assert settings.parameters.uri == model
+
+
+def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
+    class Ready(BaseHTTPRequestHandler):
+        polls = 0
+
+        def do_GET(self) -> None:
+            type(self).polls += 1
+            self.answer(503 if self.polls == 1 else 200, b"")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(200, b'[{"name": "tiny"}]')
+
+        def answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((HOST, 0), Ready) as server:
+        threading.Thread(target=server.serve_forever).start()
+        out = io.StringIO()
+        url = f"http://{HOST}:{server.server_port}"
+        announce(url, out, limit=30)
+        server.shutdown()
+    words = shlex.split(next(line for line in out.getvalue().splitlines() if "curl" in line))
+    assert f"{url}/v2/models/tiny/infer_stream" in words
+    [tensor] = json.loads(words[words.index("-d") + 1])["inputs"]
+    assert json.loads(tensor["data"][0])[0]["role"] == "user"
+    assert Ready.polls == 2
+
+
+def test_a_server_that_never_gets_ready_is_not_announced(taken: int) -> None:
+    out = io.StringIO()
+    announce(f"http://{HOST}:{taken}", out, limit=0.0)
+    assert out.getvalue() == ""

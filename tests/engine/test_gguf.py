@@ -1,0 +1,113 @@
+"""GGUF files: converted once, never seen half-written, and the same model where the cache cannot be written."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mlserver_torch_stream.engine.gguf import converted_folder, load_gguf_tokenizer
+from mlserver_torch_stream.engine.loader import LoadedModel, load_model
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny_gguf import CONTEXT, write_tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def load(gguf_file: Path, cache: Path, **extra: object) -> LoadedModel:
+    return load_model(parse_settings(str(gguf_file), {"cache_dir": str(cache), **extra}, environ={}))
+
+
+def conversions(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("Converting" in record.message for record in caplog.records)
+
+
+def test_a_file_is_converted_once(gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first = load(gguf_file, tmp_path / "cache")
+    second = load(gguf_file, tmp_path / "cache")
+    assert conversions(caplog) == 1
+    assert first.model.dtype == torch.bfloat16
+    assert first.max_context == CONTEXT
+    assert first.eos_token_ids == (1,)
+    assert all(
+        torch.equal(one, two) for one, two in zip(first.model.parameters(), second.model.parameters(), strict=True)
+    )
+    assert "tiny (llama" in first.description
+
+
+def test_the_cache_goes_by_content_and_not_by_path(gguf_file: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(gguf_file, tmp_path / "tiny.gguf"))
+    (tmp_path / "other").mkdir()
+    other = write_tiny_gguf(tmp_path / "other" / "tiny.gguf", seed=1)
+    folder = converted_folder(gguf_file, tmp_path / "cache")
+    assert converted_folder(copy, tmp_path / "cache") == folder
+    assert other.stat().st_size == gguf_file.stat().st_size
+    assert converted_folder(other, tmp_path / "cache") != folder
+
+
+def test_two_that_convert_the_same_file_do_it_once(
+    gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: converted_folder(gguf_file, tmp_path), range(2)))
+    assert folders[0] == folders[1]
+    assert conversions(caplog) == 1
+
+
+def test_what_a_killed_process_left_is_neither_used_nor_kept(gguf_file: Path, tmp_path: Path) -> None:
+    target = converted_folder(gguf_file, tmp_path)
+    assert target is not None
+    orphan = target.with_name(f"{target.name}.partial-dead")
+    target.rename(orphan)
+    assert converted_folder(gguf_file, tmp_path) == target
+    AutoModelForCausalLM.from_pretrained(target)
+    assert not orphan.exists()
+
+
+def test_a_broken_file_fails_in_one_line_and_leaves_nothing(gguf_file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(gguf_file.read_bytes()[:4000])
+    with pytest.raises(LoadFailed, match=r"cannot load .*broken\.gguf: ") as error:
+        load(broken, tmp_path / "cache")
+    assert "\n" not in str(error.value)
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+
+
+def test_without_a_writable_cache_the_model_is_the_same_and_one_warning_says_so(
+    gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    in_memory = load(gguf_file, tmp_path / "file" / "cache")
+    warnings = [record for record in caplog.records if record.name.startswith("mlserver_torch_stream")]
+    assert [record.levelname for record in warnings] == ["WARNING"]
+    assert "converting in memory" in warnings[0].message
+
+    cached = load(gguf_file, tmp_path / "cache")
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(in_memory.model(ids).logits, cached.model(ids).logits)
+    assert in_memory.eos_token_ids == cached.eos_token_ids
+    assert in_memory.tokenizer.encode("the end") == cached.tokenizer.encode("the end")
+
+
+def test_the_weights_keep_the_type_that_is_asked_for(gguf_file: Path, tmp_path: Path) -> None:
+    assert load(gguf_file, tmp_path, dtype="float32").model.dtype == torch.float32
+    floats = write_tiny_gguf(tmp_path / "floats.gguf", quantized=False)
+    assert load(floats, tmp_path).model.dtype == torch.float32, "auto: as the file has it"
+
+
+def test_the_special_tokens_are_those_that_the_file_names(gguf_file: Path) -> None:
+    tokenizer = load_gguf_tokenizer(gguf_file)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|start|>", "<|end|>", "<|end|>")
+    assert tokenizer.decode([0, 1], skip_special_tokens=True) == ""
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|start|>x<|end|>"
