@@ -1,0 +1,104 @@
+"""Bias, penalties, bad words and minimum length do to a row what transformers or OpenAI say."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from mlserver_torch_stream.engine.penalties import LogitAdjuster
+from mlserver_torch_stream.types import SamplingParameters
+
+_VOCAB = 300
+_PROMPT = [5, 6, 7, 5, 250, 299]
+
+
+def _adjuster(
+    answer: list[int] | None = None, bad_words: Any = (), end_ids: tuple[int, ...] = (2, 9), **params: Any
+) -> LogitAdjuster:
+    adjuster = LogitAdjuster(
+        SamplingParameters(**params), prompt_ids=_PROMPT, vocab_size=_VOCAB, end_ids=end_ids, bad_words_ids=bad_words
+    )
+    for token_id in answer or []:
+        adjuster.accept(token_id)
+    return adjuster
+
+
+def _logits(seed: int = 0) -> torch.Tensor:
+    return torch.randn(_VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _adjusted(adjuster: LogitAdjuster, logits: torch.Tensor) -> torch.Tensor:
+    row = logits.clone()
+    adjuster.apply(row)
+    return row
+
+
+def test_nothing_asked_is_nothing_done() -> None:
+    assert not _adjuster([1, 2, 3]).active
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
+@pytest.mark.parametrize("length", [0, 1, 700])
+def test_repetition_penalty_is_transformers(penalty: float, length: int) -> None:
+    rng = random.Random(length)
+    answer = [rng.randrange(_VOCAB) for _ in range(length)]
+    ours = _adjusted(_adjuster(answer, repetition_penalty=penalty), _logits())
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([_PROMPT + answer]), _logits()[None])[0]
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_presence_and_frequency_penalties_count_the_answer_only() -> None:
+    answer = [5, 5, 8]
+    ours = _adjusted(_adjuster(answer, presence_penalty=0.5, frequency_penalty=0.25), _logits())
+    expected = _logits()
+    expected[5] -= 0.5 + 2 * 0.25
+    expected[8] -= 0.5 + 0.25
+    torch.testing.assert_close(ours, expected)
+
+
+def test_logit_bias_is_added_before_the_repetition_penalty_as_transformers_does() -> None:
+    bias = {5: 4.0, 100: -100.0}
+    ours = _adjusted(_adjuster(logit_bias=bias, repetition_penalty=1.5), _logits())
+    ids = torch.tensor([_PROMPT])
+    biased = SequenceBiasLogitsProcessor({(token_id,): value for token_id, value in bias.items()})(ids, _logits()[None])
+    torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(1.5)(ids, biased)[0])
+
+
+def test_the_end_is_suppressed_until_min_tokens_are_there() -> None:
+    adjuster = _adjuster(min_tokens=3, end_ids=(2, 9))
+    for count in range(5):
+        theirs = MinNewTokensLengthLogitsProcessor(len(_PROMPT), 3, [2, 9])(
+            torch.zeros((1, len(_PROMPT) + count), dtype=torch.int64), _logits()[None]
+        )[0]
+        assert adjuster.active == (count < 3)
+        assert torch.equal(_adjusted(adjuster, _logits()), theirs)
+        adjuster.accept(1)
+
+
+def test_bad_words_are_transformers() -> None:
+    rng = random.Random(2)
+    words = [[3], [4, 5], [5, 4], [4, 4, 4], [5, 6, 7, 3], [9], [9, 3], [299, 4]]
+    theirs = NoBadWordsLogitsProcessor(words, [2, 9])
+    answer: list[int] = []
+    adjuster = _adjuster(bad_words=words)
+    for _ in range(200):
+        expected = theirs(torch.tensor([_PROMPT + answer]), _logits()[None])[0]
+        assert torch.equal(_adjusted(adjuster, _logits()), expected)
+        answer.append(rng.choice([4, 5, 6, 7, 9]))
+        adjuster.accept(answer[-1])
+
+
+def test_ids_outside_the_vocabulary_are_ignored() -> None:
+    adjuster = _adjuster(
+        [9999], [[9999], [5, 9999]], (9999,), logit_bias={9999: 1.0}, repetition_penalty=1.2, min_tokens=2
+    )
+    assert bool(_adjusted(adjuster, _logits()).isfinite().all())
