@@ -219,13 +219,17 @@ def _differing(one: str, other: str) -> str:
 
 
 def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
-    """Greedy unless the request, or else the model's default, means sampling."""
+    """Greedy unless the request, or else the model's default, means sampling by naming one of its parameters.
+
+    ``do_sample`` among the defaults, as a generation config has it, decides for them.
+    """
     if "temperature" in given:
         return float(given["temperature"].value)
     usual = float(default["temperature"].value) if "temperature" in default else 1.0
     if any(name in given for name in _MEANS_SAMPLING):
         return usual if usual > 0 else 1.0
-    return usual if info.default_sampling.get("do_sample") else 0.0
+    named = any(name in default for name in ("temperature", *_MEANS_SAMPLING))
+    return usual if info.default_sampling.get("do_sample", named) else 0.0
 
 
 def _logprobs(effective: Mapping[str, Given], needed: bool) -> tuple[bool, int]:

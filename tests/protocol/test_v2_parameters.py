@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -219,15 +219,27 @@ def test_naming_a_sampling_parameter_means_sampling(info: ModelInfo, key: str) -
     assert with_parameters(warm, **{key: value, "temperature": 0}).greedy
 
 
-def test_defaults_sample_only_where_the_model_says_so(info: ModelInfo) -> None:
+def test_defaults_mean_sampling_by_naming_it_unless_do_sample_says_no(info: ModelInfo) -> None:
     default = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    quiet = replace(info, default_sampling=default)
+    as_default = SamplingParameters(temperature=0.6, top_p=0.9, top_k=20)
+    for loud in (default, {**default, "do_sample": True}):
+        assert with_parameters(replace(info, default_sampling=loud)) == as_default
+        assert with_parameters(replace(info, default_sampling=loud), temperature=0).greedy
+    quiet = replace(info, default_sampling={**default, "do_sample": False})
     assert with_parameters(quiet).greedy
-    loud = replace(info, default_sampling={**default, "do_sample": True})
-    assert with_parameters(loud) == SamplingParameters(temperature=0.6, top_p=0.9, top_k=20)
-    assert with_parameters(loud, temperature=0).greedy
-    assert with_parameters(quiet, temperature=0.3) == SamplingParameters(temperature=0.3, top_p=0.9, top_k=20)
+    assert with_parameters(quiet, temperature=0.3) == replace(as_default, temperature=0.3)
     assert with_parameters(replace(info, default_sampling={"do_sample": True})).temperature == 1.0
+    assert with_parameters(replace(info, default_sampling={"top_p": 0.9})).temperature == 1.0
+    assert with_parameters(replace(info, default_sampling={"max_tokens": 9, "repetition_penalty": 1.1})).greedy
+
+
+def test_every_field_of_the_vocabulary_can_be_a_default(info: ModelInfo) -> None:
+    defaults = {
+        field.name: getattr(SamplingParameters(), field.name)
+        for field in fields(SamplingParameters)
+        if field.name not in ("stop", "bad_words", "stop_token_ids")
+    }
+    assert with_parameters(replace(info, default_sampling={**defaults, "stop": ["END"]})).stop == ("END",)
 
 
 def test_wrong_defaults_are_found_when_they_are_read(info: ModelInfo) -> None:
