@@ -1,0 +1,57 @@
+"""What an operator sets once for the whole server, from ``MLSERVER_TORCH_STREAM_*`` in the environment.
+
+Knows nothing of models: what belongs to one of them is in ``settings``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mlserver_torch_stream.errors import SettingsError
+
+PREFIX = "MLSERVER_TORCH_STREAM_"
+# Read elsewhere under the same prefix: the folder of converted models.
+_ELSEWHERE = frozenset({"cache"})
+
+
+class ServerOptions(BaseModel):
+    """All times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    drain_delay: float = Field(0.0, ge=0)  # after SIGTERM, not ready but still taking requests, while routers look away
+    drain_grace: float = Field(30.0, ge=0)  # then, for the streams in flight; what is left ends with `abort`
+    max_body_bytes: int = Field(16 * 2**20, gt=0)  # of a REST request, after decompression
+    keep_alive: float = Field(15.0, ge=0)  # between comments on a silent REST stream; 0: none
+    stalled_reader_timeout: float = Field(60.0, ge=0)  # for a client that reads nothing; 0: none
+    log_requests: bool = True  # one line per request, never its prompt
+    log_prompts: bool = False  # the prompt and the answer too
+    vllm_metric_names: bool = False  # also show the metrics under vLLM's names
+
+
+def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:
+    """Raises SettingsError, which names the variable."""
+    environ = os.environ if environ is None else environ
+    given = {
+        key[len(PREFIX) :].lower(): value
+        for key, value in environ.items()
+        if key.startswith(PREFIX) and key[len(PREFIX) :].lower() not in _ELSEWHERE
+    }
+    try:
+        return ServerOptions.model_validate(given)
+    except ValidationError as error:
+        raise SettingsError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = str(first["loc"][0])
+    name = PREFIX + key.upper()
+    if first["type"] != "extra_forbidden":
+        return f"{name}: {first['msg']}, got {first['input']!r}"
+    close = difflib.get_close_matches(key, [*ServerOptions.model_fields, *_ELSEWHERE], n=1)
+    return f"{name}: unknown variable{f'; did you mean {PREFIX}{close[0].upper()}?' if close else ''}"

@@ -1,0 +1,28 @@
+"""The operator's options: read from the environment, and a wrong one is named."""
+
+import pytest
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.options import read_options
+
+
+def test_options_come_from_the_environment() -> None:
+    options = read_options({"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "2.5", "MLSERVER_TORCH_STREAM_LOG_PROMPTS": "true"})
+    assert options.drain_grace == 2.5 and options.log_prompts
+
+
+def test_what_others_read_under_the_same_prefix_is_left_alone() -> None:
+    assert read_options({"MLSERVER_TORCH_STREAM_CACHE": "somewhere", "PATH": "x"}) == read_options({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MLSERVER_TORCH_STREAM_DRAIN_GRAZE", "1", "did you mean MLSERVER_TORCH_STREAM_DRAIN_GRACE"),
+        ("MLSERVER_TORCH_STREAM_KEEP_ALIVE", "soon", "MLSERVER_TORCH_STREAM_KEEP_ALIVE"),
+        ("MLSERVER_TORCH_STREAM_MAX_BODY_BYTES", "-1", "greater than 0"),
+    ],
+)
+def test_a_wrong_option_is_named(name: str, value: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        read_options({name: value})
