@@ -1,0 +1,94 @@
+"""The other ways in which MLServer is started: from the environment alone, with workers, and with what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
+
+from mlserver_torch_stream import client
+from tests.server import v2
+from tests.server.conftest import QUIET
+from tests.server.harness import PACKAGE_SPELLING, Model, Server, serve
+
+
+@pytest.fixture(scope="module")
+def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An empty folder and MLServer's own defaults (one worker, gzip), as on KServe: the model is in the environment."""
+    environment = {
+        "MLSERVER_MODEL_IMPLEMENTATION": PACKAGE_SPELLING,
+        "MLSERVER_MODEL_NAME": "tiny",
+        "MLSERVER_MODEL_URI": str(tiny_model),
+        "MLSERVER_MODEL_EXTRA": json.dumps({"max_context": 256}),
+        "MLSERVER_PARALLEL_WORKERS": "1",
+        "MLSERVER_GZIP_ENABLED": "true",
+    }
+    with serve(tmp_path_factory.mktemp("bare") / "models", [], environment=environment) as running:
+        yield running
+
+
+def test_the_environment_alone_serves_a_model_and_its_settings(bare_server: Server) -> None:
+    body = v2.rest_body("Hello", max_tokens=8)
+    assert v2.rest_unary(bare_server.url, "/v2/models/tiny/infer", body).outputs["num_output_tokens"] == [8]
+    too_long = httpx.post(f"{bare_server.url}/v2/models/tiny/infer", json=v2.rest_body("fox " * 300), timeout=60)
+    assert too_long.status_code == 422 and "256" in too_long.json()["error"]
+
+
+def test_a_server_with_workers_still_streams(bare_server: Server) -> None:
+    rest = v2.rest_stream(bare_server.url, "/v2/models/tiny/infer_stream", v2.rest_body("Hello fox", max_tokens=200))
+    assert len(rest) > 2
+    with grpc.insecure_channel(bare_server.grpc_target) as channel:
+        request = v2.grpc_request("tiny", "Hello fox", max_tokens=200)
+        streamed = [v2.grpc_reply(each) for each in Stub(channel).ModelStreamInfer(iter([request]), timeout=60)]
+    assert len(streamed) > 2
+    assert v2.joined(streamed) == v2.joined(rest)
+
+
+def test_settings_that_hinder_streams_are_said_once(bare_server: Server) -> None:
+    assert bare_server.log.count("inference workers cannot stream") == 1
+    assert bare_server.log.count("gzip_enabled is true") == 1
+
+
+def test_a_server_without_them_is_not_warned(server: Server) -> None:
+    assert "cannot stream" not in server.log and "gzip_enabled" not in server.log
+
+
+def test_loading_ends_in_one_line_that_says_what_is_where(server: Server) -> None:
+    (line,) = [line for line in server.log.splitlines() if "Model 'tiny':" in line]
+    assert "cpu" in line and "KV cache" in line
+
+
+def test_reloading_and_unloading_by_the_repository_api(server: Server) -> None:
+    def repository(action: str) -> int:
+        return httpx.post(f"{server.url}/v2/repository/models/other/{action}", timeout=120).status_code
+
+    def answer() -> str:
+        return "".join(map(str, client.stream(server.url, "other", "Hello fox", max_tokens=12)))
+
+    before = answer()
+    assert repository("load") == 200
+    assert answer() == before
+    assert repository("unload") == 200
+    assert "running_rows" not in server.counters("other")
+    assert httpx.post(f"{server.url}/v2/models/other/infer", json=v2.rest_body("Hello"), timeout=60).status_code == 404
+    assert repository("load") == 200
+    assert answer() == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [({"max_contxt": 64}, "max_contxt"), ({"tokenizer": "/nowhere"}, "/nowhere")],
+)
+def test_a_model_that_cannot_load_says_why_in_one_line_and_ends_the_server(
+    tiny_model: Path, tmp_path: Path, extra: dict[str, str | int], reason: str
+) -> None:
+    models = [Model("tiny", str(tiny_model), extra=extra)]
+    with serve(tmp_path / "models", models, settings=QUIET, ready=False) as failing:
+        assert failing.process.wait(120) is not None
+        lines = [line for line in failing.log.splitlines() if "Cannot load model 'tiny'" in line]
+    assert len(lines) == 1 and reason in lines[0]
