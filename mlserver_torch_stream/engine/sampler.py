@@ -74,14 +74,15 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Choice | Ge
     """The next token of each row, or why that row has none; ``rows`` are not changed (see ``RowSampler.accept``).
 
     ``logits``: [B, V], any float dtype and device, with V at or above every row's ``vocab_size`` (what lies beyond is
-    padding and never chosen); left as they are. A row whose logits hold NaN, or nothing to choose, fails alone.
+    padding and never chosen); left as they are. All rows are of one model. A row whose logits hold NaN, or nothing to
+    choose, fails alone.
     """
     if not rows:
         return []
-    vocab_size = rows[0].vocab_size
-    raw = logits[:, :vocab_size]
-    token_ids = _choose(_adjusted(raw, rows), rows)
-    logprobs = _logprobs(raw, rows, token_ids)
+    with torch.inference_mode():
+        raw = logits[:, : rows[0].vocab_size]
+        token_ids = _choose(_adjusted(raw, rows), rows)
+        logprobs = _logprobs(raw, rows, token_ids)
     return [
         Choice(token_id, logprob) if token_id != FAILED else GenerationFailed(_NOTHING_TO_CHOOSE)
         for token_id, logprob in zip(token_ids, logprobs, strict=True)
@@ -117,11 +118,8 @@ def _choose(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
 def _argmax(work: torch.Tensor) -> list[int]:
     # max over float32 gives value and index in one pass; argmax of bf16 is 3 times slower on a CPU.
     values, ids = work.max(dim=-1)
-    return _to_ints(torch.where(values.isfinite(), ids, FAILED))
-
-
-def _to_ints(ids: torch.Tensor) -> list[int]:
-    return [int(token_id) for token_id in ids.tolist()]
+    chosen: list[int] = torch.where(values.isfinite(), ids, FAILED).tolist()
+    return chosen
 
 
 def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampler], token_ids: list[int]) -> list[TokenLogprob | None]:

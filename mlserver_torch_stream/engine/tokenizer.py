@@ -52,7 +52,7 @@ class TextCodec:
         if isinstance(prompt, TokensPrompt):
             return prompt.token_ids
         if isinstance(prompt, TextPrompt):
-            return tuple(self._encode_text(prompt.text))
+            return _ids(self._tokenize(prompt.text, "text_input"))
         return self._encode_chat(prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -65,8 +65,8 @@ class TextCodec:
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The id sequences of each word as it is written at the start of a text and after a space."""
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
-        encoded = [self._ids(spelling, "bad_words", add_special_tokens=False) for spelling in spellings]
-        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+        encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
         """Ids at the start of the prompt that further text will hardly change, for prefilling ahead.
@@ -74,29 +74,25 @@ class TextCodec:
         Holds back the last word and the whitespace before it, at least 4 and at most 64 tokens. Not a guarantee:
         compare with the ids of the whole prompt in the end.
         """
-        ids = self._encode_text(text_so_far)
+        encoded = self._tokenize(text_so_far, "text_input", return_offsets_mapping=self._tokenizer.is_fast)
+        ids = _ids(encoded)
         hold = _HOLD_AT_MOST
         if self._tokenizer.is_fast:
-            trimmed = text_so_far.rstrip()
-            spaces = [position for position, char in enumerate(trimmed) if char.isspace()]
-            settled = len(trimmed[: spaces[-1]].rstrip()) if spaces else 0
-            hold = len(ids) - self._count_tokens_within(text_so_far, settled)
-        return tuple(ids[: max(0, len(ids) - min(max(hold, _HOLD_AT_LEAST), _HOLD_AT_MOST))])
+            hold = len(ids) - _tokens_before(_last_word(text_so_far), encoded["offset_mapping"])
+        return ids[: max(0, len(ids) - min(max(hold, _HOLD_AT_LEAST), _HOLD_AT_MOST))]
 
-    def _count_tokens_within(self, text: str, end: int) -> int:
-        """How many leading tokens of ``text`` lie before character ``end``."""
-        offsets = self._tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-        return next((i for i, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
-
-    def _encode_text(self, text: str) -> list[int]:
-        ids = self._ids(text, "text_input")
-        bos, bos_id = self._tokenizer.bos_token, self._tokenizer.bos_token_id
-        twice = bos and text.startswith(str(bos)) and ids[:2] == [bos_id, bos_id]
-        return ids[1:] if twice and not text.startswith(str(bos) * 2) else ids
-
-    def _ids(self, text: str, field: str, **options: Any) -> list[int]:
+    def _tokenize(self, text: str, field: str, **options: Any) -> Mapping[str, Any]:
+        """The tokenizer's output for a raw prompt; one that brings its own BOS gets no special tokens added."""
         _require_unicode(text, field)
-        return [int(token_id) for token_id in self._tokenizer(text, **options)["input_ids"]]
+        bos = self._tokenizer.bos_token
+        add_special_tokens = not (bos and text.startswith(str(bos)))
+        encoded: Mapping[str, Any] = self._tokenizer(text, add_special_tokens=add_special_tokens, **options)
+        return encoded
+
+    def _plain(self, text: str, field: str) -> tuple[int, ...]:
+        """The ids of the text alone."""
+        _require_unicode(text, field)
+        return _ids(self._tokenizer(text, add_special_tokens=False))
 
     def _encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
         if not self.has_chat_template:
@@ -112,7 +108,22 @@ class TextCodec:
             )
         except Exception as error:  # a template is a program that runs on the client's data: whatever it raises
             raise InvalidInput("messages", f"the chat template refused them: {_reason(error)}") from error
-        return tuple(self._ids(str(text), "messages", add_special_tokens=False))
+        return self._plain(str(text), "messages")
+
+
+def _ids(encoded: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(token_id) for token_id in encoded["input_ids"])
+
+
+def _last_word(text: str) -> int:
+    """Where the whitespace before the last word begins, in characters."""
+    words = text.rsplit(maxsplit=1)
+    return len(words[0]) if len(words) == 2 else 0
+
+
+def _tokens_before(end: int, offsets: Sequence[tuple[int, int]]) -> int:
+    """How many leading tokens lie before character ``end``."""
+    return next((i for i, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
 
 
 def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,10 @@ def test_bos_in_the_text_is_not_doubled(build: Callable[[], PreTrainedTokenizerB
     assert list(ids) == tokenizer("<s>the fox", add_special_tokens=False)["input_ids"]
 
 
+def test_text_without_bos_in_a_tokenizer_that_adds_none_stays_so() -> None:
+    assert list(TextCodec(byte_level()).encode(TextPrompt("<s><s>the")))[:3].count(0) == 2
+
+
 def test_token_ids_stay_as_they_are() -> None:
     assert TextCodec(byte_level()).encode(TokensPrompt((5, 4, 3))) == (5, 4, 3)
 
