@@ -108,8 +108,15 @@ def _invitation(url: str, name: str) -> str:
     return (
         f"\n{name} is ready. Ask it something:\n\n"
         f"  curl -N {url}/v2/models/{name}/infer_stream -H 'Content-Type: application/json' -d '{body}'\n"
-        f"  mlserver-torch-stream chat --url {url} --model {name}\n"
+        f"  {_command()} chat --url {url} --model {name}\n"
     )
+
+
+def _command() -> str:
+    """The installed command as one can type it here: a fresh virtual environment is on nobody's path."""
+    command = Path(sys.executable).with_name("mlserver-torch-stream")
+    near = command.is_relative_to(Path.cwd())
+    return str(command.relative_to(Path.cwd()) if near else command) if command.exists() else command.name
 
 
 def _get(url: str, body: Mapping[str, Any] | None) -> Any:
