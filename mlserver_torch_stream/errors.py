@@ -27,15 +27,26 @@ class InvalidInput(RequestError):
 
 
 class QueueFull(RequestError):
-    """More requests are waiting than the settings allow."""
+    """More is waiting than the settings allow. ``retry_after``: whole seconds until some of it should be gone."""
 
     status = 429
 
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
 
 class NotServing(RequestError):
-    """The engine is not there: loading, unloading, or dead."""
+    """The engine is not there: loading, draining, unloading, or dead."""
 
     status = 503
+    retry_after = 1
+
+
+class TimedOut(RequestError):
+    """The request's time was over before its first token."""
+
+    status = 504
 
 
 class GenerationFailed(RequestError):

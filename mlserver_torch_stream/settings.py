@@ -97,7 +97,10 @@ class EngineSettings(BaseModel):
     engine: Literal["auto", "batched", "serial"] = "auto"
     max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
     max_batch_rows: int = Field(default=32, gt=0)
-    max_queue: int = Field(default=256, gt=0)  # requests that wait; more are refused
+    max_queue: int = Field(default=256, gt=0)  # prompts that wait; more are refused
+    max_queue_tokens: int | None = Field(default=None, gt=0)  # tokens of the prompts that wait; None: no bound
+    queue_timeout: float | None = Field(default=None, gt=0)  # seconds that a prompt may wait
+    request_timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
     prefill_chunk: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
     kv_cache_memory: Bytes | None = None
     threads: int | None = Field(default=None, gt=0)

@@ -123,6 +123,8 @@ class GenerationRequest:
     reply: ReplyOptions = ReplyOptions()
     stream: bool | None = None  # None: whatever the endpoint is
     stream_mode: StreamMode = StreamMode.EACH
+    priority: int | None = None  # 1 is highest; None: the default
+    timeout_s: float | None = None  # from submit to the last token; None: the settings'
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class TokenEvent:
 
     ``text`` never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
     ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
-    ``FinishReason.ERROR``.
+    ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet.
     """
 
     index: int

@@ -11,18 +11,25 @@ from typing import Protocol
 
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
+DEFAULT_PRIORITY = 100
+
 
 @dataclass(frozen=True, slots=True)
 class PromptJob:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
     ``open``: more ids follow through ``TokenStream.extend``; decoding starts when ``TokenStream.seal`` is called.
+    ``priority``: lower ones are admitted first; ``client``: whose backlog counts when jobs wait; ``timeout_s``: from
+    submit to the last token, after which the sequences end with what they have.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     first_index: int = 0
     open: bool = False
+    priority: int = DEFAULT_PRIORITY
+    client: str = ""
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +37,16 @@ class EngineStats:
     """A snapshot of counters and gauges; counters only ever grow."""
 
     running_rows: int = 0  # decoding now
-    waiting_jobs: int = 0  # queued, or in prefill
+    waiting_jobs: int = 0  # queued
+    waiting_tokens: int = 0  # of their prompts
+    prefilling_jobs: int = 0
     kv_cache_bytes: int = 0  # reserved by running and prefilling rows
     kv_cache_budget: int = 0
     decode_steps: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
-    cancelled_sequences: int = 0
+    cancelled_sequences: int = 0  # their stream was closed
+    timed_out_sequences: int = 0
     zombie_steps: int = 0  # rows decoded in a step that began after their stream was closed
 
 
@@ -73,6 +83,16 @@ class Engine(Protocol):
         """
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine's thread has died, or was shut down."""
+
+    def drain(self) -> None:
+        """From now on ``submit`` raises NotServing; what runs goes on."""
+
+    def abort_all(self) -> None:
+        """Ends every stream with the reason ``abort`` and the text it has."""
 
     def shutdown(self) -> None:
         """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""

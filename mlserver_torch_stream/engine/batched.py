@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.forward import ModelForward
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
 from mlserver_torch_stream.engine.sampler import Choice, sample
 from mlserver_torch_stream.engine.sampling import SamplerFactory
@@ -69,17 +68,17 @@ class BatchedBackend:
         self._scheduler.add(job)
         self._gauge()
 
-    def cancel(self, mailbox: Mailbox) -> None:
-        scheduler = self._scheduler
-        jobs = [job for job in (*scheduler.prefilling, *scheduler.waiting) if job.mailbox is mailbox]
+    def evict(self, jobs: Sequence[Job]) -> None:
+        gone = set(jobs)
         for job in jobs:
             self._drop(job)
-        self._count(cancelled_sequences=sum(job.rows for job in jobs))
-        for group in scheduler.groups:
-            self._sweep(group)
+        for group in self._scheduler.groups:
+            leaving = {row for row, answer in enumerate(group.rows) if answer.job in gone}
+            if leaving:
+                self._remove(group, leaving)
         self._retire()
 
-    def step(self, deliver: Deliver) -> bool:
+    def step(self, deliver: Deliver, poll: Callable[[], None]) -> bool:
         pieces = self._scheduler.pieces()
         for piece in pieces:
             self._prefill(piece, deliver)
@@ -89,9 +88,6 @@ class BatchedBackend:
         self._retire()
         self._gauge()
         return bool(pieces or groups)
-
-    def interrupt(self) -> None:
-        """Nothing to interrupt: a step is short."""
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -124,7 +120,8 @@ class BatchedBackend:
 
     def _start(self, job: Job, logits: torch.Tensor, deliver: Deliver) -> None:
         """The prompt is in: samples the first token of each of its sequences and joins them to a batch."""
-        choices = sample(logits.expand(job.rows, -1), self._samplers.begin(job))
+        self._samplers.begin(job)
+        choices = self._choose(logits.expand(job.rows, -1), job.sequences)
         group = self._scheduler.place(job)
         first = len(group.rows) - job.rows
         try:
@@ -145,16 +142,16 @@ class BatchedBackend:
     # --- decode ---
 
     def _decode(self, group: Group, deliver: Deliver) -> None:
+        began = time.monotonic()
         self._sweep(group)
         if not group.rows:
             return
-        began = time.monotonic()
         try:
             logits = self._forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
         except Exception as error:
             self._isolate(group, error, deliver)
             return
-        choices = sample(logits, [answer.sampler for answer in group.rows if answer.sampler is not None])
+        choices = self._choose(logits, group.rows)
         zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
         self._count(decode_steps=1, zombie_steps=zombies)
         self._accept(group, range(len(group.rows)), choices, deliver)
@@ -164,7 +161,6 @@ class BatchedBackend:
         closed = {row for row, answer in enumerate(group.rows) if answer.job.mailbox.closed_at is not None}
         if closed:
             self._remove(group, closed)
-            self._count(cancelled_sequences=len(closed))
 
     def _accept(
         self, group: Group, rows: range, choices: Sequence[Choice | GenerationFailed], deliver: Deliver
@@ -176,13 +172,28 @@ class BatchedBackend:
                 answer.finish(FinishReason.ERROR, choice)
                 continue
             assert answer.sampler is not None
-            answer.sampler.accept(choice.token_id)
-            answer.accept(choice.token_id, choice.logprob)
+            try:
+                answer.sampler.accept(choice.token_id)
+                answer.accept(choice.token_id, choice.logprob)
+            except Exception as error:
+                logger.exception("a token could not be taken")
+                answer.finish(FinishReason.ERROR, GenerationFailed(f"token {choice.token_id} failed: {error}"))
         self._count(generated_tokens=len(answers))
         finished = {row for row, answer in zip(rows, answers, strict=True) if answer.finish_reason is not None}
         if finished:
             self._remove(group, finished)
+            self._retire()  # before the last events: who reads them finds the gauges true
         deliver(answers)
+
+    def _choose(self, logits: torch.Tensor, answers: Sequence[Answer]) -> list[Choice | GenerationFailed]:
+        """The next token of each; where sampling raises, of each alone, so that only the culprit fails."""
+        try:
+            return sample(logits, [answer.sampler for answer in answers if answer.sampler is not None])
+        except Exception as error:
+            if len(answers) > 1:
+                return [self._choose(logits[row : row + 1], [answer])[0] for row, answer in enumerate(answers)]
+            logger.exception("sampling failed")
+            return [GenerationFailed(f"sampling failed: {error}")]
 
     def _isolate(self, group: Group, error: Exception, deliver: Deliver) -> None:
         """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
@@ -216,8 +227,17 @@ class BatchedBackend:
     def _remove(self, group: Group, leaving: set[int]) -> None:
         batch = self._batches[group]
         order = batch.leave(leaving)
-        if self._scheduler.keep(group, order) and order:
+        shrink = self._scheduler.keep(group, order)
+        if not order:
+            del self._batches[group]  # those on their way get a new one
+        elif shrink:
+            self._shrink(group, batch)
+
+    def _shrink(self, group: Group, batch: RowCache) -> None:
+        try:
             batch.resize(group.row_capacity, group.column_capacity)
+        except RuntimeError as error:  # the smaller copy found no memory beside the old one: it shrinks another time
+            logger.warning("a cache could not be made smaller: %s", error)
 
     def _retire(self) -> None:
         for group in self._scheduler.retire():
@@ -233,6 +253,8 @@ class BatchedBackend:
         self._stats = replace(
             self._stats,
             running_rows=scheduler.running_rows,
-            waiting_jobs=len(scheduler.waiting) + len(scheduler.prefilling),
+            waiting_jobs=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            prefilling_jobs=len(scheduler.prefilling),
             kv_cache_bytes=scheduler.reserved_bytes,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.forward import input_device
 from mlserver_torch_stream.engine.host import Host, read_host
 from mlserver_torch_stream.engine.loader import LoadedModel, load_model, set_threads
@@ -111,7 +112,9 @@ def _assemble(
             codec,
             info,
             loaded.eos_token_ids,
-            max_queue=settings.max_queue,
+            bounds=Bounds(
+                settings.max_queue, settings.max_queue_tokens, settings.queue_timeout, settings.request_timeout
+            ),
             threads=threads,
             turns=shares.cores if device.type == "cpu" else None,
             name=resolved.source.name,

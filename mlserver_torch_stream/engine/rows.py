@@ -172,14 +172,15 @@ class RowCache:
         for row in sorted(leaving, reverse=True):
             order[row] = order[-1]
             order.pop()
-        layers = self.cache.layers
-        for index, layer in enumerate(layers):
-            if isinstance(layer, SlabLayer) and layer.is_initialized:
-                for target, source in enumerate(order):
-                    if source != target:
-                        layer.move_row(source, target)
-            elif isinstance(layer, LinearAttentionLayer):
-                layers[index] = states.pick(layer, order)
+        # States first: they need memory, and may raise before anything has changed.
+        self.cache.layers[:] = [
+            states.pick(layer, order) if isinstance(layer, LinearAttentionLayer) else layer
+            for layer in self.cache.layers
+        ]
+        for slab in self.slabs:
+            for target, source in enumerate(order) if slab.is_initialized else ():
+                if source != target:
+                    slab.move_row(source, target)
         self.lengths = [self.lengths[source] for source in order]
         if self.lengths:
             self.columns.begin = self.columns.end - max(self.lengths)

@@ -5,11 +5,11 @@ Decides and returns what to do; it imports no torch, runs nothing and reads no c
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlserver_torch_stream.engine.sequence import Job, Sequence
+from mlserver_torch_stream.engine.waiting import WaitingJobs
 
 # Rows whose lengths differ more than this are decoded in different batches: every row of a batch pays for its longest.
 _SPREAD = 4
@@ -66,11 +66,11 @@ class Piece:
 
 
 class Scheduler:
-    """Strictly first come, first served: a job that does not fit yet holds back those behind it."""
+    """Admits waiting jobs in their queue's order while rows and memory last, and keeps account of both."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.waiting: deque[Job] = deque()
+        self.waiting = WaitingJobs()
         self.prefilling: list[Job] = []
         self.groups: list[Group] = []
         self._targets: dict[Job, Group] = {}
@@ -98,7 +98,7 @@ class Scheduler:
         return low
 
     def add(self, job: Job) -> None:
-        self.waiting.append(job)
+        self.waiting.add(job)
 
     def pieces(self) -> list[Piece]:
         """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit."""
@@ -106,8 +106,8 @@ class Scheduler:
         pieces: list[Piece] = []
         for job in self.prefilling:
             left = self._take(job, left, pieces)
-        while self.waiting and (left is None or left > 0) and self._admit(self.waiting[0]):
-            left = self._take(self.prefilling[-1], left, pieces)
+        while (left is None or left > 0) and (newcomer := self._admit()) is not None:
+            left = self._take(newcomer, left, pieces)
         return pieces
 
     def _take(self, job: Job, left: int | None, pieces: list[Piece]) -> int | None:
@@ -121,23 +121,25 @@ class Scheduler:
             pieces.append(Piece(job, count))
         return left - max(count, 0)
 
-    def _admit(self, job: Job) -> bool:
-        rows = self.running_rows + sum(each.rows for each in self.prefilling)
-        if rows + job.rows > self._limits.max_rows:
-            return False
-        group = self._choose(job)
-        if group is None:
-            return False
-        self.waiting.popleft()
+    def _admit(self) -> Job | None:
+        rows = self.running_rows + sum(job.rows for job in self.prefilling)
+        if rows >= self._limits.max_rows:
+            return None
+        admitted = self.waiting.admit(lambda job: self._choose(job, self._limits.max_rows - rows))
+        if admitted is None:
+            return None
+        job, group = admitted
         group.expected.append(job)
         if group not in self.groups:
             self.groups.append(group)
         self._targets[job] = group
         self.prefilling.append(job)
-        return True
+        return job
 
-    def _choose(self, job: Job) -> Group | None:
+    def _choose(self, job: Job, free_rows: int) -> Group | None:
         """The batch that the job will join: one of its length, or a new one, whichever the memory allows."""
+        if job.rows > free_rows:
+            return None
         reserved = self.reserved_bytes + self._prefill_bill(job)
         candidates = [group for group in self.groups if group.takes(len(job.prompt))]
         if len(self.groups) < _MAX_GROUPS:

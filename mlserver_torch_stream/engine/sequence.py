@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, PromptJob
 from mlserver_torch_stream.engine.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.stops import StopMatcher
@@ -81,6 +81,8 @@ class Sequence:
             return
         self.finish_reason = reason
         self._error = error
+        if reason is FinishReason.ERROR:
+            return  # it may be the text that failed
         if self._stops.hit is None:
             self._text.append(self._stops.push(self._detokenizer.flush()))
         if self._stops.hit is None:
@@ -125,6 +127,8 @@ class Job:
     mailbox: Mailbox
     max_context: int  # tokens that a row may hold: the model's context, or what the cache can take
     sealed: bool = True
+    priority: int = DEFAULT_PRIORITY
+    client: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     prefilled: int = 0
@@ -134,7 +138,15 @@ class Job:
     def of(
         cls, given: PromptJob, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
     ) -> Job:
-        job = cls(list(given.prompt_ids), given.sampling, mailbox, max_context, sealed=not given.open)
+        job = cls(
+            list(given.prompt_ids),
+            given.sampling,
+            mailbox,
+            max_context,
+            sealed=not given.open,
+            priority=given.priority,
+            client=given.client,
+        )
         indices = range(given.first_index, given.first_index + given.sampling.n)
         job.sequences = [Sequence(job, index, codec, eos_token_ids) for index in indices]
         return job
@@ -142,6 +154,15 @@ class Job:
     @property
     def rows(self) -> int:
         return len(self.sequences)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def work(self) -> int:
+        """Tokens that it may need, prompt and answers."""
+        return len(self.prompt) + self.rows * self.max_tokens
 
     @property
     def max_tokens(self) -> int:

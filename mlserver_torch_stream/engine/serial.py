@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,11 +16,11 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.forward import input_device
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sampling import SamplerFactory
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
+from mlserver_torch_stream.engine.waiting import WaitingJobs
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -40,52 +39,55 @@ class SerialBackend:
         self._device = input_device(model)
         self._samplers = samplers
         self._max_rows = max_rows
-        self._waiting: deque[Job] = deque()
-        self._interrupted = False
+        self._waiting = WaitingJobs()
+        self._running = 0
         self._stats = EngineStats()
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
 
     def add(self, job: Job) -> None:
-        self._waiting.append(job)
-        self._stats = replace(self._stats, waiting_jobs=len(self._waiting))
+        self._waiting.add(job)
+        self._gauge()
 
-    def cancel(self, mailbox: Mailbox) -> None:
-        kept = [job for job in self._waiting if job.mailbox is not mailbox]
-        self.count(cancelled_sequences=sum(job.rows for job in self._waiting) - sum(job.rows for job in kept))
-        self._waiting = deque(kept)
-        self._stats = replace(self._stats, waiting_jobs=len(kept))
-
-    def interrupt(self) -> None:
-        self._interrupted = True
+    def evict(self, jobs: Sequence[Job]) -> None:
+        """Those that wait are gone at once; the one that runs sees at its next token that it has ended."""
+        for job in jobs:
+            if job in self._waiting:
+                self._waiting.remove(job)
+        self._gauge()
 
     def stats(self) -> EngineStats:
         return self._stats
 
-    def step(self, deliver: Deliver) -> bool:
-        job = next((job for job in self._waiting if job.sealed), None)
-        if job is None:
+    def step(self, deliver: Deliver, poll: Callable[[], None]) -> bool:
+        admitted = self._waiting.admit(lambda job: job.sealed or None)
+        if admitted is None:
             return False
-        self._waiting.remove(job)
-        self._stats = replace(self._stats, waiting_jobs=len(self._waiting), running_rows=1)
+        job, _ = admitted
         job.started_at = time.monotonic()
+        self._running = 1
+        self._gauge()
         for answer, sampler in zip(job.sequences, self._samplers.begin(job), strict=True):
-            self._answer(answer, sampler, deliver)
-        self._stats = replace(self._stats, running_rows=0)
+            if not _ended(answer):
+                self._answer(answer, sampler, deliver, poll)
+        self._running = 0
+        self._gauge()
         return True
 
-    def ended(self, answer: Answer) -> bool:
-        return self._interrupted or answer.finish_reason is not None or answer.job.mailbox.closed_at is not None
+    def _gauge(self) -> None:
+        self._stats = replace(
+            self._stats,
+            running_rows=self._running,
+            waiting_jobs=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+        )
 
     def count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
-    def _answer(self, answer: Answer, sampler: RowSampler, deliver: Deliver) -> None:
+    def _answer(self, answer: Answer, sampler: RowSampler, deliver: Deliver, poll: Callable[[], None]) -> None:
         job = answer.job
-        if self.ended(answer):
-            self.count(cancelled_sequences=1)
-            return
         try:
             prompt = torch.tensor([job.prompt], device=self._device)
             self._model.generate(
@@ -93,14 +95,12 @@ class SerialBackend:
                 attention_mask=torch.ones_like(prompt),  # else every id that equals the padding's is masked
                 max_new_tokens=job.max_tokens,
                 logits_processor=[_Chooser(self, answer, sampler, deliver)],
-                stopping_criteria=[_Ended(self, answer)],
+                stopping_criteria=[_Ended(answer, poll)],
             )
         except Exception as error:
             logger.exception("generation failed")
             answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {error}"))
             deliver([answer])
-        if answer.finish_reason is None:
-            self.count(cancelled_sequences=1)
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
@@ -126,9 +126,16 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self, backend: SerialBackend, answer: Answer) -> None:
-        self._backend = backend
+    """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
+
+    def __init__(self, answer: Answer, poll: Callable[[], None]) -> None:
         self._answer = answer
+        self._poll = poll
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((1,), self._backend.ended(self._answer), device=input_ids.device)
+        self._poll()
+        return torch.full((1,), _ended(self._answer), device=input_ids.device)
+
+
+def _ended(answer: Answer) -> bool:
+    return answer.finish_reason is not None or answer.job.mailbox.closed_at is not None

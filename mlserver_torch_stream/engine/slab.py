@@ -91,8 +91,10 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     def relocate(self, rows: int, capacity: int, base: int) -> None:
         """Moves the live part into a slab of ``rows`` x ``capacity`` that starts at logical column ``base``."""
         kept = slice(max(base, self.base), self.columns.end + self.pending)
-        self.keys = self._moved(self.keys, rows, capacity, base, kept)
-        self.values = self._moved(self.values, rows, capacity, base, kept)
+        keys = self._moved(self.keys, rows, capacity, base, kept)
+        values = self._moved(self.values, rows, capacity, base, kept)
+        # Both or none: either may find no memory.
+        self.keys, self.values = keys, values
         self.rows, self.capacity, self.base = rows, capacity, base
 
     def _moved(self, old: torch.Tensor, rows: int, capacity: int, base: int, kept: slice) -> torch.Tensor:

@@ -36,7 +36,12 @@ def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.
 
 def pick(layer: LinearAttentionLayer, rows: list[int]) -> LinearAttentionLayer:
     """The given rows, in that order, as a layer of its own."""
-    return _mapped(layer, lambda state: state.index_select(0, torch.tensor(rows, dtype=torch.long, device=state.device)))
+
+
+    def picked(state: torch.Tensor) -> torch.Tensor:
+        return state.index_select(0, torch.tensor(rows, dtype=torch.long, device=state.device))
+
+    return _mapped(layer, picked)
 
 
 def join(target: LinearAttentionLayer, source: LinearAttentionLayer, copies: int) -> LinearAttentionLayer:

@@ -6,50 +6,59 @@ Knows nothing of how a backend generates, nor of who reads the streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from mlserver_torch_stream.engine.api import EngineStats, PromptJob
+from mlserver_torch_stream.engine.bounds import Bounds, Deadlines, Pace
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.tokenizer import TextCodec
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[Answer]], None]
 
+# An engine that dies more often than this is not started anew: something is wrong that a fresh start does not mend.
+_MOST_DEATHS = 3
+_DEATHS_WITHIN = 600.0  # seconds
+
 
 class Backend(Protocol):
-    """What a worker steps. All methods run on its thread, but for ``refusal``, ``interrupt`` and ``stats``."""
+    """What a worker steps. All methods run on its thread, but for ``refusal`` and ``stats``."""
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         """Why a job of this size could never run; None if it can."""
 
     def add(self, job: Job) -> None: ...
 
-    def cancel(self, mailbox: Mailbox) -> None:
-        """Frees all that the jobs of a closed stream hold, before it returns."""
+    def evict(self, jobs: Sequence[Job]) -> None:
+        """Frees all that these jobs hold, before it returns or (for what runs in a long step) at the next token."""
 
-    def step(self, deliver: Deliver) -> bool:
-        """Does a bounded piece of work; False if there was nothing to do."""
-
-    def interrupt(self) -> None:
-        """Makes a long step return soon: the worker is stopping."""
+    def step(self, deliver: Deliver, poll: Callable[[], None]) -> bool:
+        """Does a piece of work; False if there was nothing to do. A long piece calls ``poll`` once per token."""
 
     def stats(self) -> EngineStats: ...
 
 
 class EngineWorker:
-    """An ``Engine`` (see ``engine.api``) over any backend."""
+    """An ``Engine`` (see ``engine.api``) over any backend.
+
+    ``rebuild`` makes a backend in the place of one that died; without it, or after too many deaths, the engine stays
+    dead and ``on_death`` is called on its thread. ``turns`` is None for an engine whose device is its own.
+    """
 
     def __init__(
         self,
@@ -58,45 +67,78 @@ class EngineWorker:
         info: ModelInfo,
         eos_token_ids: tuple[int, ...],
         *,
-        max_queue: int,
-        threads: int,
-        turns: Turns | None,
-        name: str,
+        bounds: Bounds | None = None,
+        threads: int = 1,
+        turns: Turns | None = None,
+        rebuild: Callable[[], Backend] | None = None,
+        on_death: Callable[[BaseException], None] | None = None,
+        name: str = "",
     ) -> None:
         self.info = info
         self._backend = backend
         self._codec = codec
         self._eos_token_ids = eos_token_ids
-        self._max_queue = max_queue
+        self._bounds = bounds or Bounds()
         self._threads = threads
-        self._turns = turns  # None: this engine's device is its own
+        self._turns = turns
+        self._rebuild = rebuild
+        self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[Mailbox, list[Job]] = {}
+        self._deadlines = Deadlines()
+        self._deaths: list[float] = []
+        self._pace = Pace()
         self._submitted = 0  # jobs, written by the loop's thread
         self._taken = 0  # of them, handed to the backend
+        self._cancelled = 0  # sequences
+        self._timed_out = 0
+        self._draining = False
         self._stopping = False
+        self._last_word = threading.Lock()  # between who posts and the thread that ends
+        self._ended = False
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._stopping
+        return self._thread.is_alive() and self._dead is None and not self._stopping
 
     def submit(self, jobs: Sequence[PromptJob]) -> Mailbox:
         if not self.alive:
             raise NotServing("the engine is not running" if self._dead is None else f"the engine died: {self._dead}")
+        if self._draining:
+            raise NotServing("the server is shutting down")
         self._validate(jobs)
-        if self._waiting() + len(jobs) > self._max_queue:
-            raise QueueFull(f"{self._waiting()} prompts are waiting already, of {self._max_queue} allowed")
+        self._refuse_when_full(jobs)
         mailbox = Mailbox(asyncio.get_running_loop(), sum(job.sampling.n for job in jobs), self._closed)
         context = self.info.max_context
         accepted = [Job.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
         if any(job.open for job in jobs):
             self._open_prompt(mailbox, accepted)
+        timeouts = [self._bounds.request_timeout if job.timeout_s is None else job.timeout_s for job in jobs]
         self._submitted += len(accepted)
-        self._inbox.put(lambda: self._accept(mailbox, accepted))
+        if not self._post(lambda: self._accept(mailbox, accepted, timeouts)):
+            raise NotServing("the engine has just stopped")
         return mailbox
+
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Has the engine's thread do something before its next step; False if it will not step again."""
+        with self._last_word:
+            if self._ended:
+                return False
+            self._inbox.put(action)
+            return True
+
+    def _refuse_when_full(self, jobs: Sequence[PromptJob]) -> None:
+        stats, bounds = self._backend.stats(), self._bounds
+        waiting = self._submitted - self._taken + stats.waiting_jobs
+        retry_after = self._pace.seconds_for(waiting)
+        if waiting + len(jobs) > bounds.max_queue:
+            raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)
+        tokens = stats.waiting_tokens + sum(len(job.prompt_ids) for job in jobs)
+        if bounds.max_queue_tokens is not None and waiting and tokens > bounds.max_queue_tokens:
+            raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queue_tokens} allowed", retry_after)
 
     def _validate(self, jobs: Sequence[PromptJob]) -> None:
         context = self.info.max_context
@@ -106,11 +148,17 @@ class EngineWorker:
                 raise InvalidInput("text_input", "the prompt is empty")
             if length >= context:
                 raise InvalidInput("text_input", f"the prompt has {length} tokens, the context holds {context}")
+            self._validate_ids(job.prompt_ids)
             asked = job.sampling.max_tokens
             final = context if asked is None or job.open else min(context, length + asked)
-            refusal = self._backend.refusal(job.sampling.n, length, final)
+            refusal = self._backend.refusal(job.sampling.n, context if job.open else length, final)
             if refusal is not None:
                 raise InvalidInput("n" if job.sampling.n > 1 else "max_tokens", refusal)
+
+    def _validate_ids(self, prompt_ids: Sequence[int]) -> None:
+        """A tokenizer may know more ids than the model has embeddings; a GPU does not survive such an id."""
+        if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.info.vocab_size):
+            raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {self.info.vocab_size}")
 
     def _open_prompt(self, mailbox: Mailbox, jobs: list[Job]) -> None:
         if len(jobs) != 1:
@@ -125,8 +173,9 @@ class EngineWorker:
                 raise InvalidInput("text_input", f"the prompt has {known} tokens, the context holds {context}")
             if known == 0 and whole:
                 raise InvalidInput("text_input", "the prompt is empty")
+            self._validate_ids(prompt_ids)
             ids = list(prompt_ids)
-            self._inbox.put(lambda: self._extend(job, ids, whole))
+            self._post(lambda: self._extend(job, ids, whole))
 
         mailbox.feed_prompt_to(extend)
 
@@ -134,57 +183,123 @@ class EngineWorker:
         if job.mailbox in self._open:
             job.grow(prompt_ids, whole)
 
-    def _waiting(self) -> int:
-        return self._submitted - self._taken + self._backend.stats().waiting_jobs
-
     def stats(self) -> EngineStats:
-        return self._backend.stats()
+        return replace(self._backend.stats(), cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def abort_all(self) -> None:
+        self._post(lambda: self._end_all(FinishReason.ABORT, NotServing("the server is shutting down")))
 
     def shutdown(self) -> None:
         self._stopping = True
-        self._backend.interrupt()
-        self._inbox.put(lambda: None)
+        self._post(lambda: None)
         self._thread.join()
 
     def _closed(self, mailbox: Mailbox) -> None:
-        self._inbox.put(lambda: self._cancel(mailbox))
+        self._post(lambda: self._cancel(mailbox))
 
-    def _accept(self, mailbox: Mailbox, jobs: list[Job]) -> None:
+    def _accept(self, mailbox: Mailbox, jobs: list[Job], timeouts: list[float | None]) -> None:
         self._taken += len(jobs)
-        if mailbox.closed_at is None:
-            self._open[mailbox] = jobs
-            for job in jobs:
-                self._backend.add(job)
+        if mailbox.closed_at is not None:
+            return
+        self._open[mailbox] = jobs
+        for job, timeout in zip(jobs, timeouts, strict=True):
+            self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
+            self._deadlines.add(job, timeout, while_waiting=False)
+            self._backend.add(job)
 
     def _cancel(self, mailbox: Mailbox) -> None:
-        if self._open.pop(mailbox, None) is not None:
-            self._backend.cancel(mailbox)
+        jobs = self._open.get(mailbox)
+        if jobs is not None:
+            self._cancelled += self._end(jobs, FinishReason.ABORT, None)
+
+    def _expire(self) -> None:
+        for job, waited in self._deadlines.due(time.monotonic()):
+            what = "waited too long in the queue" if waited else "took too long"
+            self._timed_out += self._end([job], FinishReason.TIMEOUT, TimedOut(f"the request {what}"))
+
+    def _end(self, jobs: Sequence[Job], reason: FinishReason, error: Exception | None) -> int:
+        """Ends jobs wherever they are, with the text they have; says how many sequences that were."""
+        answers = [answer for job in jobs for answer in job.sequences if answer.finish_reason is None]
+        for answer in answers:
+            answer.finish(reason, error)
+        self._backend.evict(jobs)
+        self._deliver(answers)
+        return len(answers)
+
+    def _end_all(self, reason: FinishReason, error: Exception) -> None:
+        self._end([job for jobs in self._open.values() for job in jobs], reason, error)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        try:
-            with torch.inference_mode():
-                self._loop()
-            self._fail_all(NotServing("the engine was shut down"), FinishReason.ABORT)
-        except BaseException as error:
-            self._dead = error
-            logger.exception("the engine's thread died; every stream ends with an error")
-            self._fail_all(GenerationFailed(f"the engine died: {error}"), FinishReason.ERROR)
+        while True:
+            try:
+                with torch.inference_mode():
+                    self._loop()
+                return
+            except BaseException as error:
+                logger.exception("the engine's thread failed; every stream ends with an error")
+                if not self._revive(error):
+                    return
+
+    def _revive(self, error: BaseException) -> bool:
+        """Ends every stream and starts anew with a fresh backend; False if the engine stays dead."""
+        now = time.monotonic()
+        self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
+        backend = None
+        if self._rebuild is not None and len(self._deaths) <= _MOST_DEATHS:
+            try:
+                backend = self._rebuild()
+            except Exception:
+                logger.exception("the engine could not be started anew")
+        if backend is None:
+            self._dead = error  # before the streams end: who is told of it finds `alive` false
+        else:
+            self._backend = backend
+            logger.error("the engine was started anew")
+        self._take_in(last=backend is None)
+        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
+        if backend is None and self._on_death is not None:
+            self._on_death(error)
+        return backend is not None
 
     def _loop(self) -> None:
         busy = False
-        while not self._stopping:
+        while True:
             if not busy:
-                self._inbox.get()()
+                self._wait()
+            self._poll()
+            if self._stopping:
+                return
+            busy = self._step()
+
+    def _wait(self) -> None:
+        """Sleeps until something arrives or a deadline is due."""
+        with contextlib.suppress(queue.Empty):
+            self._inbox.get(timeout=self._deadlines.seconds_left(time.monotonic()))()
+
+    def _poll(self) -> None:
+        """Takes in what has arrived: jobs, closed streams, deadlines, the end."""
+        self._take_in(last=self._stopping)
+        self._expire()
+        if self._stopping:
+            self._end_all(FinishReason.ABORT, NotServing("the engine was shut down"))
+
+    def _take_in(self, last: bool) -> None:
+        with self._last_word if last else contextlib.nullcontext():
+            self._ended = last
             while not self._inbox.empty():
                 self._inbox.get()()
-            busy = not self._stopping and self._step()
 
     def _step(self) -> bool:
-        if self._turns is None:
-            return self._backend.step(self._deliver)
-        with self._turns.turn():
-            return self._backend.step(self._deliver)
+        turn = self._turns.turn() if self._turns is not None else contextlib.nullcontext()
+        with turn:
+            began = time.monotonic()
+            busy = self._backend.step(self._deliver, self._poll)
+            self._pace.note(time.monotonic() - began)
+            return busy
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
         """Posts what the answers have to say with one wake-up per event loop, and forgets streams that ended."""
@@ -203,18 +318,8 @@ class EngineWorker:
                 logger.debug("an event loop went away under %d events", len(post))
 
     def _forget(self, mailbox: Mailbox) -> None:
-        jobs = self._open.get(mailbox, [])
-        if all(answer.finish_reason is not None for job in jobs for answer in job.sequences):
-            self._open.pop(mailbox, None)
-
-    def _fail_all(self, error: Exception, reason: FinishReason) -> None:
-        while not self._inbox.empty():
-            self._inbox.get()()
-        for jobs in list(self._open.values()):
-            for job in jobs:
-                unfinished = [answer for answer in job.sequences if answer.finish_reason is None]
-                job.finish(reason, error)
-                self._deliver(unfinished)
+        if mailbox in self._open and all(job.finished for job in self._open[mailbox]):
+            self._pace.finished(len(self._open.pop(mailbox)))
 
 
 def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:

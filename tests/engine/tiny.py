@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.sampling import SamplerFactory
 from mlserver_torch_stream.engine.selfcheck import check_batching
 from mlserver_torch_stream.engine.tokenizer import TextCodec
@@ -142,9 +143,7 @@ def running(
         )
         context = backend.longest_row(CONTEXT)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    engine = EngineWorker(
-        backend, codec, info, eos_token_ids, max_queue=max_queue, threads=1, turns=None, name="test"
-    )
+    engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=Bounds(max_queue), name="test")
     try:
         yield engine
     finally:

@@ -1,0 +1,68 @@
+"""What bounds the work of an engine: how much may wait, until when, and how long that will take.
+
+Knows nothing of threads or devices; it is told the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from mlserver_torch_stream.engine.sequence import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Times in seconds; None: no bound."""
+
+    max_queue: int = 256  # prompts that wait
+    max_queue_tokens: int | None = None  # of the prompts that wait
+    queue_timeout: float | None = None  # from submit to the start of the prefill
+    request_timeout: float | None = None  # from submit to the last token, where the request says nothing
+
+
+class Deadlines:
+    """When jobs must have started, or ended."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Job, bool]] = []
+        self._order = count()
+
+    def add(self, job: Job, seconds: float | None, *, while_waiting: bool) -> None:
+        """``while_waiting``: only counts for a job that has not started by then."""
+        if seconds is not None:
+            heapq.heappush(self._heap, (job.submitted_at + seconds, next(self._order), job, while_waiting))
+
+    def seconds_left(self, now: float) -> float | None:
+        """Until the next deadline; None without one."""
+        return max(0.0, self._heap[0][0] - now) if self._heap else None
+
+    def due(self, now: float) -> Iterator[tuple[Job, bool]]:
+        """Takes out the jobs whose time is over and that have not met it, each with whether it was still waiting."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, job, while_waiting = heapq.heappop(self._heap)
+            if not job.finished and (not while_waiting or job.started_at is None):
+                yield job, job.started_at is None
+
+
+class Pace:
+    """How fast jobs have been done so far."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._jobs = 0
+
+    def note(self, busy_s: float) -> None:
+        self._busy_s += busy_s
+
+    def finished(self, jobs: int) -> None:
+        self._jobs += jobs
+
+    def seconds_for(self, jobs: int) -> int:
+        """Whole seconds that this many jobs will take, from 1 to 120."""
+        if not self._jobs:
+            return 1
+        return min(120, max(1, math.ceil(jobs * self._busy_s / self._jobs)))
