@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from mlserver_torch_stream.engine.api import Engine, PromptJob, TokenStream
+from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, PromptJob, TokenStream
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
@@ -46,7 +46,7 @@ class Generator:
         jobs = []
         for position, prompt in enumerate(request.prompts):
             ids = tuple(await _off_loop_if_long(self.codec.encode, prompt))
-            jobs.append(PromptJob(prompt_ids=ids, sampling=request.sampling, first_index=position * n))
+            jobs.append(replace(self._job(request), prompt_ids=ids, first_index=position * n))
         opened(self.engine.submit(jobs))
 
     async def assemble(self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened) -> None:
@@ -54,7 +54,7 @@ class Generator:
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece. Raises RequestError.
         """
-        stream = self.engine.submit([PromptJob(prompt_ids=(), sampling=request.sampling, open=True)])
+        stream = self.engine.submit([replace(self._job(request), open=True)])
         opened(stream)
         parts = [request.prompts[0]]
         known = _KnownIds(self.codec)
@@ -63,6 +63,16 @@ class Generator:
             parts.append(piece)
             stream.extend(await known.grow(piece))
         stream.seal(await _off_loop_if_long(self.codec.encode, _join(parts)))
+
+    @staticmethod
+    def _job(request: GenerationRequest) -> PromptJob:
+        return PromptJob(
+            prompt_ids=(),
+            sampling=request.sampling,
+            priority=request.priority or DEFAULT_PRIORITY,
+            client=request.client,
+            timeout_s=request.timeout_s,
+        )
 
 
 class _KnownIds:

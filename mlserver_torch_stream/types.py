@@ -125,6 +125,7 @@ class GenerationRequest:
     stream_mode: StreamMode = StreamMode.EACH
     priority: int | None = None  # 1 is highest; None: the default
     timeout_s: float | None = None  # from submit to the last token; None: the settings'
+    client: str = ""  # whose backlog it counts to while it waits; "": of all who do not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("tool_choice", _tool_choice, tensor="BYTES"),
     Parameter("parallel_tool_calls", _parallel_tool_calls, tensor="BYTES"),
     Parameter("stream_mode", _stream_mode),
+    Parameter("priority", values.integer(0, 2**31 - 1)),
+    Parameter("timeout", values.integer(0, 2**53)),
     Parameter("echo", values.boolean),
     _flag("stream"),
     _flag("exclude_input_in_output"),

@@ -21,11 +21,9 @@ _UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "lora_name": (),
     "modalities": (["text"],),
     "prediction": (),
-    "priority": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "timeout": (),
     "triton_enable_empty_final_response": (),
     "web_search_options": (),
 }

@@ -41,3 +41,6 @@ OUTPUT_DATATYPES = {
     TOKEN_IDS: "INT64",
 }
 CHAT_OUTPUT_DATATYPES = {ROLE: "BYTES", CONTENT: "BYTES", TYPE: "BYTES", OUTPUT_ALL: "BYTES"}
+
+# Says who sent a request, so that one client's flood does not delay the others.
+CLIENT_HEADER = "x-client-id"

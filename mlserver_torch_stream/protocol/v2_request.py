@@ -55,7 +55,26 @@ def decode_request(
         reply=reply,
         stream=stream,
         stream_mode=mode,
+        priority=_positive(given, "priority"),
+        timeout_s=_microseconds(given),
+        client=_client(payload),
     )
+
+
+def _positive(given: Merged, name: str) -> int | None:
+    """0 asks for the default, as Triton has it."""
+    return int(given[name].value) or None if name in given else None
+
+
+def _microseconds(given: Merged) -> float | None:
+    timeout = _positive(given, "timeout")
+    return None if timeout is None else timeout / 1e6
+
+
+def _client(payload: InferenceRequest) -> str:
+    """Whose backlog a request belongs to: what its sender says in a header or in gRPC metadata."""
+    headers = (payload.parameters.headers if payload.parameters else None) or {}
+    return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
 def _scalar_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from mlserver.types import InferenceRequest
+from mlserver.utils import insert_headers
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.v2_pieces import decode_piece
@@ -150,3 +151,18 @@ def test_a_piece_may_carry_what_the_transport_adds(info: ModelInfo) -> None:
     first = decode(over_rest(text("a"), parameters={"stream_mode": "prompt"}), info, streaming=True)
     piece = over_rest(text("b"), parameters={"headers": {"a": "b"}, "content_type": "str", "binary_data_output": True})
     assert decode_piece(piece, first, info) == TextPrompt("b")
+
+
+def test_priority_and_timeout_order_and_bound_a_request_and_0_asks_for_the_default(wire: Wire, info: ModelInfo) -> None:
+    request = decode(wire(text("x"), parameters={"priority": 1, "timeout": 2_500_000}), info)
+    assert (request.priority, request.timeout_s) == (1, 2.5)
+    request = decode(wire(text("x"), parameters={"priority": 0, "timeout": 0}), info)
+    assert (request.priority, request.timeout_s) == (None, None)
+    assert refused(wire(text("x"), parameters={"timeout": -1}), info) == "timeout"
+    assert refused(wire(text("x"), parameters={"priority": -1}), info) == "priority"
+
+
+def test_a_header_says_whose_request_it_is(wire: Wire, info: ModelInfo) -> None:
+    payload = wire(text("x"))
+    assert decode(payload, info).client == ""
+    assert decode(insert_headers(payload, {"X-Client-Id": "a team"}), info).client == "a team"

@@ -126,7 +126,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour_at_every_level(info:
 
 @pytest.mark.parametrize(
     "key",
-    ["guided_decoding_guide", "guided_decoding_guide_type", "response_format", "lora_name", "priority", "timeout",
+    ["guided_decoding_guide", "guided_decoding_guide_type", "response_format", "lora_name",
      "details", "sequence_id", "sequence_start", "triton_enable_empty_final_response"],
 )  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(info: ModelInfo, key: str) -> None:
@@ -136,7 +136,7 @@ def test_what_is_not_implemented_is_refused_by_name(info: ModelInfo, key: str) -
 
 
 def test_a_default_of_something_unimplemented_asks_for_nothing(info: ModelInfo) -> None:
-    body = {"response_format": {"type": "text"}, "service_tier": "auto", "timeout": None, "user": "u", "model": "m"}
+    body = {"response_format": {"type": "text"}, "service_tier": "auto", "best_of": 1, "user": "u", "model": "m"}
     assert with_parameters(info, llm_parameters=body) == SamplingParameters()
     assert refused(info, llm_parameters={"response_format": {"type": "json_object"}}).field == "response_format"
 
@@ -147,7 +147,7 @@ def test_transport_parameters_pass_silently(info: ModelInfo) -> None:
 
 
 def test_a_double_that_grpc_lost_is_refused_rather_than_ignored(info: ModelInfo) -> None:
-    for key, reason in (("temperature", "as a string"), ("timeout", "not implemented"), ("tempratur", "unknown")):
+    for key, reason in (("temperature", "as a string"), ("lora_name", "not implemented"), ("tempratur", "unknown")):
         with pytest.raises(InvalidInput, match=reason) as caught:
             sampling(over_grpc(text("x"), parameters={key: 0.5}), info)
         assert caught.value.field == key

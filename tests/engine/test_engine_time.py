@@ -1,0 +1,169 @@
+"""Deadlines, draining and restarts of a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.worker import Backend, EngineWorker
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, QueueFull, TimedOut
+from mlserver_torch_stream.types import FinishReason, ModelInfo
+from tests.engine.tiny import CONTEXT, VOCAB, byte_tokenizer, collect, greedy, reference, run, tiny_model, tokens_of
+
+PROMPT = [7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """Slow enough (20 ms a token at least) that a deadline can fall into the middle of an answer."""
+    model = tiny_model()
+    model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02))
+    return model
+
+
+def backend_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Backend:
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    if kind == "serial":
+        return SerialBackend(model, samplers, max_rows=max_rows)
+    with torch.inference_mode():
+        cost = check_batching(model).cost
+    assert cost is not None
+    return BatchedBackend(model, samplers, cost=cost, cache_bytes=2**24, max_rows=max_rows, prefill_tokens=16)
+
+
+def engine_of(backend: Backend, bounds: Bounds | None = None, **options: object) -> EngineWorker:
+    info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
+    return EngineWorker(backend, TextCodec(byte_tokenizer()), info, (), bounds=bounds, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["batched", "serial"])
+def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: torch.nn.Module) -> None:
+    engine = engine_of(backend_of(kind, model))
+    try:
+        job = PromptJob(tuple(PROMPT), greedy(200), timeout_s=0.5)
+        event = run(collect(engine, [job]))[0]
+        assert event.finish_reason is FinishReason.TIMEOUT
+        assert isinstance(event.error, TimedOut)
+        assert 0 < len(event.token_ids) < 200
+        assert list(event.token_ids) == reference(model, PROMPT, len(event.token_ids))
+        assert engine.stats().timed_out_sequences == 1
+        assert run(tokens_of(engine, PROMPT, greedy(3))) == reference(model, PROMPT, 3)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["batched", "serial"])
+def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, model: torch.nn.Module) -> None:
+    engine = engine_of(backend_of(kind, model, max_rows=1), Bounds(queue_timeout=0.3))
+
+    async def two() -> None:
+        first = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(60))]))
+        await asyncio.sleep(0.05)
+        second = (await collect(engine, [PromptJob(tuple(PROMPT), greedy(60))]))[0]
+        assert second.finish_reason is FinishReason.TIMEOUT and second.token_ids == ()
+        assert (await first)[0].finish_reason is FinishReason.LENGTH
+
+    try:
+        run(two())
+    finally:
+        engine.shutdown()
+
+
+def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
+    engine = engine_of(backend_of("batched", model, max_rows=1), Bounds(max_queue=10, max_queue_tokens=7))
+
+    async def fill() -> None:
+        streams = [engine.submit([PromptJob(tuple(PROMPT), greedy(100))])]
+        while engine.stats().running_rows == 0:
+            await asyncio.sleep(0.01)
+        streams += [engine.submit([PromptJob(tuple(PROMPT), greedy(100))]) for _ in range(2)]
+        while engine.stats().waiting_tokens < 6:
+            await asyncio.sleep(0.01)
+        with pytest.raises(QueueFull, match="9 prompt tokens would wait, of 7") as caught:
+            engine.submit([PromptJob(tuple(PROMPT), greedy(100))])
+        assert caught.value.retry_after >= 1
+        for stream in streams:
+            stream.close()
+
+    try:
+        run(fill())
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["batched", "serial"])
+def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
+    kind: str, model: torch.nn.Module
+) -> None:
+    engine = engine_of(backend_of(kind, model))
+
+    async def drained() -> None:
+        short = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(5))]))
+        long = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(200))]))
+        await asyncio.sleep(0.05)
+        engine.drain()
+        with pytest.raises(NotServing):
+            engine.submit([PromptJob(tuple(PROMPT), greedy(5))])
+        assert (await short)[0].finish_reason is FinishReason.LENGTH
+        engine.abort_all()
+        event = (await long)[0]
+        assert event.finish_reason is FinishReason.ABORT and isinstance(event.error, NotServing)
+        assert list(event.token_ids) == reference(model, PROMPT, 200)[: len(event.token_ids)]
+
+    try:
+        run(drained())
+    finally:
+        engine.shutdown()
+
+
+class Killer:
+    """A real hook on a real module that ends the engine's thread as a failing interpreter would."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.armed = False
+        self.handle = model.get_input_embeddings().register_forward_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        if self.armed:
+            self.armed = False
+            raise SystemExit("killed")
+
+
+def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
+    model = tiny_model()
+    expected = reference(model, PROMPT, 5)
+    killer = Killer(model)
+    engine = engine_of(backend_of("batched", model), rebuild=lambda: backend_of("batched", model))
+
+    async def killed() -> None:
+        async def events() -> list[object]:
+            return [event async for event in engine.submit([PromptJob(tuple(PROMPT), greedy(200))])]
+
+        task = asyncio.create_task(events())
+        await asyncio.sleep(0.05)
+        killer.armed = True
+        last = (await task)[-1]
+        assert isinstance(last.error, GenerationFailed)  # type: ignore[attr-defined]
+        assert await tokens_of(engine, PROMPT, greedy(5)) == expected
+
+    try:
+        for _ in range(3):
+            run(killed())
+        deaths: list[BaseException] = []
+        engine._on_death = deaths.append
+        with pytest.raises(NotServing):
+            run(killed())  # the fourth within ten minutes: it stays dead
+        engine._thread.join(10)
+        assert not engine.alive and len(deaths) == 1
+    finally:
+        engine.shutdown()
