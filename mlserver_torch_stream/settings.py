@@ -207,28 +207,33 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
 def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Names settings that stand where MLServer swallows or ignores them.
 
-    MLServer hands every line of a ``.env`` file to ``parameters`` too, in lower case and without its own prefix:
-    those are nobody's mistake unless they bear one of our names.
+    MLServer hands every line of a ``.env`` file to ``parameters`` too, in lower case, with its own prefix or without
+    (that depends on pydantic-settings): those are nobody's mistake unless they bear the prefix and one of our names.
     """
     for variable in environ:
         key = variable.removeprefix(ENV_PREFIX).lower()
         if variable.startswith(ENV_PREFIX) and key in KNOWN_KEYS:
             raise SettingsError(f"{variable} is not read: put {key!r} into {ENV_EXTRA}, as JSON")
-    from_dotenv = _dotenv_keys() if strays else frozenset()
-    for key in strays:
+    prefix = ENV_PREFIX.lower()
+    lines = _dotenv_names() if strays else frozenset()
+    for stray in strays:
+        key = stray.removeprefix(prefix)
+        if stray in lines and not stray.startswith(prefix):
+            continue
         if key in KNOWN_KEYS:
-            raise SettingsError(f"parameters.{key}: belongs into parameters.extra.{key}")
-        if key not in from_dotenv:
-            raise SettingsError(f"parameters: unknown key {key!r}{_nearest(key, ('uri', 'extra', *KNOWN_KEYS))}")
+            raise SettingsError(f"parameters.{stray}: belongs into parameters.extra.{key}")
+        if f"{prefix}{key}" not in lines:
+            raise SettingsError(f"parameters: unknown key {stray!r}{_nearest(key, ('uri', 'extra', *KNOWN_KEYS))}")
 
 
-def _dotenv_keys() -> frozenset[str]:
+def _dotenv_names() -> frozenset[str]:
     try:
         lines = Path(".env").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    names = (line.split("=")[0].strip().removeprefix("export ").strip().lower() for line in lines if "=" in line)
-    return frozenset(name.removeprefix(ENV_PREFIX.lower()) for name in names)
+    return frozenset(
+        line.split("=")[0].strip().removeprefix("export ").strip().lower() for line in lines if "=" in line
+    )
 
 
 def _environment_extra(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_mlservers_own_variables_and_foreign_ones_are_no_error() -> None:
 
 def test_lines_of_a_dotenv_file_are_no_misplaced_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".env").write_text("# mine\nexport SECRET=1\nMLSERVER_MODEL_NAME=m\nMLSERVER_HTTP_PORT=1\n")
+    (tmp_path / ".env").write_text("# mine\nexport SECRET=1\nTHREADS=9\nMLSERVER_MODEL_NAME=m\nMLSERVER_HTTP_PORT=1\n")
     strays = ModelParameters(uri=EMBEDDED).model_extra or {}
     assert strays  # MLServer swallows them: the reason for this test
     parse_settings(EMBEDDED, {}, strays, environ={})
