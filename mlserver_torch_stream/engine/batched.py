@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.faults import Faults
+from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
 from mlserver_torch_stream.engine.sampler import Choice, sample
 from mlserver_torch_stream.engine.sampling import SamplerFactory
@@ -41,8 +42,12 @@ class BatchedBackend:
         cache_bytes: int,
         max_rows: int,
         prefill_tokens: int | None,
+        forward: Forward | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        self._forward = ModelForward(model)
+        forward = forward or ModelForward(model)
+        self._prefill_forward = faults.wrap("prefill", forward) if faults else forward
+        self._decode_forward = faults.wrap("decode", forward) if faults else forward
         self._layout = CacheLayout(model.config)
         self._samplers = samplers
         self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of))
@@ -113,7 +118,7 @@ class BatchedBackend:
             self._prefills[job] = RowCache(self._layout, capacity=len(job.prompt))
             self._prefills[job].begin_row()
         ids = job.prompt[job.prefilled : job.prefilled + count]
-        logits = self._forward([ids], self._prefills[job])
+        logits = self._prefill_forward([ids], self._prefills[job])
         job.prefilled += count
         self._count(prefill_tokens=count)
         return logits
@@ -147,7 +152,7 @@ class BatchedBackend:
         if not group.rows:
             return
         try:
-            logits = self._forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
+            logits = self._decode_forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
         except Exception as error:
             self._isolate(group, error, deliver)
             return
@@ -213,7 +218,7 @@ class BatchedBackend:
 
     def _try_alone(self, group: Group, batch: RowCache, row: int) -> Exception | None:
         try:
-            self._forward([[group.rows[row].tokens[-1]]], batch.extract(row))
+            self._decode_forward([[group.rows[row].tokens[-1]]], batch.extract(row))
         except Exception as error:
             return error
         return None

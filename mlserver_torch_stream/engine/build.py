@@ -6,12 +6,14 @@ Knows nothing of MLServer. Blocks for as long as loading takes: call it in a thr
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
 
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
 from mlserver_torch_stream.engine.forward import input_device
 from mlserver_torch_stream.engine.host import Host, read_host
 from mlserver_torch_stream.engine.loader import LoadedModel, load_model, set_threads
@@ -89,6 +91,7 @@ def _assemble(
             cache_bytes=budget,
             max_rows=settings.max_batch_rows,
             prefill_tokens=settings.prefill_chunk if findings.chunked else None,
+            faults=_faults(),
         )
         context = backend.longest_row(context)
         if context < 2:
@@ -131,6 +134,13 @@ def _cache_budget(device: torch.device, asked: int | None, shares: Shares, owner
     if device.type == "cuda":
         return asked or int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
     return shares.promise(owner, asked, host.available_bytes)
+
+
+def _faults() -> Faults | None:
+    faults = read_faults(os.environ)
+    if faults is not None:
+        logger.warning("%s is set: this engine fails on purpose", VARIABLE)
+    return faults
 
 
 def _size(count: int) -> str:

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.rows import RowCache
+
+
+class Forward(Protocol):
+    """One call of a model: tokens ``[rows][queries]`` and their cache in, logits ``[rows, vocabulary]`` out.
+
+    The logits are those of each row's last token. Counts the tokens in the cache; if it raises, none are.
+    """
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor: ...
 
 
 class ModelForward:

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlserver_torch_stream.errors import SettingsError
 
 PREFIX = "MLSERVER_TORCH_STREAM_"
-# Read elsewhere under the same prefix: the folder of converted models.
-_ELSEWHERE = frozenset({"cache"})
+# Read elsewhere under the same prefix: the folder of converted models, and faults for tests.
+_ELSEWHERE = frozenset({"cache", "faults"})
 
 
 class ServerOptions(BaseModel):
