@@ -76,11 +76,11 @@ bench: $(INSTALLED) ## throughput, latency and liveness under load, against a re
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
-	{ sed '/^[^#]/,$$d' constraints.txt; \
-	  echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
+	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
 		pyproject.toml --extra test --extra dev --constraint - --no-annotate --no-header --no-emit-package setuptools \
-	  | sed -E '/^(nvidia|cuda)-|^triton==/d'; } > $(VENV)/lock.txt
-	cp $(VENV)/lock.txt constraints.txt
+		--output-file $(VENV)/lock.txt > /dev/null
+	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
+	mv $(VENV)/lock.new constraints.txt
 
 clean: ## remove .venv and every cache in this folder
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .metrics build dist *.egg-info
