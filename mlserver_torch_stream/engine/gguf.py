@@ -54,7 +54,9 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> P
         return target
     except (OSError, Timeout) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        logger.warning("Cannot keep the converted %s in %s (%s): converting in memory", gguf_file.name, cache_dir, reason)
+        logger.warning(
+            "Cannot keep the converted %s in %s (%s): converting in memory", gguf_file.name, cache_dir, reason
+        )
         return None
 
 

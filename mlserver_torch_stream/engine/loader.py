@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlserver_torch_stream.engine.embedded import find_embedded
 from mlserver_torch_stream.engine.gguf import converted_folder, load_gguf, load_gguf_tokenizer
-from mlserver_torch_stream.engine.host import Host
+from mlserver_torch_stream.engine.host import Host, read_host
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
@@ -158,7 +158,7 @@ def _placement(settings: EngineSettings) -> dict[str, Any]:
         options["max_memory"] = {
             index: int(torch.cuda.mem_get_info(index)[0] * GPU_WEIGHT_SHARE)
             for index in range(torch.cuda.device_count())
-        }
+        } | {"cpu": read_host().available_bytes}
     if settings.max_memory is not None:
         options["max_memory"] = settings.max_memory
     if settings.offload_folder is not None:
