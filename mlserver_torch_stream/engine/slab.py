@@ -70,15 +70,18 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         """Stores ``[rows, kv_heads, queries, head_dim]`` and returns all that is visible from there."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        queries = key_states.shape[2]
-        first = self.first_visible()
-        self.make_room(first, self.columns.end + queries)
-        rows, start = key_states.shape[0], self.columns.end - self.base
+        rows, queries = key_states.shape[0], key_states.shape[2]
+        first, start = self.first_visible(), self.extend(queries)
         self.keys[:rows, :, start : start + queries] = key_states
         self.values[:rows, :, start : start + queries] = value_states
-        self.pending = queries
         view = (slice(0, rows), slice(None), slice(first - self.base, start + queries))
         return self.keys[view], self.values[view]
+
+    def extend(self, queries: int) -> int:
+        """Makes room for ``queries`` columns that are about to be written; says which of the slab's is the first."""
+        self.make_room(self.first_visible(), self.columns.end + queries)
+        self.pending = queries
+        return self.columns.end - self.base
 
     def make_room(self, first: int, last: int) -> None:
         """Lets the slab hold the logical columns ``first`` to ``last - 1``, moving what it holds if it must."""

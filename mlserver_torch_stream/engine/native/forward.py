@@ -1,0 +1,99 @@
+"""A model's forward in one call of our own kernels: the same call as ``ModelForward``, for decoders they know.
+
+Knows nothing of requests or of sampling, nor whether its logits are right: the check at load says that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlserver_torch_stream.engine.native import library as c
+from mlserver_torch_stream.engine.native.compile import compiled_library
+from mlserver_torch_stream.engine.native.rotary import RotaryTable
+from mlserver_torch_stream.engine.native.structure import read_decoder
+from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
+from mlserver_torch_stream.engine.rows import RowCache
+
+# Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
+_MAX_TOKENS = 512
+
+
+class NativeForward:
+    """``forward(tokens, cache)``: tokens ``[rows][queries]`` in, the logits of each row's last token out, in float32.
+
+    The logits are overwritten by the next call.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: Any, threads: int, cache_dir: Path) -> None:
+        """Copies the weights. Raises NoKernels or Unsupported."""
+        decoder = read_decoder(model)
+        kernels = c.open_library(compiled_library(cache_dir))
+        self._rotary = RotaryTable(decoder.rotary)
+        self._weights = PackedWeights(decoder, kernels)
+        shape = self._weights.shape
+        shape.rotated_half = self._rotary.half
+        is_bf16 = decoder.dtype == torch.bfloat16
+        self._handle = kernels.native_create(
+            ctypes.byref(shape), ctypes.byref(self._weights.structure), is_bf16, threads
+        )
+        if not self._handle:
+            raise MemoryError("no memory for the decoder")
+        self._run = kernels.native_step
+        weakref.finalize(self, kernels.native_destroy, self._handle)
+        # What a slab is made like, before anything was written to it.
+        self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
+        self._vocab = int(shape.vocab)
+        self._slabs = (c.Slab * shape.layers)()
+        self._logits = torch.empty(0)
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> Tensor:
+        rows, queries = len(tokens), len(tokens[0])
+        if rows > self._logits.shape[0]:
+            self._logits = torch.empty(rows, -(-self._vocab // PANEL) * PANEL)
+        self._rotary.reach(max(cache.lengths) + queries)
+        at_once = max(1, _MAX_TOKENS // rows)
+        for first in range(0, queries, at_once):
+            piece = [row[first : first + at_once] for row in tokens] if at_once < queries else tokens
+            try:
+                self._step(piece, cache, wanted=first + at_once >= queries)
+            except BaseException:
+                cache.rollback()
+                raise
+            cache.commit(len(piece[0]))
+        return self._logits[:rows, : self._vocab]
+
+    def _step(self, tokens: Sequence[Sequence[int]], cache: RowCache, wanted: bool) -> None:
+        rows, queries = len(tokens), len(tokens[0])
+        ids = (ctypes.c_int64 * (rows * queries))(*(token for row in tokens for token in row))
+        lengths = (ctypes.c_int64 * rows)(*cache.lengths)
+        self._point_at(cache, queries)
+        step = c.Step(
+            rows,
+            queries,
+            ctypes.addressof(ids),
+            ctypes.addressof(lengths),
+            self._slabs,
+            self._rotary.cos.data_ptr(),
+            self._rotary.sin.data_ptr(),
+            self._logits.data_ptr() if wanted else None,
+        )
+        if self._run(self._handle, ctypes.byref(step)):
+            raise MemoryError("no memory for the activations of a step")
+
+    def _point_at(self, cache: RowCache, queries: int) -> None:
+        for entry, slab in zip(self._slabs, cache.slabs, strict=True):
+            if not slab.is_initialized:
+                slab.lazy_initialization(self._like, self._like)
+            entry.start = slab.extend(queries)
+            entry.keys, entry.values = slab.keys.data_ptr(), slab.values.data_ptr()
+            entry.capacity = slab.keys.shape[2]
+            entry.window = slab.window or 0

@@ -1,0 +1,163 @@
+// Attention of many new tokens of one row, as in a prefill: blocks of queries against blocks of keys, both products
+// through the tiles of gemm.h, with a running softmax. Causal, and windowed where a layer is.
+#pragma once
+#include "gemm.h"
+#include "attend_one.h"
+
+namespace native {
+
+constexpr int kQueries = 48;  // of one head in a task: four tiles, so that packing keys is 7 % of the work
+constexpr int kKeys = 256;    // packed keys (32 KiB of 64 bf16 dimensions) stay in the first-level cache with the tiles
+
+inline void transpose(U16 (&x)[16]) {
+    for (int round = 0; round < 4; round++) {
+        U16 y[16];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            y[2 * i] = low_halves(x[i], x[i + 8]);
+            y[2 * i + 1] = high_halves(x[i], x[i + 8]);
+        }
+        memcpy(x, y, sizeof y);
+    }
+}
+
+template <class T> class AttendMany {
+  public:
+    // q: [queries][stride], this group's heads first; the newest key of query i is live.keys[first_key + i].
+    struct Task {
+        const T* q;
+        T* out;
+        int64_t stride;
+        int64_t queries;
+        int64_t first_key;
+        int64_t window;  // keys that a query sees, its own included; 0: all
+        Live<T> live;
+    };
+
+    void run(const Task& task, const AttentionShape& shape) {
+        begin(shape);
+        const int64_t stop = task.first_key + task.queries;
+        for (int64_t key = oldest(task, 0); key < stop; key += kKeys) {
+            pack(task.live, key, std::min<int64_t>(kKeys, stop - key), shape);
+            for (int g = 0; g < shape.group; g++) {
+                const Tiling tiling(task.queries);
+                for (int64_t t = 0; t < tiling.count; t++)
+                    advance(task, shape, g, tiling.first(t), tiling.first(t + 1), key);
+            }
+        }
+        for (int g = 0; g < shape.group; g++)
+            for (int64_t i = 0; i < task.queries; i++)
+                emit(sums(g, i), 1.0f / total_[g * kQueries + i], shape.head_dim,
+                     task.out + i * task.stride + g * shape.head_dim);
+    }
+
+  private:
+    static constexpr int kKeyWords = kKeys / per_word<T>;
+
+    static int64_t oldest(const Task& task, int64_t query) {
+        return task.window == 0 ? 0 : std::max<int64_t>(0, task.first_key + query + 1 - task.window);
+    }
+
+    float* sums(int g, int64_t query) { return &sums_[(g * kQueries + query) * width_]; }
+
+    void begin(const AttentionShape& shape) {
+        words_ = shape.head_dim / per_word<T>;
+        width_ = (shape.head_dim + kPanel - 1) / kPanel * kPanel;
+        const size_t rows = (size_t)shape.group * kQueries;
+        sums_.assign(rows * width_, 0.0f);
+        most_.assign(rows, -1e30f);
+        total_.assign(rows, 0.0f);
+        keys_.resize((size_t)kKeys * words_);
+        values_.resize((size_t)kKeyWords * width_);
+    }
+
+    void pack(const Live<T>& live, int64_t first, int64_t count, const AttentionShape& shape) {
+        pack_keys(reinterpret_cast<const Word*>(live.keys + first * shape.head_dim), count);
+        const int64_t used = (count + kPanel - 1) / kPanel * kPanel / per_word<T>;
+        const Word* values = reinterpret_cast<const Word*>(live.values + first * shape.head_dim);
+        for (int64_t k = 0; k < used; k++) pack_values(values, k, count);
+    }
+
+    // To panels of 32 keys, [words][32]; zeros behind the last key.
+    void pack_keys(const Word* keys, int64_t count) {
+        for (int64_t key = 0; key < (count + kPanel - 1) / kPanel * kPanel; key += 16)
+            for (int word = 0; word < words_; word += 16) {
+                U16 x[16];
+                const int n = std::min(16, words_ - word);
+                for (int i = 0; i < 16; i++)
+                    x[i] = key + i < count ? load_part(keys + (key + i) * words_ + word, n) : U16{};
+                transpose(x);
+                Word* to = &keys_[key / kPanel * kPanel * words_ + word * kPanel + key % kPanel];
+                for (int i = 0; i < n; i++) memcpy(to + i * kPanel, &x[i], sizeof x[i]);
+            }
+    }
+
+    // Word k (one key, or two) of every panel of 32 dimensions, [kKeyWords][32].
+    void pack_values(const Word* values, int64_t k, int64_t count) {
+        constexpr int kWordsAPanel = kPanel / per_word<T>;
+        for (int panel = 0; panel < width_ / kPanel; panel++) {
+            const int word = panel * kWordsAPanel;
+            U16 part[2];
+            for (int i = 0; i < 2; i++) {
+                const int64_t key = per_word<T> == 2 ? 2 * k + i : k;
+                const int at = per_word<T> == 2 ? word : word + 16 * i;
+                const int n = std::max(0, std::min(16, words_ - at));
+                part[i] = key < count ? load_part(values + key * words_ + at, n) : U16{};
+            }
+            if (per_word<T> == 2) pair_rows(part[0], part[1], part[0], part[1]);
+            memcpy(&values_[(panel * kKeyWords + k) * kPanel], part, sizeof part);
+        }
+    }
+
+    // A tile of queries of head g meets the packed keys.
+    void advance(const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t stop, int64_t key) {
+        const int64_t newest = task.first_key + stop - key;  // keys of this block that the last query sees
+        if (newest <= 0 || oldest(task, query) >= key + kKeys) return;
+        const int64_t panels = panels_of(std::min<int64_t>(newest, kKeys));
+        const int rows = (int)(stop - query);
+        const Word* q = reinterpret_cast<const Word*>(task.q + query * task.stride + g * shape.head_dim);
+        for (int64_t p = 0; p < panels; p++)
+            kTiles<T>[rows](q, task.stride / per_word<T>, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel,
+                            kKeys);
+        float fading[kTileRows];
+        for (int r = 0; r < rows; r++) fading[r] = soften(task, shape, g, query + r, key, panels * kPanel, r);
+        for (int panel = 0; panel < width_ / kPanel; panel++) {
+            alignas(64) float fresh[kTileRows][kPanel];
+            kTiles<T>[rows](reinterpret_cast<const Word*>(chances_[0]), kKeyWords, &values_[panel * kKeyWords * kPanel],
+                            panels * kPanel / per_word<T>, fresh[0], kPanel);
+            for (int r = 0; r < rows; r++) {
+                float* to = sums(g, query + r) + panel * kPanel;
+                store(to, load_f(to) * fading[r] + load_f(fresh[r]));
+                store(to + 16, load_f(to + 16) * fading[r] + load_f(fresh[r] + 16));
+            }
+        }
+    }
+
+    // Row r of the scores to probabilities; returns the factor by which the sums so far shrink.
+    float soften(const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t key, int64_t width, int r) {
+        const int64_t first = std::max<int64_t>(0, oldest(task, query) - key);
+        const int64_t stop = std::max<int64_t>(0, std::min(width, task.first_key + query + 1 - key));
+        const float hidden = -std::numeric_limits<float>::infinity();
+        float* scores = scores_[r];
+        scale_scores(scores, width, shape.scale, shape.cap);
+        for (int64_t i = 0; i < std::min(first, width); i++) scores[i] = hidden;
+        for (int64_t i = stop; i < width; i++) scores[i] = hidden;
+        float& most = most_[g * kQueries + query];
+        float& total = total_[g * kQueries + query];
+        F16 peak = broadcast_f(most);
+        for (int64_t i = 0; i < width; i += 16) peak = larger(load_f(scores + i), peak);
+        const float highest = max(peak);
+        const float fading = std::exp(most - highest);
+        most = highest;
+        total = total * fading + exponentials(scores, width, highest, chances_[r]);
+        return fading;
+    }
+
+    int words_ = 0, width_ = 0;
+    std::vector<float> sums_, most_, total_;
+    std::vector<Word> keys_, values_;
+    alignas(64) float scores_[kTileRows][kKeys];
+    alignas(64) T chances_[kTileRows][kKeys];
+};
+
+}  // namespace native

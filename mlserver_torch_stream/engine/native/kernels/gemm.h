@@ -1,0 +1,87 @@
+// Activations times packed weights. A packed matrix [n, k] is a row of panels of 32 outputs, each [k words][32]: a
+// vector load is one word of 16 outputs, and a panel is one contiguous stream.
+// Knows nothing of layers; what becomes of the products is the caller's.
+#pragma once
+#include "simd.h"
+#include "team.h"
+
+namespace native {
+
+constexpr int kPanel = 32;
+constexpr int kTileRows = 12;  // 12 x 2 accumulators, 2 weights and 1 activation fill 27 of 32 registers
+
+struct Matrix {
+    const Word* panels;
+    int64_t n, k;  // outputs, inputs
+    const float* bias;  // padded to whole panels, or null
+};
+
+inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
+
+// out[M][32] = a[M][words] x panel[words][32]
+template <class T, int M> void tile(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo) {
+    // Few rows leave few sums in flight, and each takes its latency: then several words are summed side by side.
+    constexpr int kWide = M == 1 ? 4 : M <= 3 ? 2 : 1;
+    F16 sums[kWide][M][2] = {};
+    int64_t k = 0;
+    for (; k + kWide <= words; k += kWide) {
+#pragma GCC unroll 4
+        for (int u = 0; u < kWide; u++) {
+            const Word* w = panel + kPanel * (k + u);
+            if (M <= 4) __builtin_prefetch(w + 1024), __builtin_prefetch(w + 1040);  // 4 KiB ahead: past the page
+            const U16 w0 = load(w), w1 = load(w + 16);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                const U16 x = broadcast(a[m * lda + k + u]);
+                sums[u][m][0] = dot<T>(sums[u][m][0], w0, x);
+                sums[u][m][1] = dot<T>(sums[u][m][1], w1, x);
+            }
+        }
+    }
+    for (; k < words; k++)
+        for (int m = 0; m < M; m++) {
+            const U16 x = broadcast(a[m * lda + k]);
+            sums[0][m][0] = dot<T>(sums[0][m][0], load(panel + kPanel * k), x);
+            sums[0][m][1] = dot<T>(sums[0][m][1], load(panel + kPanel * k + 16), x);
+        }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            F16 total = sums[0][m][half];
+            for (int u = 1; u < kWide; u++) total += sums[u][m][half];
+            store(out + m * ldo + 16 * half, total);
+        }
+}
+
+template <class T> using Tile = void (*)(const Word*, int64_t, const Word*, int64_t, float*, int64_t);
+template <class T> constexpr Tile<T> kTiles[kTileRows + 1] = {
+    nullptr,     tile<T, 1>, tile<T, 2>, tile<T, 3>, tile<T, 4>,  tile<T, 5>,  tile<T, 6>,
+    tile<T, 7>, tile<T, 8>, tile<T, 9>, tile<T, 10>, tile<T, 11>, tile<T, 12>};
+
+// The rows of a batch in tiles of almost equal height: 16 are 8 + 8, not 12 + 4.
+struct Tiling {
+    explicit Tiling(int64_t rows) : rows(rows), count((rows + kTileRows - 1) / kTileRows) {}
+    int64_t first(int64_t i) const { return i * rows / count; }
+    int64_t rows, count;
+};
+
+// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w; ends with the team's barrier.
+template <class T, class Done>
+void multiply(Team& team, const T* a, int64_t lda, int64_t rows, const Matrix& w, Done&& done) {
+    const int64_t words = w.k / per_word<T>, panels = panels_of(w.n);
+    const int64_t piece = std::max<int64_t>(1, panels / (8 * team.size()));
+    const Tiling tiling(rows);
+    team.each(panels, piece, [&](int64_t first, int64_t last) {
+        alignas(64) float sums[kTileRows][kPanel];
+        for (int64_t p = first; p < last; p++)
+            for (int64_t t = 0; t < tiling.count; t++) {
+                const int64_t row = tiling.first(t), stop = tiling.first(t + 1);
+                kTiles<T>[stop - row](reinterpret_cast<const Word*>(a + row * lda), lda / per_word<T>,
+                                      w.panels + p * kPanel * words, words, sums[0], kPanel);
+                for (int64_t r = row; r < stop; r++) done(r, p, sums[r - row]);
+            }
+    });
+}
+
+}  // namespace native

@@ -1,0 +1,64 @@
+// The C interface of the kernels: make a decoder, step it, drop it. No exception leaves it.
+#include <new>
+#include "decoder.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+struct Handle {
+    native::Decoder<native::Bf16>* bf16 = nullptr;
+    native::Decoder<float>* fp32 = nullptr;
+};
+
+}  // namespace
+
+extern "C" {
+
+void* native_create(const native::Shape* shape, const native::Weights* weights, int is_bf16, int threads) {
+    try {
+        auto* handle = new Handle;
+        if (is_bf16) {
+            handle->bf16 = new native::Decoder<native::Bf16>(*shape, *weights, threads);
+        } else {
+            handle->fp32 = new native::Decoder<float>(*shape, *weights, threads);
+        }
+        return handle;
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+// 0, or 1 where memory is short before anything was done.
+int native_step(void* opaque, const native::Step* step) {
+    auto* handle = static_cast<Handle*>(opaque);
+    try {
+        if (handle->bf16 != nullptr) {
+            handle->bf16->run(*step);
+        } else {
+            handle->fp32->run(*step);
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+void native_destroy(void* opaque) {
+    auto* handle = static_cast<Handle*>(opaque);
+    delete handle->bf16;
+    delete handle->fp32;
+    delete handle;
+}
+
+// Weights in 2 MiB pages need 1/512 of the address translations.
+void native_use_large_pages(void* start, int64_t bytes) {
+#if defined(__linux__)
+    madvise(start, bytes, MADV_HUGEPAGE);
+#else
+    (void)start, (void)bytes;
+#endif
+}
+
+}  // extern "C"

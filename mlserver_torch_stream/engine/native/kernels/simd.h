@@ -1,0 +1,145 @@
+// Sixteen lanes at a time, in GCC's vector types: the compiler maps them onto whatever the CPU has. Only the bf16
+// dot product has an instruction of its own (AVX512-BF16, 64 flops); without it two FMAs do the same.
+// Knows nothing of matrices or models.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace native {
+
+using F16 = float __attribute__((vector_size(64)));
+using U16 = uint32_t __attribute__((vector_size(64)));
+using I16 = int32_t __attribute__((vector_size(64)));
+using H16 = uint16_t __attribute__((vector_size(32)));
+
+// A word is 32 bits: one float, or two neighbouring bf16. All weights and activations are read by the word.
+using Word = uint32_t;
+struct Bf16 {
+    uint16_t bits;
+};
+template <class T> constexpr int per_word = 4 / sizeof(T);
+
+inline U16 load(const void* from) {
+    U16 v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+inline F16 load_f(const float* from) {
+    F16 v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+inline void store(float* to, F16 v) { memcpy(to, &v, sizeof v); }
+
+// The first n of 16 words, zeros after them; what lies behind them is not touched.
+inline U16 load_part(const Word* from, int n) {
+#if defined(__AVX512F__)
+    return (U16)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), from);
+#else
+    U16 v{};
+    if (n > 0) memcpy(&v, from, 4 * n);
+    return v;
+#endif
+}
+
+inline U16 broadcast(Word x) { return x - U16{}; }
+inline F16 broadcast_f(float x) { return x - F16{}; }
+inline F16 select(I16 mask, F16 yes, F16 no) { return (F16)((mask & (I16)yes) | (~mask & (I16)no)); }
+inline F16 larger(F16 a, F16 b) { return select(a > b, a, b); }
+
+// acc + the product of two words: one multiplication for floats, two for a pair of bf16.
+template <class T> inline F16 dot(F16 acc, U16 w, U16 a);
+template <> inline F16 dot<float>(F16 acc, U16 w, U16 a) { return acc + (F16)w * (F16)a; }
+template <> inline F16 dot<Bf16>(F16 acc, U16 w, U16 a) {
+#if defined(__AVX512BF16__)
+    return (F16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)a);
+#else
+    const U16 high = broadcast(0xffff0000u);
+    acc += (F16)(w << 16) * (F16)(a << 16);
+    return acc + (F16)(w & high) * (F16)(a & high);
+#endif
+}
+
+inline float sum(F16 v) {
+    float total = 0;
+    for (int i = 0; i < 16; i++) total += v[i];
+    return total;
+}
+inline float max(F16 v) {
+    float most = v[0];
+    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+// To nearest even; a NaN stays one.
+inline uint16_t round_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if (x != x) return (uint16_t)((u >> 16) | 0x40);
+    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+inline U16 rounded_bits(F16 x) {  // bf16 in the upper half of each lane
+    U16 u = (U16)x;
+    U16 even = u + 0x7fff + ((u >> 16) & 1);
+    I16 nan = x != x;
+    return ((U16)nan & (u | 0x400000)) | (~(U16)nan & even);
+}
+
+inline void store_as(float* to, F16 v) { store(to, v); }
+inline void store_as(Bf16* to, F16 v) {
+#if defined(__AVX512BF16__)
+    H16 h = (H16)_mm512_cvtneps_pbh((__m512)v);
+#else
+    H16 h = __builtin_convertvector(rounded_bits(v) >> 16, H16);
+#endif
+    memcpy(to, &h, sizeof h);
+}
+inline float to_float(float x) { return x; }
+inline float to_float(Bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+inline void assign(float* to, float x) { *to = x; }
+inline void assign(Bf16* to, float x) { to->bits = round_bf16(x); }
+
+// e^x with a relative error under 2e-7; 0 below -87.
+inline F16 exp(F16 x) {
+    const F16 clamped = select(x < -87.0f, broadcast_f(-87.0f), x);
+    const F16 shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
+    const F16 n = shifted - 12582912.0f;
+    const F16 r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+    F16 p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const F16 scale = (F16)(((U16)shifted + 127u) << 23);
+    return select(x < -87.0f, F16{}, p * scale);
+}
+
+// a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.
+template <class V> V low_halves(V a, V b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+template <class V> V high_halves(V a, V b) {
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// The sums of 16 vectors as one: 15 interleave-and-add, against 16 horizontal sums of 8 operations each.
+inline F16 interleave_add(F16 a, F16 b) {
+    return low_halves(a, b) + high_halves(a, b);
+}
+inline F16 sums(F16 (&x)[16]) {
+    for (int half = 8; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) x[i] = interleave_add(x[i], x[i + half]);
+    return x[0];
+}
+
+}  // namespace native

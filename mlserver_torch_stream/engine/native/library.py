@@ -1,0 +1,86 @@
+"""The kernels' C interface: the structures of ``kernels/model.h``, field by field, and the four functions.
+
+Knows nothing of transformers; whoever fills a structure keeps alive what its pointers point at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+from mlserver_torch_stream.engine.native.compile import NoKernels
+
+NO_QK_NORM, PER_HEAD, WHOLE = range(3)
+SILU, GELU_TANH = range(2)
+
+
+class Matrix(Structure):
+    _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p)]
+
+
+class Shape(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotated_half")),
+        *((name, c_int64) for name in ("qk_norm", "activation")),
+        *((name, c_float) for name in ("eps", "attention_scale", "attention_cap")),
+        *((name, c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
+    ]
+
+
+class Norms(Structure):
+    NAMES = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
+    _fields_ = [(name, c_void_p) for name in NAMES]
+
+
+class Layer(Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        ("norms", Norms),
+        ("rotates", c_int64),
+    ]
+
+
+class Weights(Structure):
+    _fields_ = [("layers", POINTER(Layer)), ("embedding", c_void_p), ("head", Matrix), ("last_norm", c_void_p)]
+
+
+class Slab(Structure):
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("capacity", c_int64),
+        ("start", c_int64),
+        ("window", c_int64),
+    ]
+
+
+class Step(Structure):
+    _fields_ = [
+        ("rows", c_int64),
+        ("queries", c_int64),
+        ("tokens", c_void_p),
+        ("lengths", c_void_p),
+        ("slabs", POINTER(Slab)),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("logits", c_void_p),
+    ]
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The kernels' functions with their types. A call gives up the GIL while it runs. Raises NoKernels."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoKernels(f"the kernels cannot be loaded: {error}") from None
+    library.native_create.argtypes = [POINTER(Shape), POINTER(Weights), c_int, c_int]
+    library.native_create.restype = c_void_p
+    library.native_step.argtypes = [c_void_p, POINTER(Step)]
+    library.native_step.restype = c_int
+    library.native_destroy.argtypes = [c_void_p]
+    library.native_destroy.restype = None
+    library.native_use_large_pages.argtypes = [c_void_p, c_int64]
+    library.native_use_large_pages.restype = None
+    return library

@@ -1,0 +1,250 @@
+"""Reads a model's modules as a decoder of the Llama layout, or says what in it is something else.
+
+Goes by structure, never by a family's name: every parameter must have found its place, norms and activations are
+recognised by what they compute. Knows nothing of kernels. What it cannot see, the check at load must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_NORM_ROLES = {
+    frozenset(("input_layernorm", "post_attention_layernorm")): {
+        "before_attention": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+    },
+    frozenset(("post_attention_layernorm", "post_feedforward_layernorm")): {
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+    frozenset(
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    ): {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+}
+_NORM_NAMES = frozenset().union(*_NORM_ROLES)
+
+
+class Unsupported(Exception):
+    """The model is no decoder of the Llama layout; says in one line where it differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """``[outputs, inputs]`` and perhaps a bias, as parts to be stacked."""
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    qkv: Projection
+    out: Projection
+    gate_up: Projection  # gates and ups: two parts
+    down: Projection
+    norms: dict[str, Tensor]  # by role, and "query" and "key": what a normed value is multiplied by, in float32
+    rotates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """All that the kernels need to know of a model."""
+
+    layers: tuple[DecoderLayer, ...]
+    embedding: Tensor
+    head: Projection
+    last_norm: Tensor
+    rotary: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+    whole_qk_norm: bool
+    activation: str
+    eps: float
+    attention_scale: float
+    attention_cap: float
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    logit_cap: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+
+def read_decoder(model: Any) -> Decoder:
+    """Raises Unsupported."""
+    reader = _Reader()
+    base = reader.child(model, "model")
+    head = reader.linear(model, "lm_head")
+    embedding = reader.child(base, "embed_tokens")
+    if type(embedding) is not nn.Embedding:
+        raise Unsupported(f"embeddings of type {type(embedding).__name__}")
+    reader.take(embedding.weight)
+    layers = reader.child(base, "layers")
+    last_norm = reader.norm(base, "norm")
+    decoder_layers = tuple(reader.layer(layer) for layer in layers)
+    left = [name for name, parameter in model.named_parameters() if id(parameter) not in reader.taken]
+    if left:
+        raise Unsupported(f"the parameter {left[0]} has no place in the layout")
+    _check_placement(model)
+    return Decoder(
+        layers=decoder_layers,
+        embedding=embedding.weight,
+        head=head,
+        last_norm=last_norm,
+        rotary=_rotary(base),
+        attention_cap=reader.same("attention_cap"),
+        embedding_scale=float(getattr(base, "embedding_multiplier", 1.0)),
+        logit_scale=1.0 / float(getattr(model.config, "logits_scaling", 1.0)),
+        logit_cap=float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
+        heads=reader.same("heads"),
+        kv_heads=reader.same("kv_heads"),
+        head_dim=reader.same("head_dim"),
+        whole_qk_norm=reader.same("whole_qk_norm"),
+        activation=reader.same("activation"),
+        eps=reader.same("eps"),
+        attention_scale=reader.same("attention_scale"),
+        residual_scale=reader.same("residual_scale"),
+    )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Notes which parameters it has seen, and the values that all layers must share."""
+
+    taken: set[int] = field(default_factory=set)
+    shared: dict[str, set[Any]] = field(default_factory=dict)
+
+    def same(self, name: str) -> Any:
+        values = self.shared.get(name, set())
+        if len(values) != 1:
+            raise Unsupported(f"layers differ in {name}: {sorted(values, key=str)}")
+        return next(iter(values))
+
+    def note(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.shared.setdefault(name, set()).add(value)
+
+    def take(self, *parameters: Tensor | None) -> None:
+        self.taken.update(id(parameter) for parameter in parameters if parameter is not None)
+
+    def child(self, module: Any, name: str) -> Any:
+        found = getattr(module, name, None)
+        if not isinstance(found, nn.Module):
+            raise Unsupported(f"{type(module).__name__} has no {name}")
+        return found
+
+    def linear(self, module: Any, *names: str) -> Projection:
+        parts = [self.child(module, name) for name in names]
+        for part in parts:
+            if type(part) is not nn.Linear:
+                raise Unsupported(f"a projection of type {type(part).__name__}")
+            self.take(part.weight, part.bias)
+        return Projection(tuple(part.weight for part in parts), tuple(part.bias for part in parts))
+
+    def layer(self, layer: Any) -> DecoderLayer:
+        attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
+        norm_names = frozenset(name for name, _ in layer.named_children()) & _NORM_NAMES
+        if norm_names not in _NORM_ROLES:
+            raise Unsupported(f"a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
+        norms = {role: self.norm(layer, name) for role, name in _NORM_ROLES[norm_names].items()}
+        fused = hasattr(mlp, "gate_up_proj")
+        gate_up = self.linear(mlp, "gate_up_proj") if fused else self.linear(mlp, "gate_proj", "up_proj")
+        activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+        self.note(activation=_activation(activation), residual_scale=float(getattr(layer, "residual_multiplier", 1.0)))
+        return DecoderLayer(
+            qkv=self._qkv(attention),
+            out=self.linear(attention, "o_proj"),
+            gate_up=_halves(gate_up) if fused else gate_up,
+            down=self.linear(mlp, "down_proj"),
+            norms=norms | self._qk_norms(attention),
+            rotates=bool(getattr(attention, "use_rope", True)),
+        )
+
+    def _qkv(self, attention: Any) -> Projection:
+        head_dim = int(attention.head_dim)
+        out = self.child(attention, "o_proj").weight
+        heads = out.shape[1] // head_dim
+        kv_heads = heads // int(attention.num_key_value_groups)
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        qkv = self.linear(attention, *names)
+        if sum(weight.shape[0] for weight in qkv.weights) != (heads + 2 * kv_heads) * head_dim:
+            raise Unsupported("query, key and value projections of unexpected sizes")
+        self.note(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            attention_scale=float(attention.scaling),
+            attention_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+        )
+        return qkv
+
+    def _qk_norms(self, attention: Any) -> dict[str, Tensor]:
+        names = {"query": "q_norm", "key": "k_norm"}
+        norms = {role: self.norm(attention, name) for role, name in names.items() if hasattr(attention, name)}
+        if len(norms) == 1:
+            raise Unsupported("a norm of queries or keys alone")
+        self.note(whole_qk_norm=bool(norms) and norms["query"].numel() != attention.head_dim)
+        return norms
+
+    def norm(self, module: Any, name: str) -> Tensor:
+        """What the norm multiplies with, found by asking it: ``weight``, or ``1 + weight`` as some families have it."""
+        norm = self.child(module, name)
+        eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+        weight = getattr(norm, "weight", None)
+        if not isinstance(weight, Tensor) or eps is None or len(list(norm.parameters())) != 1:
+            raise Unsupported(f"{name} is no plain RMS norm")
+        self.take(weight)
+        self.note(eps=float(eps))
+        x = torch.linspace(-2.0, 3.0, weight.numel(), dtype=torch.float32)
+        got = norm(x.to(weight.dtype)[None])[0].float()
+        normed = x * torch.rsqrt(x.pow(2).mean() + eps)
+        for multiplier in (weight.float(), weight.float() + 1):
+            if torch.allclose(got, normed * multiplier, rtol=0.03, atol=0.03):
+                return multiplier
+        raise Unsupported(f"{name} does not compute an RMS norm")
+
+
+def _halves(fused: Projection) -> Projection:
+    weight, bias = fused.weights[0], fused.biases[0]
+    return Projection(weight.chunk(2), (None, None) if bias is None else bias.chunk(2))
+
+
+def _activation(function: Any) -> str:
+    x = torch.linspace(-6, 6, 97)
+    known = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
+    for name, expected in known.items():
+        if callable(function) and torch.allclose(function(x), expected, atol=1e-5):
+            return name
+    raise Unsupported("an activation other than silu and tanh-gelu")
+
+
+def _rotary(base: Any) -> nn.Module:
+    rotary: nn.Module | None = getattr(base, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", None)
+    if rotary is None or kind not in _STATIC_ROPE:
+        raise Unsupported(f"positions of kind {kind!r}")
+    return rotary
+
+
+def _check_placement(model: Any) -> None:
+    parameters: Iterable[Tensor] = model.parameters()
+    kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
+    if kinds not in ({("cpu", torch.bfloat16)}, {("cpu", torch.float32)}):
+        raise Unsupported(f"parameters are {', '.join(sorted(f'{dtype} on {place}' for place, dtype in kinds))}")
+    if any(hasattr(module, "_hf_hook") or module._forward_hooks for module in model.modules()):
+        raise Unsupported("modules with hooks")

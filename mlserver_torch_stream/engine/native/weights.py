@@ -1,0 +1,146 @@
+"""A decoder's weights in the kernels' layout: panels of 32 outputs in one block of memory, in the order of their use.
+
+Knows nothing of modules or of steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from mlserver_torch_stream.engine.native import library as c
+from mlserver_torch_stream.engine.native.structure import Decoder, Projection, Unsupported
+
+PANEL = 32
+_LARGE_PAGE = 1 << 21
+
+
+class PackedWeights:
+    """Copies a decoder's weights; its own can go afterwards, but for the embedding of an untied model."""
+
+    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL) -> None:
+        self._kept: list[object] = []
+        self._words_per_input = 1 if decoder.dtype == torch.bfloat16 else 2
+        self.shape = _shape(decoder)
+        self._buffer = self._reserve(decoder, kernels)
+        self._used = 0
+        layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
+        head = self._matrix(decoder.head)
+        tied = decoder.head.weights[0] is decoder.embedding
+        embedding = None if tied else self._keep(decoder.embedding.contiguous())
+        table = (c.Layer * len(layers))(*layers)
+        self._kept.append(table)
+        self.structure = c.Weights(table, embedding, head, self._vector(decoder.last_norm))
+
+    def _reserve(self, decoder: Decoder, kernels: ctypes.CDLL) -> Tensor:
+        matrices = [decoder.head]
+        for layer in decoder.layers:
+            matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        size = sum(_padded(_outputs(matrix)) * matrix.weights[0].shape[1] for matrix in matrices)
+        spare = _LARGE_PAGE // decoder.dtype.itemsize
+        buffer = torch.empty(size + spare, dtype=decoder.dtype)
+        skip = -buffer.data_ptr() % _LARGE_PAGE // decoder.dtype.itemsize
+        kernels.native_use_large_pages(buffer[skip:].data_ptr(), size * decoder.dtype.itemsize)
+        return buffer[skip:]
+
+    def _layer(self, decoder: Decoder, index: int) -> c.Layer:
+        layer = decoder.layers[index]
+        gates, ups = layer.gate_up.weights
+        gate_bias, up_bias = layer.gate_up.biases
+        biases = None if gate_bias is None or up_bias is None else _interleaved(gate_bias, up_bias)
+        gate_up = Projection((_interleaved(gates, ups),), (biases,))
+        norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.Norms.NAMES]
+        return c.Layer(
+            self._matrix(layer.qkv),
+            self._matrix(layer.out),
+            self._matrix(gate_up),
+            self._matrix(layer.down),
+            c.Norms(*norms),
+            layer.rotates,
+        )
+
+    def _matrix(self, projection: Projection) -> c.Matrix:
+        outputs, inputs = _outputs(projection), projection.weights[0].shape[1]
+        group = 4 // projection.weights[0].element_size()
+        if inputs % group:
+            raise Unsupported(f"a projection of {inputs} inputs")
+        size = _padded(outputs) * inputs
+        packed = self._buffer[self._used : self._used + size]
+        self._used += size
+        target = packed.view(torch.int32).view(-1, inputs // group, PANEL)
+        stacked = torch.cat(projection.weights) if len(projection.weights) > 1 else projection.weights[0].contiguous()
+        words = stacked.view(torch.int32)
+        whole = outputs // PANEL
+        target[:whole].copy_(words[: whole * PANEL].view(whole, PANEL, -1).transpose(1, 2))
+        if outputs % PANEL:
+            target[whole] = 0
+            target[whole, :, : outputs % PANEL] = words[whole * PANEL :].t()
+        return c.Matrix(packed.data_ptr(), outputs, inputs, self._bias(projection))
+
+    def _bias(self, projection: Projection) -> int | None:
+        if all(bias is None for bias in projection.biases):
+            return None
+        parts = [
+            torch.zeros(weight.shape[0]) if bias is None else bias.float()
+            for weight, bias in zip(projection.weights, projection.biases, strict=True)
+        ]
+        return self._vector(torch.cat(parts))
+
+    def _vector(self, values: Tensor) -> int:
+        padded = torch.zeros(_padded(values.numel()), dtype=torch.float32)
+        padded[: values.numel()] = values
+        return self._keep(padded)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return int(tensor.data_ptr())
+
+
+def _shape(decoder: Decoder) -> c.Shape:
+    layer = decoder.layers[0]
+    kind = c.NO_QK_NORM
+    if "query" in layer.norms:
+        kind = c.WHOLE if decoder.whole_qk_norm else c.PER_HEAD
+    if decoder.head_dim > 512 or decoder.head_dim * decoder.dtype.itemsize % 4:
+        raise Unsupported(f"heads of {decoder.head_dim} dimensions")
+    return c.Shape(
+        hidden=decoder.embedding.shape[1],
+        inner=layer.down.weights[0].shape[1],
+        vocab=decoder.head.weights[0].shape[0],
+        layers=len(decoder.layers),
+        heads=decoder.heads,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        rotated_half=0,  # the rotary table knows
+        qk_norm=kind,
+        activation=c.SILU if decoder.activation == "silu" else c.GELU_TANH,
+        eps=decoder.eps,
+        attention_scale=decoder.attention_scale,
+        attention_cap=decoder.attention_cap,
+        embedding_scale=decoder.embedding_scale,
+        residual_scale=decoder.residual_scale,
+        logit_scale=decoder.logit_scale,
+        logit_cap=decoder.logit_cap,
+    )
+
+
+def _outputs(projection: Projection) -> int:
+    return sum(int(weight.shape[0]) for weight in projection.weights)
+
+
+def _padded(outputs: int) -> int:
+    # Also what interleaved gates and ups take: each half is padded to half a panel.
+    return math.ceil(outputs / PANEL) * PANEL
+
+
+def _interleaved(gates: Tensor, ups: Tensor) -> Tensor:
+    """Rows of 16 gates and their 16 ups in turn, so that one panel holds both sides of a product."""
+    half = PANEL // 2
+    missing = -gates.shape[0] % half
+    parts = [part.reshape(part.shape[0], -1) for part in (gates, ups)]
+    padded = [torch.nn.functional.pad(part, (0, 0, 0, missing)) for part in parts]
+    mixed = torch.stack([part.view(-1, half, part.shape[1]) for part in padded], dim=1)
+    return mixed.reshape((-1, *gates.shape[1:]))
