@@ -83,8 +83,9 @@ class BatchedBackend:
                 self._remove(group, leaving)
         self._retire()
 
-    def step(self, deliver: Deliver, poll: Callable[[], None]) -> bool:
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         pieces = self._scheduler.pieces()
+        self._gauge()  # who was admitted does not wait any more, however long the step takes
         for piece in pieces:
             self._prefill(piece, deliver)
         groups = [group for group in self._scheduler.groups if group.rows]
@@ -134,6 +135,7 @@ class BatchedBackend:
         except BaseException:
             self._scheduler.keep(group, list(range(first)))
             raise
+        self._gauge()
         self._accept(group, range(first, len(group.rows)), choices, deliver)
 
     def _join(self, group: Group, cache: RowCache, rows: int) -> None:

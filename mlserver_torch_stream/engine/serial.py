@@ -40,6 +40,7 @@ class SerialBackend:
         self._samplers = samplers
         self._max_rows = max_rows
         self._waiting = WaitingJobs()
+        self._growing: list[Job] = []  # open prompts: nobody waits for them
         self._running = 0
         self._stats = EngineStats()
 
@@ -47,7 +48,10 @@ class SerialBackend:
         return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
 
     def add(self, job: Job) -> None:
-        self._waiting.add(job)
+        if job.sealed:
+            self._waiting.add(job)
+        else:
+            self._growing.append(job)
         self._gauge()
 
     def evict(self, jobs: Sequence[Job]) -> None:
@@ -55,13 +59,18 @@ class SerialBackend:
         for job in jobs:
             if job in self._waiting:
                 self._waiting.remove(job)
+            elif job in self._growing:
+                self._growing.remove(job)
         self._gauge()
 
     def stats(self) -> EngineStats:
         return self._stats
 
-    def step(self, deliver: Deliver, poll: Callable[[], None]) -> bool:
-        admitted = self._waiting.admit(lambda job: job.sealed or None)
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+        for job in [job for job in self._growing if job.sealed]:
+            self._growing.remove(job)
+            self._waiting.add(job)
+        admitted = self._waiting.admit(lambda job: True)
         if admitted is None:
             return False
         job, _ = admitted
@@ -79,14 +88,14 @@ class SerialBackend:
         self._stats = replace(
             self._stats,
             running_rows=self._running,
-            waiting_jobs=len(self._waiting),
-            waiting_tokens=self._waiting.tokens,
+            waiting_jobs=len(self._waiting) + len(self._growing),
+            waiting_tokens=self._waiting.tokens + sum(len(job.prompt) for job in self._growing),
         )
 
     def count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
-    def _answer(self, answer: Answer, sampler: RowSampler, deliver: Deliver, poll: Callable[[], None]) -> None:
+    def _answer(self, answer: Answer, sampler: RowSampler, deliver: Deliver, poll: Callable[[], object]) -> None:
         job = answer.job
         try:
             prompt = torch.tensor([job.prompt], device=self._device)
@@ -128,7 +137,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 class _Ended(StoppingCriteria):  # type: ignore[misc]
     """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
 
-    def __init__(self, answer: Answer, poll: Callable[[], None]) -> None:
+    def __init__(self, answer: Answer, poll: Callable[[], object]) -> None:
         self._answer = answer
         self._poll = poll
 

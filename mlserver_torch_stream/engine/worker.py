@@ -47,7 +47,7 @@ class Backend(Protocol):
     def evict(self, jobs: Sequence[Job]) -> None:
         """Frees all that these jobs hold, before it returns or (for what runs in a long step) at the next token."""
 
-    def step(self, deliver: Deliver, poll: Callable[[], None]) -> bool:
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         """Does a piece of work; False if there was nothing to do. A long piece calls ``poll`` once per token."""
 
     def stats(self) -> EngineStats: ...
@@ -257,8 +257,8 @@ class EngineWorker:
         if backend is None:
             self._dead = error  # before the streams end: who is told of it finds `alive` false
         else:
-            self._backend = backend
             logger.error("the engine was started anew")
+        self._backend = backend or _Remains(self._backend.stats())
         self._take_in(last=backend is None)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
         if backend is None and self._on_death is not None:
@@ -270,8 +270,7 @@ class EngineWorker:
         while True:
             if not busy:
                 self._wait()
-            self._poll()
-            if self._stopping:
+            if self._poll():
                 return
             busy = self._step()
 
@@ -280,12 +279,14 @@ class EngineWorker:
         with contextlib.suppress(queue.Empty):
             self._inbox.get(timeout=self._deadlines.seconds_left(time.monotonic()))()
 
-    def _poll(self) -> None:
-        """Takes in what has arrived: jobs, closed streams, deadlines, the end."""
-        self._take_in(last=self._stopping)
+    def _poll(self) -> bool:
+        """Takes in what has arrived: jobs, closed streams, deadlines; True if it was the end."""
+        stopping = self._stopping  # read once: who posts after the last look must be told that it was the last
+        self._take_in(last=stopping)
         self._expire()
-        if self._stopping:
+        if stopping:
             self._end_all(FinishReason.ABORT, NotServing("the engine was shut down"))
+        return stopping
 
     def _take_in(self, last: bool) -> None:
         with self._last_word if last else contextlib.nullcontext():
@@ -320,6 +321,29 @@ class EngineWorker:
     def _forget(self, mailbox: Mailbox) -> None:
         if mailbox in self._open and all(job.finished for job in self._open[mailbox]):
             self._pace.finished(len(self._open.pop(mailbox)))
+
+
+class _Remains:
+    """Stands for a backend that died: it does nothing, lets go of all memory and keeps the counters."""
+
+    def __init__(self, last: EngineStats) -> None:
+        gone = dict.fromkeys(("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "kv_cache_bytes"), 0)
+        self._stats = replace(last, **gone)
+
+    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+        return None
+
+    def add(self, job: Job) -> None:
+        pass
+
+    def evict(self, jobs: Sequence[Job]) -> None:
+        pass
+
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        return self._stats
 
 
 def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +17,12 @@ from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.sampling import SamplerFactory
 from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import Backend, EngineWorker
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
+torch.set_num_threads(1)  # models of this size only lose time to a second core
 EOS = 258
 VOCAB = 259
 CONTEXT = 256
@@ -173,3 +176,75 @@ def run(coroutine: Any, timeout: float = 60) -> Any:
         return await asyncio.wait_for(coroutine, timeout)
 
     return asyncio.run(bounded())
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Byte tokens that differ from seed to seed; never a special one."""
+    return tuple((seed * 31 + 7 * position) % 250 for position in range(length))
+
+
+def one_by_one(model: PreTrainedModel) -> SerialBackend:
+    """The serial engine's backend over the model."""
+    return SerialBackend(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()), max_rows=8)
+
+
+async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Waits for what the engine's thread will do; the bound is for a test that fails."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{what} never came")
+
+
+def idle(engine: EngineWorker) -> bool:
+    stats = engine.stats()
+    return stats.running_rows == 0 and stats.waiting_jobs == 0 and stats.kv_cache_bytes == 0
+
+
+class Watch:
+    """Sees every call of a model's embedding: the ids that go in. Can hold the engine's thread there, or raise."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.calls: list[list[list[int]]] = []
+        self.fail: Callable[[list[list[int]]], BaseException | None] = lambda ids: None
+        self._gate = threading.Event()
+        self._gate.set()
+        self._reached = threading.Event()
+        self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see)
+
+    @property
+    def steps(self) -> list[list[list[int]]]:
+        """The calls of one token per row."""
+        return [call for call in self.calls if len(call[0]) == 1]
+
+    def _see(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        ids = args[0].tolist()
+        self.calls.append(ids)
+        self._reached.set()
+        assert self._gate.wait(30), "nobody let the model go on"
+        error = self.fail(ids)
+        if error is not None:
+            raise error
+
+    async def hold(self) -> None:
+        """Returns when the engine's thread stands inside a forward."""
+        self._reached.clear()
+        self._gate.clear()
+        await until(self._reached.is_set, "a forward")
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    def remove(self) -> None:
+        self._gate.set()
+        self._hook.remove()
+
+
+@contextmanager
+def watched(model: PreTrainedModel) -> Iterator[Watch]:
+    watch = Watch(model)
+    try:
+        yield watch
+    finally:
+        watch.remove()

@@ -1,0 +1,441 @@
+"""What a model raises fails the requests concerned and nobody else; if the thread dies, everybody is told."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.rows import RowCache
+from mlserver_torch_stream.engine.slab import SlabLayer
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import GenerationFailed, NotServing
+from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
+from tests.engine.tiny import (
+    Watch,
+    collect,
+    greedy,
+    idle,
+    one_by_one,
+    prompt_of,
+    reference,
+    run,
+    running,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
+
+POISON = 251  # no prompt of ``prompt_of`` holds it
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def watch(model: PreTrainedModel) -> Iterator[Watch]:
+    with watched(model) as watch:
+        yield watch
+
+
+def raise_on(token: int) -> Callable[[list[list[int]]], BaseException | None]:
+    return lambda ids: RuntimeError("poisoned") if any(token in row for row in ids) else None
+
+
+def forced(count: int, token: int) -> SamplingParameters:
+    """Answers with ``token`` alone."""
+    return greedy(count, logit_bias={token: 1e6})
+
+
+async def failed(engine: EngineWorker, prompt: tuple[int, ...], params: SamplingParameters) -> TokenEvent:
+    event = (await collect(engine, [PromptJob(prompt, params)]))[0]
+    assert event.finish_reason is FinishReason.ERROR
+    assert isinstance(event.error, GenerationFailed)
+    assert event.usage is not None
+    return event
+
+
+async def settled(engine: EngineWorker) -> None:
+    await until(lambda: idle(engine), "an idle engine")
+
+
+def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, watch: Watch) -> None:
+    expected = reference(model, prompt_of(9, 1), 30)
+
+    async def scenario(engine: EngineWorker) -> None:
+        watch.fail = raise_on(POISON)
+        other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
+        for prompt in ((POISON,), (*prompt_of(13), POISON), (*prompt_of(6), POISON, *prompt_of(20))):
+            event = await failed(engine, prompt, greedy(5))
+            assert event.token_ids == ()
+            assert "poisoned" in str(event.error)
+        assert await other == expected
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(30)) == expected
+        await settled(engine)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
+    model = tiny_model(family)
+    requests = [(prompt_of(4 + 3 * i, i), 25 + i) for i in range(5)]
+    expected = [reference(model, prompt, count) for prompt, count in requests]
+
+    async def scenario(engine: EngineWorker, watch: Watch) -> None:
+        watch.fail = raise_on(POISON)
+        others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
+        await until(lambda: engine.stats().running_rows == len(requests), "a batch")
+        for prompt in (prompt_of(7, 9), prompt_of(21, 8)):
+            event = await failed(engine, prompt, forced(10, POISON))
+            assert event.token_ids == (POISON,)  # chosen by the prefill; the step that takes it in raises
+            assert "poisoned" in str(event.error)
+        assert [await other for other in others] == expected
+        await settled(engine)
+
+    with running(model) as engine, watched(model) as watch:
+        run(scenario(engine, watch))
+
+
+def test_rows_with_states_end_together_and_the_next_are_served() -> None:
+    """A recurrent state has no way back from half a step: the honest limit of isolation."""
+    model = tiny_model("lfm2")
+    expected = reference(model, prompt_of(9, 1), 12)
+
+    async def scenario(engine: EngineWorker, watch: Watch) -> None:
+        watch.fail = raise_on(POISON)
+        other = asyncio.create_task(collect(engine, [PromptJob(prompt_of(5), greedy(200))]))
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await failed(engine, prompt_of(7, 9), forced(10, POISON))
+        assert (await other)[0].finish_reason is FinishReason.ERROR
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
+        await settled(engine)
+
+    with running(model) as engine, watched(model) as watch:
+        run(scenario(engine, watch))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
+def test_nan_fails_its_row_alone_and_leaves_no_trace_in_the_slot(family: str) -> None:
+    model = tiny_model(family, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    requests = [(prompt_of(5 + 4 * i, i), 30) for i in range(3)]
+    expected = [reference(model, prompt, count) for prompt, count in requests]
+
+    async def scenario(engine: EngineWorker) -> None:
+        others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests[:2]]
+        for seed in range(4):
+            event = await failed(engine, prompt_of(25, seed), forced(10, POISON))  # NaN in a decode step
+            assert event.token_ids == (POISON,)
+            event = await failed(engine, (*prompt_of(9, seed), POISON), greedy(5))  # and in a prefill
+            assert event.token_ids == ()
+            # A short row in the same slot: what is masked there is multiplied by zero, which NaN survives.
+            assert await tokens_of(engine, prompt_of(3, seed), greedy(4)) == short[seed]
+        assert [await other for other in others] == expected[:2]
+        assert await tokens_of(engine, *requests[2][:1], greedy(30)) == expected[2]
+        await settled(engine)
+
+    short = [reference(model, prompt_of(3, seed), 4) for seed in range(4)]
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    expected = reference(model, prompt_of(9, 1), 12)
+
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [asyncio.create_task(collect(engine, [PromptJob(prompt_of(5, i), greedy(200))])) for i in range(4)]
+        await until(lambda: engine.stats().running_rows == 4, "a batch")
+        watch.fail = lambda ids: RuntimeError("out of order") if len(ids[0]) == 1 else None
+        for stream in streams:
+            assert (await stream)[0].finish_reason is FinishReason.ERROR
+        watch.fail = lambda ids: None
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
+        await settled(engine)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_step_that_fails_only_for_the_whole_batch_does_not_loop(model: PreTrainedModel, watch: Watch) -> None:
+    """Out of memory is like that: each row alone would do."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [asyncio.create_task(collect(engine, [PromptJob(prompt_of(5, i), greedy(200))])) for i in range(4)]
+        await until(lambda: engine.stats().running_rows == 4, "a batch")
+        watch.fail = lambda ids: RuntimeError("no memory") if len(ids) > 1 else None
+        assert [(await stream)[0].finish_reason for stream in streams] == [FinishReason.ERROR] * 4
+        assert len(await tokens_of(engine, prompt_of(9, 1), greedy(12))) == 12
+        await settled(engine)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("place", ["resize", "join", "leave"])
+def test_no_memory_while_rows_are_moved_hurts_nobody_who_is_there(
+    model: PreTrainedModel, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocation itself fails, in the middle of the slabs of several layers."""
+    expected = reference(model, prompt_of(9, 1), 120)
+    later = reference(model, prompt_of(4, 2), 8)
+    armed: list[int] = []
+    moved, write = SlabLayer._moved, SlabLayer.write
+
+    def scarce(self: SlabLayer, *args: Any) -> torch.Tensor:
+        if armed and (armed.append(1) or len(armed) == 4):
+            raise torch.OutOfMemoryError("no memory")
+        return moved(self, *args)
+
+    def scarce_write(self: SlabLayer, *args: Any) -> None:
+        if armed and (armed.append(1) or len(armed) == 3):
+            raise torch.OutOfMemoryError("no memory")
+        write(self, *args)
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(120)))
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+        if place == "leave":
+            crowd = engine.submit([PromptJob(prompt_of(100), greedy(140, n=7))])
+            await until(lambda: engine.stats().running_rows == 8, "a full batch")
+            monkeypatch.setattr(SlabLayer, "_moved", scarce)
+            armed.append(1)
+            crowd.close()
+        else:
+            name, failing = ("_moved", scarce) if place == "resize" else ("write", scarce_write)
+            monkeypatch.setattr(SlabLayer, name, failing)
+            armed.append(1)
+            event = await failed(engine, prompt_of(60, 3), greedy(100, n=3))
+            assert "no memory" in str(event.error)
+        assert await tokens_of(engine, prompt_of(4, 2), greedy(8)) == later
+        assert await stream == expected
+        assert len(armed) > 3  # it did happen
+        await settled(engine)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedModel) -> None:
+    """A layer in the middle raises once: the layers before it have written, those behind it have not."""
+    expected = [reference(model, prompt_of(6 + i, i), 20) for i in range(3)]
+    batches = 0
+    trial = False
+
+    def fail_once(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """In one step of all three rows, and then in the first row that is tried alone."""
+        nonlocal batches, trial
+        rows, queries = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+        if (rows, queries) == (3, 1):
+            batches += 1
+            trial = batches == 3
+            if trial:
+                raise RuntimeError("once")
+        elif (rows, queries) == (1, 1) and trial:
+            trial = False
+            raise RuntimeError("the first row, when it is tried alone")
+
+    async def scenario(engine: EngineWorker) -> None:
+        jobs = [PromptJob(prompt_of(6 + i, i), greedy(20), first_index=i) for i in range(3)]
+        events = await collect(engine, jobs)
+        ends = [event.finish_reason for event in events.values()]
+        assert ends.count(FinishReason.ERROR) == 1
+        for index, event in events.items():
+            assert list(event.token_ids) == expected[index][: len(event.token_ids)]
+            assert event.finish_reason is FinishReason.ERROR or len(event.token_ids) == 20
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail_once, with_kwargs=True)
+    try:
+        with running(model) as engine:
+            run(scenario(engine))
+    finally:
+        handle.remove()
+
+
+def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
+    """No protocol lets such a temperature pass; here it shows that a row's error stays its own."""
+    expected = reference(model, prompt_of(9, 1), 30)
+
+    async def scenario(engine: EngineWorker) -> None:
+        other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+        bad = SamplingParameters(max_tokens=5, temperature="warm")  # type: ignore[arg-type]
+        event = await failed(engine, prompt_of(5), bad)
+        assert event.token_ids == ()
+        assert await other == expected
+        await settled(engine)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
+    """A tokenizer is somebody's program: one that cannot spell a token costs that answer only."""
+    expected = reference(model, prompt_of(9, 1), 30)
+
+    async def scenario(engine: EngineWorker) -> None:
+        decode = engine._codec.decode
+
+        def picky(ids: Any, skip_special_tokens: bool) -> str:
+            if POISON in ids:
+                raise ValueError("cannot spell that")
+            return decode(ids, skip_special_tokens)
+
+        engine._codec.decode = picky  # type: ignore[method-assign]
+        other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+        event = await failed(engine, prompt_of(5), forced(5, POISON))
+        assert "cannot spell that" in str(event.error)
+        assert await other == expected
+        await settled(engine)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropping rows raises, too: the streams must not wait for what a broken cache will never do."""
+
+    def broken(self: RowCache, leaving: set[int]) -> list[int]:
+        raise torch.OutOfMemoryError("no memory")
+
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(200))]) for i in range(4)]
+        await until(lambda: engine.stats().running_rows == 4, "a batch")
+        monkeypatch.setattr(RowCache, "leave", broken)
+        streams[0].close()
+        for stream in streams[1:]:
+            assert [event async for event in stream][-1].finish_reason is FinishReason.ERROR
+        assert not engine.alive
+        assert engine.stats().kv_cache_bytes == 0  # a dead engine holds no memory
+        assert engine.stats().decode_steps > 0
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch: Watch, where: str) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(200, n=2))]) for i in range(6)]  # some wait
+        opened = engine.submit([PromptJob((), greedy(5), open=True)])
+        await until(lambda: engine.stats().running_rows >= 4, "a batch")
+        await watch.hold()
+        late = engine.submit([PromptJob(prompt_of(5), greedy(3))])  # not even taken from the inbox
+        closed = engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        closed.close()
+        streams[0].close()
+        watch.fail = lambda ids: SystemExit("the end") if (len(ids[0]) == 1) == (where == "decode") else None
+        watch.let_go()
+        for stream in (*streams[1:], late, opened):
+            ends = [event async for event in stream if event.finish_reason is not None]
+            assert {end.index for end in ends} == ({0, 1} if stream in streams else {0})
+            assert {end.finish_reason for end in ends} == {FinishReason.ERROR}
+            assert all("the end" in str(end.error) for end in ends)
+            stream.close()
+        assert not engine.alive
+        with pytest.raises(NotServing, match="the end"):
+            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        engine.shutdown()
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None:
+    """Submits race with the end of the thread: each is refused or gets its last event, none waits for ever."""
+
+    async def scenario() -> None:
+        for _ in range(15):
+            with running(model, max_queue=10_000) as engine:
+                ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+                streams: list[Mailbox] = []
+                try:
+                    for _ in range(10_000):
+                        streams.append(engine.submit([PromptJob(prompt_of(3), greedy(2))]))
+                        if len(streams) % 8 == 0:
+                            await asyncio.sleep(0)
+                except NotServing:
+                    pass
+                for stream in streams:
+                    assert [event async for event in stream][-1].finish_reason is not None
+                await ending
+
+    run(scenario())
+
+
+def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(200, n=3))]) for i in range(4)]
+        await until(lambda: engine.stats().running_rows == 6, "rows")
+        await asyncio.to_thread(engine.shutdown)
+        assert not engine._thread.is_alive()
+        for stream in streams:
+            ends = [event for event in [event async for event in stream] if event.finish_reason is not None]
+            assert {end.index for end in ends} == {0, 1, 2}
+            assert {end.finish_reason for end in ends} == {FinishReason.ABORT}
+            assert all(isinstance(end.error, NotServing) for end in ends)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([PromptJob(prompt_of(5), greedy(240))])
+        await anext(stream)
+        await asyncio.to_thread(engine.shutdown)
+        tokens = 0
+        async for event in stream:
+            tokens += len(event.token_ids)
+        assert event.finish_reason is FinishReason.ABORT
+        assert tokens < 239
+
+    with running(model, backend=one_by_one(model)) as engine:
+        run(scenario(engine))
+
+
+def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: Watch) -> None:
+    expected = reference(model, prompt_of(9, 1), 12)
+
+    async def scenario(engine: EngineWorker) -> None:
+        watch.fail = raise_on(POISON)
+        waiting = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(12)))
+        await failed(engine, (POISON, 3), greedy(5))
+        event = await failed(engine, prompt_of(5), forced(5, POISON))
+        assert event.token_ids == (POISON,)
+        assert await waiting == expected
+
+    with running(model, backend=one_by_one(model)) as engine:
+        run(scenario(engine))
+
+
+def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrainedModel, watch: Watch) -> None:
+    expected = reference(model, prompt_of(9, 1), 12)
+
+    async def walk_away(engine: EngineWorker) -> None:
+        engine.submit([PromptJob(prompt_of(5), greedy(100))])
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+
+    async def scenario(engine: EngineWorker) -> None:
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
+        await settled(engine)
+
+    with running(model) as engine:
+        run(walk_away(engine))
+        run(scenario(engine))
+
+

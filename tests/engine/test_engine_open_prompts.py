@@ -1,0 +1,229 @@
+"""A prompt that comes in pieces is prefilled as it comes and answered as if it had come at once."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.types import FinishReason, SamplingParameters
+from tests.engine.tiny import (
+    CONTEXT,
+    VOCAB,
+    Watch,
+    greedy,
+    idle,
+    one_by_one,
+    prompt_of,
+    reference,
+    run,
+    running,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
+
+GREEDY = greedy(12)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def watch(model: PreTrainedModel) -> Iterator[Watch]:
+    with watched(model) as watch:
+        yield watch
+
+
+def opened(engine: EngineWorker, params: SamplingParameters = GREEDY) -> Mailbox:
+    return engine.submit([PromptJob((), params, open=True)])
+
+
+async def rest(stream: Mailbox) -> list[int]:
+    events = [event async for event in stream]
+    assert events[-1].error is None
+    return [token for event in events if event.index == events[0].index for token in event.token_ids]
+
+
+def cut(ids: Sequence[int], chance: random.Random) -> list[Sequence[int]]:
+    cuts = sorted(chance.choices(range(len(ids) + 1), k=4))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2", "qwen3_next"])
+def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
+    model = tiny_model(family)
+    chance = random.Random(3)
+    prompts = [prompt_of(length, length) for length in (1, 2, 9, 40)]
+    expected = [reference(model, prompt, 12) for prompt in prompts]
+
+    async def one(engine: EngineWorker, prompt: tuple[int, ...]) -> list[int]:
+        stream = opened(engine)
+        for piece in cut(prompt, chance):
+            stream.extend(piece)
+            await asyncio.sleep(chance.random() * 0.005)
+        stream.seal(prompt)
+        return await rest(stream)
+
+    async def scenario(engine: EngineWorker) -> None:
+        closed = tokens_of(engine, prompts[3], greedy(12))  # an ordinary one among them
+        got = await asyncio.gather(*(one(engine, prompt) for prompt in prompts), closed)
+        assert got == [*expected, expected[3]]
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_pieces_are_prefilled_before_the_end_is_known(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.extend(prompt_of(30))
+        await until(lambda: engine.stats().prefill_tokens == 29, "29 tokens")  # the last one waits for the end
+        stream.extend(prompt_of(50)[30:])
+        await until(lambda: engine.stats().prefill_tokens == 49, "49 tokens")
+        assert engine.stats().generated_tokens == 0
+        stream.seal(prompt_of(50))
+        assert await rest(stream) == expected
+        assert engine.stats().prefill_tokens == 50
+
+    expected = reference(model, prompt_of(50), 12)
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize(
+    "whole",
+    [(*prompt_of(15), *prompt_of(9, 4)), prompt_of(7), prompt_of(29), prompt_of(33, 5)],
+    ids=["another middle", "a shorter one", "exactly what was prefilled", "something else"],
+)
+def test_a_whole_that_differs_from_its_pieces_is_prefilled_anew(family: str, whole: tuple[int, ...]) -> None:
+    model = tiny_model(family)
+    expected = reference(model, whole, 12)
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine, greedy(12, n=2))
+        stream.extend(prompt_of(30))
+        await until(lambda: engine.stats().prefill_tokens == 29, "29 tokens")
+        stream.seal(whole)
+        assert await rest(stream) == expected
+        assert engine.stats().prefill_tokens == 29 + len(whole)
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_too_long_or_foreign_pieces_are_refused_when_they_come(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.extend(prompt_of(CONTEXT - 1))
+        for more in ((1,), (1, 2, 3)):
+            with pytest.raises(InvalidInput) as caught:
+                stream.extend(more)
+            assert caught.value.field == "text_input"
+        stream.close()
+        stream = opened(engine)
+        for foreign in ((VOCAB,), (-1,)):
+            with pytest.raises(InvalidInput):
+                stream.extend(foreign)
+        for whole in ((), prompt_of(CONTEXT), (VOCAB,)):
+            with pytest.raises(InvalidInput):
+                stream.seal(whole)
+        stream.close()
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_only_an_open_stream_takes_pieces_and_only_until_it_is_sealed(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.seal(prompt_of(3))
+        for late in (stream, engine.submit([PromptJob(prompt_of(3), GREEDY)])):
+            with pytest.raises(ValueError):
+                late.extend((1,))
+            late.close()
+        with pytest.raises(ValueError):
+            engine.submit([PromptJob((), GREEDY, open=True), PromptJob(prompt_of(3), GREEDY)])
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        for start in range(0, CONTEXT - 1, 50):
+            stream.extend(prompt_of(CONTEXT - 1)[start : start + 50])
+        stream.seal(prompt_of(CONTEXT - 1))
+        events = [event async for event in stream]
+        assert events[-1].finish_reason is FinishReason.LENGTH
+        assert events[-1].usage is not None and events[-1].usage.num_output_tokens == 1
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("pieces", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
+def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, pieces: tuple[int, ...]) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.extend(pieces)
+        await until(lambda: engine.stats().prefill_tokens == max(0, len(pieces) - 1), "the pieces")
+        await until(lambda: engine.stats().kv_cache_bytes > 0, "its memory")
+        stream.close()
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().cancelled_sequences == 1
+
+    with running(model) as engine:
+        run(scenario(engine))
+        assert not engine._open
+
+
+def test_an_idle_open_prompt_costs_no_processor_time_and_holds_nobody_up(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.extend(prompt_of(10))
+        await until(lambda: engine.stats().prefill_tokens == 9, "9 tokens")
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == reference(model, prompt_of(9, 1), 12)
+        clock = time.pthread_getcpuclockid(engine._thread.ident or 0)
+        before = time.clock_gettime(clock)
+        await asyncio.sleep(0.3)
+        assert time.clock_gettime(clock) - before < 0.02
+        stream.seal(prompt_of(10))
+        assert await rest(stream) == reference(model, prompt_of(10), 12)
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedModel) -> None:
+    """However many others come and go before it is sealed."""
+    expected = reference(model, prompt_of(6), 3)
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.extend(prompt_of(4))
+        for _ in range(40):
+            assert await tokens_of(engine, prompt_of(6), greedy(3)) == expected
+        stream.extend(prompt_of(6)[4:])
+        stream.seal(prompt_of(6))
+        assert (await rest(stream))[:3] == expected
+        left = opened(engine)
+        left.close()
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model, backend=one_by_one(model)) as engine:
+        run(scenario(engine), timeout=20)
