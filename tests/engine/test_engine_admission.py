@@ -1,0 +1,223 @@
+"""What does not fit waits its turn, what can never fit is refused by name, and the budget is kept at every step."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import EngineStats, PromptJob
+from mlserver_torch_stream.engine.scheduler import column_step
+from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
+from mlserver_torch_stream.types import SamplingParameters
+from tests.engine.tiny import (
+    CONTEXT,
+    VOCAB,
+    Watch,
+    collect,
+    greedy,
+    idle,
+    prompt_of,
+    reference,
+    run,
+    running,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def watch(model: PreTrainedModel) -> Iterator[Watch]:
+    with watched(model) as watch:
+        yield watch
+
+
+def bytes_for(model: PreTrainedModel, rows: int, length: int) -> int:
+    """The budget that ``rows`` rows of ``length`` tokens need, and the prefill of one more of them beside it."""
+    with torch.inference_mode():
+        cost = check_batching(model).cost
+    assert cost is not None
+    return cost.of(rows, column_step(length)) + cost.of(1, length)
+
+
+def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrainedModel) -> None:
+    requests = [(prompt_of(10 + i, i), 20 - i) for i in range(8)]
+    expected = [reference(model, prompt, count) for prompt, count in requests]
+    budget = bytes_for(model, rows=2, length=30)
+    seen: list[EngineStats] = []
+
+    async def scenario(engine: EngineWorker) -> list[list[int]]:
+        async def watching() -> None:
+            while True:
+                seen.append(engine.stats())
+                await asyncio.sleep(0)
+
+        observer = asyncio.create_task(watching())
+        answers = await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests))
+        await until(lambda: idle(engine), "an idle engine")
+        observer.cancel()
+        return list(answers)
+
+    with running(model, cache_bytes=budget) as engine:
+        assert run(scenario(engine)) == expected
+    assert max(stats.running_rows for stats in seen) == 2  # two fit, and two there were
+    assert max(stats.kv_cache_bytes for stats in seen) <= budget == seen[0].kv_cache_budget
+
+
+def test_the_slabs_take_no_more_than_what_was_reserved(model: PreTrainedModel) -> None:
+    """The counter is worth something only if the tensors agree with it."""
+    backends: list[object] = []
+
+    async def scenario(engine: EngineWorker) -> None:
+        backend = engine._backend
+        backends.append(backend)
+        stream = engine.submit([PromptJob(prompt_of(3 + 9 * i, i), greedy(40), first_index=i) for i in range(7)])
+        async for _ in stream:
+            # Read first: what is reserved only falls while slabs are dropped, and both belong to another thread.
+            caches = list(backend._batches.values())  # type: ignore[attr-defined]
+            held = sum(
+                tensor.numel() * tensor.element_size()
+                for cache in caches
+                for slab in cache.slabs
+                if slab.is_initialized
+                for tensor in (slab.keys, slab.values)
+            )
+            assert held <= budget
+
+    budget = bytes_for(model, rows=4, length=100)
+    with running(model, cache_bytes=budget) as engine:
+        run(scenario(engine))
+
+
+def test_equal_requests_start_in_the_order_of_arrival(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        await asyncio.gather(*(tokens_of(engine, prompt_of(6, i), greedy(5)) for i in range(12)))
+
+    with running(model, max_rows=2, prefill_tokens=100) as engine:
+        run(scenario(engine))
+    prompts = [tuple(call[0]) for call in watch.calls if call in [[list(prompt_of(6, i))] for i in range(12)]]
+    assert prompts == [prompt_of(6, i) for i in range(12)]
+
+
+def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [collect(engine, [PromptJob(prompt_of(4, i), greedy(6, n=1 + i % 3))]) for i in range(10)]
+        for number, events in enumerate(await asyncio.gather(*streams)):
+            assert len(events) == 1 + number % 3
+
+    with running(model, max_rows=4) as engine:
+        run(scenario(engine))
+    assert max(len(step) for step in watch.steps) == 4
+
+
+@pytest.mark.parametrize(
+    ("job", "field"),
+    [
+        (PromptJob(()), "text_input"),
+        (PromptJob(prompt_of(CONTEXT)), "text_input"),
+        (PromptJob((5, VOCAB)), "text_input"),
+        (PromptJob((5, -1)), "text_input"),
+        (PromptJob(prompt_of(5), greedy(5, n=9)), "n"),
+        (PromptJob(prompt_of(5), greedy(5, n=9), open=True), "n"),
+    ],
+    ids=["empty", "as long as the context", "id beyond the vocabulary", "negative id", "n beyond the rows", "open n"],
+)
+def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
+    model: PreTrainedModel, watch: Watch, job: PromptJob, field: str
+) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        running_one = engine.submit([PromptJob(prompt_of(5), greedy(40))])
+        await anext(running_one)
+        with pytest.raises(InvalidInput) as caught:
+            engine.submit([PromptJob(prompt_of(5), greedy(5)), job] if not job.open else [job])
+        assert caught.value.field == field
+        tokens = [token async for event in running_one for token in event.token_ids]
+        assert tokens == expected[-len(tokens) :]  # the one that runs noticed nothing
+
+    expected = reference(model, prompt_of(5), 40)
+    watch.calls.clear()
+    with running(model) as engine:
+        prefilled = len(watch.calls)
+        run(scenario(engine))
+        assert engine.stats().prefill_tokens == 5
+    assert all(len(call) == 1 for call in watch.calls[prefilled:])
+
+
+def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -> None:
+    """Also for an open prompt, which may fill the context: admitted never, it would hang for ever."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        for job in (
+            PromptJob(prompt_of(100), greedy(100, n=4)),
+            PromptJob((), greedy(1, n=2), open=True),
+        ):
+            with pytest.raises(InvalidInput, match="never fit") as caught:
+                engine.submit([job])
+            assert caught.value.field == "n"
+        longest = engine.info.max_context
+        assert len(await tokens_of(engine, prompt_of(longest - 1), SamplingParameters(ignore_eos=True))) == 1
+
+    budget = bytes_for(model, rows=1, length=200)
+    with running(model, cache_bytes=budget) as engine:
+        assert 190 <= engine.info.max_context < CONTEXT
+        run(scenario(engine))
+
+
+def test_open_prompts_of_any_accepted_n_are_admitted(model: PreTrainedModel) -> None:
+    """Whatever n the engine accepts for an open prompt runs, at budgets around the edge."""
+
+    async def scenario(engine: EngineWorker) -> bool:
+        try:
+            stream = engine.submit([PromptJob((), greedy(2, n=2), open=True)])
+        except InvalidInput:
+            return False
+        stream.seal(prompt_of(4))
+        events = [event async for event in stream]
+        assert {event.index for event in events} == {0, 1}
+        return True
+
+    accepted = set()
+    for extra in (0.0, 0.5, 1.0, 1.5):
+        budget = int(bytes_for(model, rows=2, length=CONTEXT) - (1 - extra) * 2 * bytes_for(model, 1, CONTEXT) / 4)
+        with running(model, cache_bytes=budget) as engine:
+            accepted.add(run(scenario(engine), timeout=20))
+    assert accepted == {True, False}
+
+
+def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        first = engine.submit([PromptJob(prompt_of(5), greedy(100))])
+        await anext(first)
+        await watch.hold()  # also what the thread has not yet seen counts
+        waiting = [engine.submit([PromptJob(prompt_of(5, i), greedy(3))]) for i in range(3)]
+        with pytest.raises(QueueFull):
+            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        watch.let_go()
+        first.close()
+        for stream in waiting:
+            assert [event async for event in stream][-1].finish_reason is not None
+        assert len(await tokens_of(engine, prompt_of(5), greedy(3))) == 3
+
+    with running(model, max_rows=1, max_queue=3) as engine:
+        run(scenario(engine))
+
+
+def test_after_shutdown_nothing_is_accepted(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        with pytest.raises(NotServing):
+            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+
+    with running(model) as engine:
+        engine.shutdown()
+        assert not engine.alive
+        run(scenario(engine))

@@ -1,0 +1,215 @@
+"""A stream that is closed frees its row and its cache at once, and nobody else notices."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.worker import EngineWorker
+from tests.engine.tiny import (
+    Watch,
+    greedy,
+    idle,
+    one_by_one,
+    prompt_of,
+    reference,
+    run,
+    running,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def watch(model: PreTrainedModel) -> Iterator[Watch]:
+    with watched(model) as watch:
+        yield watch
+
+
+def endless(engine: EngineWorker, seed: int = 0, prompt: int = 5) -> PromptJob:
+    return PromptJob(prompt_of(prompt, seed), greedy(engine.info.max_context - prompt))
+
+
+def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrainedModel) -> None:
+    expected = reference(model, prompt_of(9, 1), 60)
+
+    async def scenario(engine: EngineWorker) -> None:
+        other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(60)))
+        stream = engine.submit([endless(engine)])
+        for _ in range(3):
+            await anext(stream)
+        stream.close()
+        assert await other == expected
+        await until(lambda: idle(engine), "an idle engine")
+        stats = engine.stats()
+        assert stats.cancelled_sequences == 1
+        assert stats.zombie_steps == 0
+        assert stats.generated_tokens < 200  # it did stop
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel, watch: Watch) -> None:
+    """Seen from inside the model, not from a counter of the engine."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        survivor = engine.submit([endless(engine, 1)])
+        leaver = engine.submit([endless(engine, 2)])
+        await until(lambda: engine.stats().running_rows == 2, "two rows")
+        await watch.hold()
+        seen = len(watch.steps)
+        leaver.close()
+        watch.let_go()
+        await until(lambda: len(watch.steps) >= seen + 3, "three steps")
+        assert [len(step) for step in watch.steps[seen:]] == [1] * len(watch.steps[seen:])
+        survivor.close()
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().zombie_steps == 0
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_close_while_waiting(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        first = engine.submit([endless(engine)])
+        await anext(first)
+        waiting = engine.submit([PromptJob(prompt_of(4, 3), greedy(5))])
+        await until(lambda: engine.stats().waiting_jobs == 1, "a job that waits")
+        waiting.close()
+        await until(lambda: engine.stats().waiting_jobs == 0, "an empty queue")
+        assert [event async for event in waiting] == []
+        assert engine.stats().running_rows == 1
+        first.close()
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model, max_rows=1) as engine:
+        run(scenario(engine))
+
+
+def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([PromptJob(prompt_of(200), greedy(5))])
+        await until(lambda: engine.stats().prefill_tokens >= 20, "some pieces")
+        await watch.hold()
+        assert engine.stats().prefill_tokens < 200
+        stream.close()
+        watch.let_go()
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().prefill_tokens < 200
+        assert engine.stats().generated_tokens == 0
+        assert engine.stats().cancelled_sequences == 1
+
+    with running(model, prefill_tokens=4) as engine:
+        run(scenario(engine))
+
+
+def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        params = greedy(200, n=2)
+        stream = engine.submit([PromptJob(prompt_of(5, i), params, first_index=2 * i) for i in range(6)])
+        await until(lambda: engine.stats().running_rows == 8, "a full batch")
+        stream.close()
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().cancelled_sequences == 12
+        assert engine.stats().zombie_steps == 0
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([endless(engine)])
+        await anext(stream)
+        stream.close()
+        stream.close()
+        ended = engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        events = [event async for event in ended]
+        ended.close()
+        ended.close()
+        assert events[-1].finish_reason is not None
+        assert [event async for event in ended] == []
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().cancelled_sequences == 1
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([endless(engine)])
+        holding = asyncio.create_task(watch.hold())
+        reader = asyncio.create_task(anext(stream, None))
+        await holding
+        stream.close()
+        assert await reader is None
+        watch.let_go()
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: PreTrainedModel) -> None:
+    expected = reference(model, prompt_of(9, 1), 12)
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([PromptJob(prompt_of(5), greedy(200, n=2))])
+        await anext(stream)
+        queued = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+        queued.close()
+        stream.close()
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().generated_tokens < 200
+
+    with running(model, backend=one_by_one(model)) as engine:
+        run(scenario(engine))
+
+
+def test_two_hundred_random_cancels_under_load_leave_nothing_behind(model: PreTrainedModel) -> None:
+    chance = random.Random(5)
+    loads = [(chance.randint(1, 40), chance.randint(1, 30), chance.random() * 0.03) for _ in range(200)]
+    expected = {length: reference(model, prompt_of(length, 1), 30) for length in {load[0] for load in loads}}
+
+    async def one(engine: EngineWorker, length: int, count: int, patience: float) -> int:
+        stream = engine.submit([PromptJob(prompt_of(length, 1), greedy(count))])
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for event in stream:
+                tokens.extend(event.token_ids)
+
+        try:
+            await asyncio.wait_for(read(), patience)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            stream.close()
+        assert tokens == expected[length][: len(tokens)]
+        return len(tokens) == count
+
+    async def scenario(engine: EngineWorker) -> None:
+        ended = 0
+        for start in range(0, len(loads), 25):
+            ended += sum(await asyncio.gather(*(one(engine, *load) for load in loads[start : start + 25])))
+        assert 0 < ended < len(loads)  # some lived, some were cancelled
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().zombie_steps == 0
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(8)) == reference(model, prompt_of(9, 1), 8)
+
+    with running(model) as engine:
+        run(scenario(engine))
+        assert not engine._open
