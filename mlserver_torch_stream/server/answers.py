@@ -6,7 +6,7 @@ Knows neither what a message is nor how one is answered: it is given a callable 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Generic, Protocol, TypeVar
 
 Message = TypeVar("Message")
@@ -70,7 +70,7 @@ class Answers(Generic[Message, Reply]):
             async for message in self._messages:
                 answer = self._answer(message, self._received)
                 self._received += 1
-                self._start(answer)
+                self._start(answer, self._pump(answer))
                 await self._slots.acquire()
             while self._open:
                 await asyncio.wait(self._open)
@@ -78,24 +78,24 @@ class Answers(Generic[Message, Reply]):
         except Exception as error:
             await self._outbox.put(_Failure(error))
 
-    def _start(self, answer: Answer[Reply]) -> None:
-        task = asyncio.create_task(self._pump(answer))
+    def _start(self, answer: Answer[Reply], work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._open[task] = answer
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._open[task]
-        self._slots.release()
+        answer = self._open.pop(task)
+        if task.cancelled() and not self._closed and not self._reader.done():
+            # Nobody here did that: a CancelledError from inside the answer, which would hang a gRPC client for ever.
+            self._start(answer, self._fail(answer, RuntimeError("the generation was cancelled inside the server")))
+        else:
+            self._slots.release()
 
     async def _pump(self, answer: Answer[Reply]) -> None:
         try:
             async for reply in answer.replies():
                 await self._outbox.put(reply)
                 self._replied = True
-        except asyncio.CancelledError:
-            if self._closed:
-                raise
-            await self._fail(answer, RuntimeError("the generation was cancelled inside the server"))
         except Exception as error:
             await self._fail(answer, error)
         finally:

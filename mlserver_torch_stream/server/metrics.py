@@ -19,7 +19,8 @@ _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
 _GAUGES = {
     "running_rows": "Rows that are being decoded now",
-    "waiting_jobs": "Prompts that are queued or in prefill",
+    "waiting_jobs": "Prompts that are queued",
+    "prefilling_jobs": "Prompts in prefill",
     "kv_cache_bytes": "KV cache reserved by running and prefilling rows",
     "kv_cache_budget": "KV cache that may be reserved at most",
 }

@@ -19,10 +19,11 @@ QUIET = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two models: ``tiny`` with version v1, ``other`` without one and with the other spelling of our class."""
+    """``tiny`` has a version, ``other`` none and the other spelling of our class, ``narrow`` a queue of one."""
     models = [
         Model("tiny", str(tiny_model), version="v1"),
         Model("other", str(tiny_model), implementation=MODULE_SPELLING),
+        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_batch_rows": 1}),
     ]
     with serve(tmp_path_factory.mktemp("server") / "models", models, settings=QUIET) as running:
         yield running

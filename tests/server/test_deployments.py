@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +94,11 @@ def test_a_model_that_cannot_load_says_why_in_one_line_and_ends_the_server(
         assert failing.process.wait(120) is not None
         lines = [line for line in failing.log.splitlines() if "Cannot load model 'tiny'" in line]
     assert len(lines) == 1 and reason in lines[0]
+
+
+def test_the_terminal_chat_talks_to_a_real_server(server: Server) -> None:
+    command = [sys.executable, "-m", "mlserver_torch_stream.cli", "chat", "--url", server.url, "--model", "tiny"]
+    chat = subprocess.run([*command, "--max-tokens", "12"], input=b"Hi\n", capture_output=True, timeout=60)
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = "".join(map(str, client.stream(server.url, "tiny", messages=messages, max_tokens=12)))
+    assert (chat.returncode, chat.stdout.decode(), chat.stderr) == (0, f"{answer}\n", b"")

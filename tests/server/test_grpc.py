@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
@@ -162,3 +163,11 @@ def test_an_unknown_model_is_not_found(stub: Stub) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             call(stub, v2.grpc_request("nobody", _PROMPT))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_metadata_is_rests(server: Server, stub: Stub) -> None:
+    grpc_side = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=v2.TIMEOUT_S)
+    rest_side = httpx.get(f"{server.url}/v2/models/tiny").json()
+    for side in ("inputs", "outputs"):
+        described = [(each.name, each.datatype, list(each.shape)) for each in getattr(grpc_side, side)]
+        assert described == [(each["name"], each["datatype"], each["shape"]) for each in rest_side[side]]
