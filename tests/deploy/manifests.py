@@ -1,0 +1,59 @@
+"""The manifests under deploy/, and what Kubernetes, KServe and Seldon Core 2 make of them before a container starts.
+
+Knows nothing of the server that it will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SERVER_TYPE = "serving.kserve.io/server-type"
+
+Environment = dict[str, str]
+
+
+def load(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+    return document
+
+
+def kserve_container() -> dict[str, Any]:
+    (container,) = load("kserve/cluster-serving-runtime.yaml")["spec"]["containers"]
+    return dict(container)
+
+
+def seldon_container() -> dict[str, Any]:
+    containers = load("seldon/server-config.yaml")["spec"]["podSpec"]["containers"]
+    return next(container for container in containers if container["name"] == "mlserver")
+
+
+def environment(container: Mapping[str, Any]) -> Environment:
+    """The variables that have plain values."""
+    return {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
+
+
+def port_of(container: Mapping[str, Any], name: str) -> int:
+    return next(int(port["containerPort"]) for port in container["ports"] if port["name"] == name)
+
+
+def kserve_environment(service: Mapping[str, Any], *, annotated: bool = False) -> Environment:
+    """What the container of an InferenceService sees.
+
+    KServe (pkg/apis/serving/v1beta1/inference_service_defaults.go) adds variables to the service where the runtime's
+    annotation, which ours lacks, says ``mlserver``, unless the service sets them; then the service's variables are
+    merged over the runtime's, and {{.Name}} is filled in.
+    """
+    model = service["spec"]["predictor"]["model"]
+    name = service["metadata"]["name"]
+    own = environment(model)
+    if annotated and ("storageUri" in model or "storage" in model):
+        own = {"MLSERVER_MODEL_NAME": name, "MLSERVER_MODEL_URI": "/mnt/models", **own}
+    elif annotated:
+        own = {"MLSERVER_LOAD_MODELS_AT_STARTUP": "false", **own}
+    merged = {**environment(kserve_container()), **own}
+    return {key: value.replace("{{.Name}}", name) for key, value in merged.items()}

@@ -1,0 +1,199 @@
+"""The manifests are what their CRDs allow, and their numbers fit each other and the server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.settings import parse_settings
+from tests.deploy import manifests
+from tests.deploy.manifests import DEPLOY
+
+# The folder with KServe's CustomResourceDefinitions: config/crd in its repository, one file per kind.
+_CRDS = "KSERVE_CRDS"
+_EXIT_S = 5.0
+Validators = dict[str, jsonschema.protocols.Validator]
+_CONTAINERS = {"kserve": manifests.kserve_container(), "seldon": manifests.seldon_container()}
+
+each_container = pytest.mark.parametrize("container", _CONTAINERS.values(), ids=_CONTAINERS)
+
+
+@pytest.fixture(scope="session")
+def validators() -> Validators:
+    """One for each kind of KServe's, closed: Kubernetes silently drops fields that a schema does not know."""
+    folder = os.environ.get(_CRDS)
+    if folder is None:
+        pytest.skip(f"the environment variable {_CRDS} does not name the folder with KServe's CRDs")
+    found = {}
+    for path in sorted(Path(folder).glob("*.yaml")):
+        definition = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        spec = definition["spec"]
+        for version in spec["versions"]:
+            key = f"{spec['group']}/{version['name']} {spec['names']['kind']}"
+            found[key] = jsonschema.Draft202012Validator(_closed(version["schema"]["openAPIV3Schema"]))
+    return found
+
+
+def _closed(schema: Any) -> Any:
+    """The schema as jsonschema understands it: no unknown fields, integers or strings where Kubernetes takes both."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items() if key != "properties"}
+    if isinstance(properties := schema.get("properties"), dict):
+        closed["properties"] = {name: _closed(value) for name, value in properties.items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            closed.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        closed.pop("type", None)
+    return closed
+
+
+def _errors(validators: Validators, manifest: Mapping[str, Any]) -> list[str]:
+    checked = {key: value for key, value in manifest.items() if key != "metadata"}  # its own type, not the CRD's
+    validator = validators[f"{manifest['apiVersion']} {manifest['kind']}"]
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(checked)]
+
+
+_KSERVE = ["kserve/cluster-serving-runtime.yaml", "kserve/inference-service.yaml"]
+
+
+@pytest.mark.parametrize("name", _KSERVE)
+def test_kserve_takes_the_manifest(validators: Validators, name: str) -> None:
+    assert _errors(validators, manifests.load(name)) == []
+
+
+@pytest.mark.parametrize("name", _KSERVE)
+def test_a_misspelled_field_anywhere_is_found(validators: Validators, name: str) -> None:
+    manifest = manifests.load(name)
+    places = [place for place in _objects(manifest["spec"]) if place]
+    assert len(places) > 5
+    missed = []
+    for place in places:
+        place["containerPorrt"] = "x"
+        if not _errors(validators, manifest):
+            missed.append(sorted(place))
+        del place["containerPorrt"]
+    # Maps whose keys are free: annotations, amounts of resources.
+    assert all(any("/" in key for key in keys) or {"cpu", "memory"} < set(keys) for keys in missed), missed
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(child)
+
+
+def test_every_manifest_is_tested_here() -> None:
+    kinds = {str(path.relative_to(DEPLOY)): manifests.load(str(path)) for path in DEPLOY.rglob("*.yaml")}
+    assert {name: manifest["kind"] for name, manifest in kinds.items()} == {
+        "kserve/cluster-serving-runtime.yaml": "ClusterServingRuntime",
+        "kserve/inference-service.yaml": "InferenceService",
+        "seldon/server-config.yaml": "ServerConfig",
+        "seldon/server.yaml": "Server",
+        "seldon/model.yaml": "Model",
+    }
+
+
+@each_container
+def test_nothing_in_the_environment_hinders_streams(container: Mapping[str, Any]) -> None:
+    environment = manifests.environment(container)
+    assert environment["MLSERVER_PARALLEL_WORKERS"] == "0"
+    assert environment["MLSERVER_GZIP_ENABLED"] == "false"
+    assert environment["MLSERVER_DEBUG"] == "false"
+    assert environment["MLSERVER_HOST"] == "0.0.0.0"
+
+
+@each_container
+def test_ports_of_the_environment_are_the_container_s(container: Mapping[str, Any]) -> None:
+    environment = manifests.environment(container)
+    named = {environment[f"MLSERVER_{role}_PORT"] for role in ("HTTP", "GRPC", "METRICS")}
+    assert {str(port["containerPort"]) for port in container["ports"]} == named and len(named) == 3
+
+
+@each_container
+def test_probes_ask_the_server(container: Mapping[str, Any]) -> None:
+    http_port = manifests.environment(container)["MLSERVER_HTTP_PORT"]
+    for probe, path in (("readinessProbe", "/v2/health/ready"), ("livenessProbe", "/v2/health/live")):
+        port = container[probe]["httpGet"]["port"]
+        assert container[probe]["httpGet"]["path"] == path
+        assert str(port if isinstance(port, int) else manifests.port_of(container, port)) == http_port
+    assert container["startupProbe"]["httpGet"]["path"].startswith("/v2/health/")
+
+
+def test_kserve_scrapes_the_port_on_which_the_metrics_are() -> None:
+    annotations = manifests.load("kserve/cluster-serving-runtime.yaml")["spec"]["annotations"]
+    port = manifests.environment(manifests.kserve_container())["MLSERVER_METRICS_PORT"]
+    assert annotations["prometheus.io/port"] == annotations["prometheus.kserve.io/port"] == port
+
+
+def test_seldon_scrapes_the_port_on_which_the_metrics_are() -> None:
+    container = manifests.seldon_container()
+    port = manifests.environment(container)["MLSERVER_METRICS_PORT"]
+    assert str(manifests.port_of(container, "server-metrics")) == port
+
+
+def test_kserve_leaves_the_server_the_time_to_drain() -> None:
+    container = manifests.kserve_container()
+    options = read_options(manifests.environment(container))
+    predictor = manifests.load("kserve/inference-service.yaml")["spec"]["predictor"]
+    before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    needed = before + options.drain_delay + options.drain_grace + _EXIT_S
+    assert needed <= predictor["terminationGracePeriodSeconds"]
+
+
+def test_seldon_leaves_the_server_the_time_to_drain() -> None:
+    options = read_options(manifests.environment(manifests.seldon_container()))
+    grace = manifests.load("seldon/server-config.yaml")["spec"]["podSpec"]["terminationGracePeriodSeconds"]
+    assert options.drain_delay + options.drain_grace + _EXIT_S <= grace / 2  # the agent's draining comes first
+
+
+def test_seldon_s_parts_know_each_other() -> None:
+    config, server, model = (manifests.load(f"seldon/{name}.yaml") for name in ("server-config", "server", "model"))
+    assert server["spec"]["serverConfig"] == config["metadata"]["name"]
+    assert set(model["spec"]["requirements"]) <= set(server["spec"]["capabilities"])
+    pod = config["spec"]["podSpec"]
+    agent = next(manifests.environment(each) for each in pod["containers"] if each["name"] == "agent")
+    own = manifests.environment(manifests.seldon_container())
+    for role in ("HTTP", "GRPC"):
+        assert agent[f"SELDON_SERVER_{role}_PORT"] == own[f"MLSERVER_{role}_PORT"]
+    volumes = {volume["name"] for volume in (*pod["volumes"], *config["spec"]["volumeClaimTemplates"])}
+    for each in pod["containers"]:
+        assert {mount["name"] for mount in each["volumeMounts"]} <= volumes
+        assert each["lifecycle"]["preStop"]["httpGet"]["port"] == int(agent["SELDON_DRAINER_PORT"])
+
+
+def test_the_runtime_that_the_service_names_is_ours() -> None:
+    runtime, service = (manifests.load(name) for name in _KSERVE)
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    formats = [each["name"] for each in runtime["spec"]["supportedModelFormats"]]
+    assert model["modelFormat"]["name"] in formats
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    assert manifests.SERVER_TYPE not in runtime["metadata"].get("annotations", {})
+
+
+def test_the_service_s_settings_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    environment = {
+        **manifests.kserve_environment(manifests.load("kserve/inference-service.yaml")),
+        "MLSERVER_MODEL_URI": str(tmp_path),
+    }
+    assert parse_settings(environ=environment).settings.max_batch_rows == 16
+
+
+@each_container
+def test_the_server_s_folder_is_not_the_model_s(container: Mapping[str, Any]) -> None:
+    """MLServer puts its folder first on Python's path: a model's files would be imported."""
+    program, verb, folder = container["command"]
+    assert (program, verb) == ("mlserver", "start")
+    assert folder != manifests.environment(container).get("MLSERVER_MODEL_URI")

@@ -1,0 +1,123 @@
+"""A real server with exactly the environment of each manifest, and a model where its platform puts it, streams."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+
+from mlserver_torch_stream import client
+from tests.deploy import manifests
+from tests.deploy.manifests import Environment
+from tests.server import v2
+from tests.server.harness import PACKAGE_SPELLING, Server, serve
+
+_PROMPT = "The quick brown fox"
+_TOKENS = 12
+
+
+def _here(environment: Environment, folders: Mapping[str, Path]) -> Environment:
+    """The environment with its folders on this machine; its ports are left to the harness."""
+    kept = {name: value for name, value in environment.items() if not name.endswith("_PORT")}
+    for name, value in kept.items():
+        for folder, place in folders.items():
+            if value == folder or value.startswith(f"{folder}/"):
+                kept[name] = str(place) + value.removeprefix(folder)
+    return kept
+
+
+def _check_streams(server: Server, model: str) -> None:
+    rest = list(client.stream(server.url, model, _PROMPT, max_tokens=_TOKENS, ignore_eos=True))
+    assert len(rest) > 3 and rest[-1].num_output_tokens == _TOKENS
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        request = v2.grpc_request(model, _PROMPT, max_tokens=_TOKENS, ignore_eos=True)
+        replies = [
+            v2.grpc_reply(each)
+            for each in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]), timeout=60)
+        ]
+    assert len(replies) > 3 and v2.joined(replies) == "".join(map(str, rest))
+    assert server.counters(model)["generated_tokens"] == 2 * _TOKENS
+    assert "cannot stream" not in server.log and "gzip_enabled" not in server.log
+
+
+def _check_ready(server: Server, status: int = 200) -> None:
+    assert httpx.get(f"{server.url}/v2/health/ready", timeout=10).status_code == status
+    assert httpx.get(f"{server.url}/v2/health/live", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize("annotated", [False, True], ids=["as_is", "with_the_variables_that_kserve_can_inject"])
+def test_kserve_serves_what_its_storage_initializer_left(tiny_model: Path, tmp_path: Path, annotated: bool) -> None:
+    service = manifests.load("kserve/inference-service.yaml")
+    storage = tmp_path / "mnt" / "models"
+    shutil.copytree(tiny_model, storage)
+    (storage / "README.md").write_text("---\nlicense: apache-2.0\n---\n")  # the hub's folders hold more than a model
+    # A model's file that must not shadow a library.
+    (storage / "accelerate.py").write_text("raise SystemExit('a file of the model was imported')\n")
+    environment = manifests.kserve_environment(service, annotated=annotated)
+    folders = {"/mnt/models": storage, "/var/cache/mlserver": tmp_path / "cache"}
+    with serve(tmp_path / "etc-mlserver", [], environment=_here(environment, folders)) as server:
+        _check_ready(server)
+        _check_streams(server, "smollm2")
+
+
+@pytest.mark.parametrize("annotated", [False, True], ids=["as_is", "with_the_variables_that_kserve_can_inject"])
+def test_kserve_loads_a_model_that_no_storage_initializer_brings(
+    tiny_model: Path, tmp_path: Path, annotated: bool
+) -> None:
+    """A service without storageUri whose model is in the image or on the hub."""
+    service = manifests.load("kserve/inference-service.yaml")
+    model: dict[str, Any] = service["spec"]["predictor"]["model"]
+    del model["storageUri"]
+    model["env"].append({"name": "MLSERVER_MODEL_URI", "value": "/opt/model"})
+    environment = manifests.kserve_environment(service, annotated=annotated)
+    assert environment["MLSERVER_LOAD_MODELS_AT_STARTUP"] == "true"
+    here = _here(environment, {"/opt/model": tiny_model, "/var/cache/mlserver": tmp_path / "cache"})
+    with serve(tmp_path / "etc-mlserver", [], environment=here) as server:
+        _check_streams(server, "smollm2")
+
+
+@pytest.mark.parametrize("injected", [{}, {"MLSERVER_MODEL_PARALLEL_WORKERS": "1"}], ids=["now", "with_workers"])
+def test_seldon_serves_what_its_agent_left(tiny_model: Path, tmp_path: Path, injected: Environment) -> None:
+    models = tmp_path / "mnt" / "agent" / "models"
+    environment = {**manifests.environment(manifests.seldon_container()), **injected}
+    folders = {"/mnt/agent/models": models, "/var/cache/mlserver": tmp_path / "cache"}
+    with serve(models, [], environment=_here(environment, folders), ready=False) as server:
+        _wait_until_live(server)
+        _check_ready(server)
+        assert httpx.post(f"{server.url}/v2/repository/index", json={}, timeout=10).json() == []
+        _leave_model(tiny_model, models)
+        loaded = httpx.post(f"{server.url}/v2/repository/models/smollm2_1/load", timeout=120)
+        assert loaded.status_code == 200, loaded.text
+        _check_ready(server)
+        _check_streams(server, "smollm2_1")
+
+
+def _leave_model(source: Path, models: Path) -> None:
+    """As the agent does: name and version in one, the version's folder, and its own idea of model-settings.json."""
+    folder = models / "smollm2_1" / "1"
+    shutil.copytree(source, folder)
+    settings = {
+        "name": "smollm2_1",
+        "implementation": PACKAGE_SPELLING,
+        "parameters": {"uri": "./", "version": "1", "extra": {"max_batch_rows": 8}},
+    }
+    (folder / "model-settings.json").write_text(json.dumps(settings))
+
+
+def _wait_until_live(server: Server, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError(f"the server is not live:\n{server.log}")
