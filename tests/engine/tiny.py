@@ -248,3 +248,24 @@ def watched(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
     finally:
         watch.remove()
+
+
+def spelled(text: str) -> list[int]:
+    """The text's ids, one per byte."""
+    return [int(token) for token in byte_tokenizer().encode(text, add_special_tokens=False)]
+
+
+@contextmanager
+def dictated(model: PreTrainedModel, answer: Sequence[int], prompt: int) -> Iterator[None]:
+    """A model that says these tokens after any prompt of that length: a hook lifts each logit above all others."""
+
+    def dictate(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        for row, position in enumerate(kwargs["position_ids"][:, -1].tolist()):
+            output.logits[row, -1, answer[(position + 1 - prompt) % len(answer)]] = 1e4
+        return output
+
+    hook = model.register_forward_hook(dictate, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
