@@ -95,6 +95,7 @@ class EngineSettings(BaseModel):
     quantization_config: dict[str, Any] | None = None
     trust_remote_code: bool = False
     engine: Literal["auto", "batched", "serial"] = "auto"
+    fast_path: Literal["auto", "off"] = "auto"  # our own kernels, where they give the model's logits
     max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
     max_batch_rows: int = Field(default=32, gt=0)
     max_queue: int = Field(default=256, gt=0)  # prompts that wait; more are refused
@@ -105,7 +106,7 @@ class EngineSettings(BaseModel):
     kv_cache_memory: Bytes | None = None
     threads: int | None = Field(default=None, gt=0)
     default_sampling: Sampling = Field(default_factory=dict)
-    cache_dir: str | None = None  # converted GGUF files
+    cache_dir: str | None = None  # converted GGUF files, compiled kernels
 
 
 KNOWN_KEYS = tuple(EngineSettings.model_fields)

@@ -14,9 +14,10 @@ import torch
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
-from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.forward import Forward, input_device
 from mlserver_torch_stream.engine.host import Host, read_host
 from mlserver_torch_stream.engine.loader import LoadedModel, load_model, set_threads
+from mlserver_torch_stream.engine.native.take import take_fast_path
 from mlserver_torch_stream.engine.sampling import SamplerFactory
 from mlserver_torch_stream.engine.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.serial import SerialBackend
@@ -59,18 +60,27 @@ def build_engine(resolved: ResolvedSettings, shares: Shares = PROCESS) -> BuiltE
         findings = Findings(problem="set by engine: serial")
         if settings.engine != "serial":
             findings = check_batching(loaded.model)
+        forward: Forward | None = None
+        if findings.cost is not None and settings.fast_path == "auto":
+            forward = take_fast_path(loaded.model, threads, resolved.cache_dir)
     if findings.problem and settings.engine == "batched":
         raise LoadFailed(f"this model cannot be batched: {findings.problem}")
     codec = TextCodec(loaded.tokenizer)
     try:
-        return _assemble(resolved, shares, loaded, findings, codec, threads)
+        return _assemble(resolved, shares, loaded, findings, forward, codec, threads)
     except BaseException:
         shares.release(codec)
         raise
 
 
 def _assemble(
-    resolved: ResolvedSettings, shares: Shares, loaded: LoadedModel, findings: Findings, codec: TextCodec, threads: int
+    resolved: ResolvedSettings,
+    shares: Shares,
+    loaded: LoadedModel,
+    findings: Findings,
+    forward: Forward | None,
+    codec: TextCodec,
+    threads: int,
 ) -> BuiltEngine:
     settings = resolved.settings
     vocab_size = int(loaded.model.get_input_embeddings().weight.shape[0])
@@ -91,6 +101,7 @@ def _assemble(
             cache_bytes=budget,
             max_rows=settings.max_batch_rows,
             prefill_tokens=settings.prefill_chunk if findings.chunked else None,
+            forward=forward,
             faults=_faults(),
         )
         context = backend.longest_row(context)
@@ -98,7 +109,8 @@ def _assemble(
             raise LoadFailed(f"kv_cache_memory: {budget} bytes hold no row of this model")
         origin = resolved.origins["kv_cache_memory"]
         how = (
-            f"up to {settings.max_batch_rows} rows at a time, KV cache {_size(budget)} "
+            f"{'our own kernels, ' if forward else ''}up to {settings.max_batch_rows} rows at a time, "
+            f"KV cache {_size(budget)} "
             f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
         )
     info = ModelInfo(
