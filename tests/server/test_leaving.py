@@ -1,0 +1,108 @@
+"""A stream that is left, seen from inside: its rows are free before the second decode step that begins afterwards.
+
+The garbage collector is off, so that nothing but our own clean-up can have done it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mlserver import ModelSettings
+from mlserver.settings import ModelParameters
+from mlserver.types import InferenceRequest
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.runtime import TorchStreamRuntime
+from tests.server import v2
+from tests.server.harness import PACKAGE_SPELLING
+
+_BOUND_S = 60
+_LONG = v2.rest_body("Hello", max_tokens=900, ignore_eos=True)
+
+Leave = Callable[[TorchStreamRuntime], Awaitable[None]]
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def _payloads(count: int = 1) -> AsyncIterator[InferenceRequest]:
+    for _ in range(count):
+        yield InferenceRequest(**_LONG)
+
+
+async def _close_between_two_responses(runtime: TorchStreamRuntime) -> None:
+    stream = runtime.predict_stream(_payloads())
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def _close_from_another_task(runtime: TorchStreamRuntime) -> None:
+    stream = runtime.predict_stream(_payloads(4))
+    for _ in range(20):
+        await anext(stream)
+    await asyncio.create_task(stream.aclose())  # type: ignore[attr-defined]
+
+
+async def _cancel_while_waiting_for_a_response(runtime: TorchStreamRuntime) -> None:
+    await _cancelled(_read_all(runtime), runtime)
+
+
+async def _cancel_a_unary_call(runtime: TorchStreamRuntime) -> None:
+    await _cancelled(runtime.predict(InferenceRequest(**_LONG)), runtime)
+
+
+async def _read_all(runtime: TorchStreamRuntime) -> None:
+    async for _ in runtime.predict_stream(_payloads()):
+        pass
+
+
+async def _cancelled(call: Awaitable[object], runtime: TorchStreamRuntime) -> None:
+    task = asyncio.ensure_future(call)
+    while _stats(runtime).running_rows == 0:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def _stats(runtime: TorchStreamRuntime) -> EngineStats:
+    assert runtime._built is not None
+    return runtime._built.engine.stats()
+
+
+async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
+    """Decode steps from the moment when the stream had been left until nothing was running."""
+    await runtime.load()
+    try:
+        await leave(runtime)
+        left_at = _stats(runtime).decode_steps
+        while _stats(runtime).running_rows or _stats(runtime).kv_cache_bytes:
+            await asyncio.sleep(0.001)
+        assert _stats(runtime).cancelled_sequences > 0
+        return _stats(runtime).decode_steps - left_at
+    finally:
+        await runtime.unload()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize(
+    "leave",
+    [
+        _close_between_two_responses,
+        _close_from_another_task,
+        _cancel_while_waiting_for_a_response,
+        _cancel_a_unary_call,
+    ],
+)
+def test_rows_are_free_before_the_second_step(tiny_model: Path, leave: Leave) -> None:
+    parameters = ModelParameters(uri=str(tiny_model))
+    runtime = TorchStreamRuntime(ModelSettings(name="m", implementation=PACKAGE_SPELLING, parameters=parameters))
+    assert asyncio.run(asyncio.wait_for(_steps_after(runtime, leave), _BOUND_S)) <= 1
