@@ -1,0 +1,212 @@
+"""Our own kernels against transformers: the same tokens in float32, no worse logits in bfloat16, and no way round."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.native import take
+from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
+from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
+from mlserver_torch_stream.engine.native.take import take_fast_path
+from mlserver_torch_stream.engine.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.selfcheck import check_batching, check_forward
+from mlserver_torch_stream.engine.tokenizer import TextCodec
+from tests.engine.test_families import REQUESTS, prompt_of, staggered
+from tests.engine.tiny import FAMILIES, VOCAB, byte_tokenizer, reference, run, running, tiny_model
+
+# Family and changes to its tiny config: what the kernels must know of the layout, each at least once.
+KNOWN = {
+    "llama": ("llama", {}),
+    "llama, untied": ("llama", {"tie_word_embeddings": False}),
+    "llama, tied, biases everywhere": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama, odd sizes": (
+        "llama",
+        {
+            "hidden_size": 60,
+            "intermediate_size": 74,
+            "head_dim": 20,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama, one key head per query head": ("llama", {"num_key_value_heads": 4}),
+    "llama, eight query heads per key head": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama, heads of 128": ("llama", {"head_dim": 128}),
+    "llama, heads of 256": ("llama", {"head_dim": 256}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral, window of 6": ("mistral", {}),
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.2},
+    ),
+}
+ELSEWHERE = sorted(set(FAMILIES) - {family for family, _ in KNOWN.values()})
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the compiled kernels are, or a skip."""
+    place = tmp_path_factory.mktemp("native")
+    try:
+        compiled_library(place)
+    except NoKernels as error:
+        pytest.skip(f"no kernels here: {error}")
+    return place
+
+
+def known_model(name: str) -> PreTrainedModel:
+    family, changes = KNOWN[name]
+    return tiny_model(family, **changes)
+
+
+def prefilled(forward: Forward, model: PreTrainedModel, ids: list[int], piece: int) -> tuple[torch.Tensor, RowCache]:
+    cache = RowCache(CacheLayout(model.config), capacity=len(ids))
+    cache.begin_row()
+    for first in range(0, len(ids), piece):
+        logits = forward([ids[first : first + piece]], cache)
+    return logits[0].float().clone(), cache
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_in_float32_rows_that_join_and_leave_get_the_tokens_of_generate(name: str, folder: Path) -> None:
+    model = known_model(name)
+    expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
+    with torch.inference_mode():
+        cost = check_batching(model).cost
+        forward = take_fast_path(model, 2, folder)
+    assert cost is not None and forward is not None
+    backend = BatchedBackend(
+        model,
+        SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()),
+        cost=cost,
+        cache_bytes=2**26,
+        max_rows=8,
+        prefill_tokens=4,
+        forward=forward,
+    )
+    with running(model, backend=backend) as engine:
+        assert run(staggered(engine)) == expected
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str, folder: Path) -> None:
+    model = known_model(name).to(torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    errors: dict[str, float] = {"ours": 0.0, "theirs": 0.0}
+    with torch.inference_mode():
+        forwards: dict[str, Forward] = {"ours": NativeForward(model, 2, folder), "theirs": ModelForward(model)}
+        for length in (2, 17, 40, 90):
+            ids = prompt_of(length, length)
+            expected = exact(torch.tensor([ids])).logits[0, -1]
+            for who, forward in forwards.items():
+                logits, cache = prefilled(forward, model, ids, piece=length)
+                errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
+                logits = forward([[7]], cache)[0].float()
+                after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
+                errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
+    assert errors["ours"] <= 1.1 * errors["theirs"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("piece", [1, 7, 100, 600])
+def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(
+    family: str, piece: int, folder: Path
+) -> None:
+    """600 tokens: past the 512 of one call, the 256 keys of a block and, for mistral, past a window of 45."""
+    changes = {"sliding_window": 45} if family == "mistral" else {}
+    model = tiny_model(family, max_position_embeddings=4096, **changes)
+    ids = prompt_of(600, 1)
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        logits, _ = prefilled(NativeForward(model, 2, folder), model, ids, piece)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_positions_go_on_beyond_the_first_table(folder: Path) -> None:
+    model = tiny_model("llama", max_position_embeddings=4096)
+    ids = prompt_of(2100, 1)
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        logits, _ = prefilled(NativeForward(model, 2, folder), model, ids, 700)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None:
+    model = tiny_model().to(dtype)
+    model.get_input_embeddings().weight.data[9] = float("nan")
+    with torch.inference_mode():
+        forward = NativeForward(model, 2, folder)
+        _, single = prefilled(forward, model, [3, 4, 5], 3)
+        batch = RowCache(CacheLayout(model.config), rows=3, capacity=8)
+        batch.join(single, 3)
+        logits = forward([[1], [9], [2]], batch)
+    assert logits.isnan().any(dim=-1).tolist() == [False, True, False]
+    assert not logits[1].isfinite().any()
+
+
+@pytest.mark.parametrize("family", ELSEWHERE)
+def test_other_layouts_are_refused_with_a_reason(family: str) -> None:
+    with torch.inference_mode(), pytest.raises(Unsupported, match=r"\w"):
+        read_decoder(tiny_model(family))
+
+
+def test_half_precision_other_than_bfloat16_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(Unsupported, match="float16"):
+        read_decoder(tiny_model().half())
+
+
+def test_a_parameter_without_a_place_is_refused() -> None:
+    model = tiny_model()
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    with torch.inference_mode(), pytest.raises(Unsupported, match="sinks"):
+        read_decoder(model)
+
+
+def test_a_dynamic_rope_is_refused() -> None:
+    model = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    with torch.inference_mode(), pytest.raises(Unsupported, match="dynamic"):
+        read_decoder(model)
+
+
+def test_once_taken_the_models_own_weights_are_gone(folder: Path) -> None:
+    model = tiny_model()
+    with torch.inference_mode():
+        assert take_fast_path(model, 1, folder) is not None
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.get_input_embeddings().weight.shape[0] == VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_compute_something_else_are_found_out(
+    dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rotation by the wrong position stands for any mistake; the model must stay usable."""
+    model = tiny_model().to(dtype)
+
+    class Wrong(NativeForward):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            self._rotary.cos = self._rotary.cos.roll(1, 0)
+
+    monkeypatch.setattr(take, "NativeForward", Wrong)
+    with torch.inference_mode(), caplog.at_level(logging.INFO):
+        assert take_fast_path(model, 1, folder) is None
+        assert check_forward(model, ModelForward(model)) is None
+    assert "no fast path" in caplog.text and "differ" in caplog.text
