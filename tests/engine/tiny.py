@@ -127,11 +127,11 @@ def running(
     cache_bytes: int = 2**24,
     max_rows: int = 8,
     max_queue: int = 64,
+    context: int = CONTEXT,
     eos_token_ids: tuple[int, ...] = (),
 ) -> Iterator[EngineWorker]:
     """An engine over the model, batched unless a backend is given, that is shut down at the end."""
     codec = TextCodec(byte_tokenizer())
-    context = CONTEXT
     if backend is None:
         with torch.inference_mode():
             findings = check_batching(model)
@@ -144,7 +144,7 @@ def running(
             max_rows=max_rows,
             prefill_tokens=prefill_tokens if findings.chunked else None,
         )
-        context = backend.longest_row(CONTEXT)
+        context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
     engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=Bounds(max_queue), name="test")
     try:
