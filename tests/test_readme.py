@@ -32,7 +32,7 @@ _SHOWN = ("mermaid", "")  # drawings
 _EXECUTED = ("bash", "python", "json")
 _TIMEOUT_S = 120.0
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
-_DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream) ?")
+_DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl) ")
 
 _SHOWS_STATUS = re.compile(r"curl (-\w*i|.*-w)")
 
@@ -62,7 +62,7 @@ def test_every_block_has_a_language_that_is_tested(block: Block) -> None:
 def test_a_command_does_what_the_page_shows(block: Block, readme_server: Server, tmp_path: Path) -> None:
     commands = [line for line in block.code.splitlines() if line.strip() and not line.startswith("#")]
     if all(_DONE_BY_CI.match(line) for line in commands):
-        _check_make_targets(commands)
+        _check_names(commands)
         return
     _check(block, _run(["bash", "-euo", "pipefail", "-c", _on(readme_server, block.code)], tmp_path))
 
@@ -140,13 +140,16 @@ def _compare(shown: str, output: str) -> None:
         assert any(re.fullmatch(pattern, line.strip()) for line in lines), f"no line is {expected!r} in:\n{output}"
 
 
-def _check_make_targets(commands: list[str]) -> None:
+def _check_names(commands: list[str]) -> None:
+    """Of make's targets and variables, and of the files of kubectl."""
     makefile = markdown.read("Makefile")
     for command in commands:
-        words = shlex.split(command, comments=True)
-        for word in words[1:] if words[0] == "make" else []:
+        program, *words = shlex.split(command, comments=True)
+        for word in words if program == "make" else []:
             name, is_variable, _ = word.partition("=")
             assert re.search(rf"^{name} \?=" if is_variable else rf"^{name}:", makefile, re.MULTILINE), word
+        if program == "kubectl":
+            assert [name for name in words if name.endswith(".yaml") and not (markdown.ROOT / name).is_file()] == []
 
 
 def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
