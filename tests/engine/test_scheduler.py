@@ -1,0 +1,298 @@
+"""The scheduler alone, driven by random arrivals, steps, ends and departures: what must hold at every moment.
+
+Torch-free: a cache is a number of bytes here, and a forward is a counter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler, column_step, row_step
+from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.types import FinishReason, SamplingParameters
+
+CONTEXT = 400
+
+
+class Codec:
+    special_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        return "x" * len(ids)
+
+
+LOOP = asyncio.new_event_loop()
+LOOP.close()
+
+
+def job_of(prompt: int, answer: int, n: int = 1, is_open: bool = False, context: int = CONTEXT) -> Job:
+    given = PromptJob((1,) * prompt, SamplingParameters(max_tokens=answer, n=n), open=is_open)
+    return Job.of(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
+
+
+def cost(rows: int, columns: int) -> int:
+    return rows * (50 + 4 * columns + 6 * min(columns, 64))
+
+
+@dataclass
+class Engine:
+    """What the batched backend does with a scheduler, less the tensors; the invariants are checked at every turn."""
+
+    limits: Limits
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits)
+        self.allocated: dict[Group, tuple[int, int]] = {}
+        self.started: list[Job] = []
+
+    def step(self) -> int:
+        pieces = self.scheduler.pieces()
+        self.check()
+        for piece in pieces:
+            self.prefill(piece)
+        for group in [group for group in self.scheduler.groups if group.rows]:
+            self.decode(group)
+        self.retire()
+        chunk = self.limits.prefill_tokens
+        total = sum(piece.count for piece in pieces)
+        assert total <= chunk if chunk is not None else len(pieces) <= 1
+        return total
+
+    def prefill(self, piece: Piece) -> None:
+        job = piece.job
+        assert 0 < piece.count <= len(job.prompt) - job.prefilled
+        if job.prefilled == 0:
+            self.started.append(job)
+        job.prefilled += piece.count
+        if job.sealed and job.ready_ids == 0:
+            group = self.scheduler.place(job)
+            self.allocated[group] = (group.row_capacity, group.column_capacity)
+            for answer in job.sequences:
+                self.token(answer)
+            self.leave(group, {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None})
+            self.check()
+
+    def decode(self, group: Group) -> None:
+        for answer in group.rows:
+            self.token(answer)
+        self.leave(group, {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None})
+        self.check()
+
+    def token(self, answer: Any) -> None:
+        answer.tokens.append(1)
+        if len(answer.tokens) >= answer.job.max_tokens:
+            answer.finish_reason = FinishReason.LENGTH
+
+    def leave(self, group: Group, leaving: set[int]) -> None:
+        if leaving:
+            order = [row for row in range(len(group.rows)) if row not in leaving]
+            if self.scheduler.keep(group, order):
+                self.allocated[group] = (group.row_capacity, group.column_capacity)
+
+    def evict(self, job: Job) -> None:
+        self.scheduler.drop(job)
+        for group in self.scheduler.groups:
+            self.leave(group, {row for row, answer in enumerate(group.rows) if answer.job is job})
+        self.retire()
+
+    def retire(self) -> None:
+        for group in self.scheduler.retire():
+            self.allocated.pop(group, None)
+        self.check()
+
+    def check(self) -> None:
+        scheduler, limits = self.scheduler, self.limits
+        assert scheduler.reserved_bytes <= limits.cache_bytes
+        assert scheduler.running_rows + sum(job.rows for job in scheduler.prefilling) <= limits.max_rows
+        in_use = sum(cost(*size) for size in self.allocated.values())
+        prefills = sum(cost(1, len(job.prompt)) for job in scheduler.prefilling if job.prefilled)
+        assert in_use + prefills <= scheduler.reserved_bytes  # what is allocated has been reserved
+        for group in scheduler.groups:
+            if group.rows:
+                rows, columns = self.allocated[group]
+                assert len(group.rows) <= rows
+                # Nobody outgrows the slab, and there is some slack, or it would be moved at every step.
+                assert max(answer.final_length for answer in group.rows) * 1.2 <= columns
+
+    @property
+    def idle(self) -> bool:
+        return not (self.scheduler.waiting or self.scheduler.groups or self.scheduler.prefilling)
+
+
+JOBS = st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 120), st.integers(1, 3))
+EVENTS = st.one_of(
+    st.tuples(st.just("job"), JOBS),
+    st.tuples(st.just("open"), JOBS),
+    st.tuples(st.just("grow"), st.integers(0, 60)),
+    st.tuples(st.just("seal"), st.booleans()),
+    st.tuples(st.just("evict"), st.integers(0, 20)),
+    st.tuples(st.just("steps"), st.integers(1, 12)),
+)
+LIMITS = st.builds(
+    Limits,
+    max_rows=st.integers(1, 9),
+    prefill_tokens=st.one_of(st.none(), st.integers(1, 200)),
+    cache_bytes=st.integers(cost(1, column_step(CONTEXT)) + cost(1, CONTEXT), 60_000),
+    cost=st.just(cost),
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(limits=LIMITS, events=st.lists(EVENTS, max_size=60))
+def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(limits: Limits, events: list[Any]) -> None:
+    engine = Engine(limits)
+    jobs: list[Job] = []
+    open_jobs: list[Job] = []
+
+    def submit(prompt: int, answer: int, n: int, is_open: bool) -> None:
+        job = job_of(0 if is_open else prompt, answer, n, is_open)
+        final = CONTEXT if is_open else job.final_length
+        if engine.scheduler.fits_alone(n, final, CONTEXT if is_open else prompt):  # as the worker asks
+            engine.scheduler.add(job)
+            jobs.append(job)
+            if is_open:
+                open_jobs.append(job)
+
+    for name, value in events:
+        if name in ("job", "open"):
+            submit(*value, name == "open")
+        elif name == "grow" and open_jobs and len(open_jobs[-1].prompt) + value < CONTEXT:
+            open_jobs[-1].grow((1,) * value, whole=False)
+        elif name == "seal" and open_jobs:
+            job = open_jobs.pop()
+            job.grow((2,) * max(1, len(job.prompt)) if value else (*job.prompt, 1)[: CONTEXT - 1], whole=True)
+        elif name == "evict" and jobs:
+            gone = jobs.pop(value % len(jobs))
+            if gone in open_jobs:
+                open_jobs.remove(gone)
+            engine.evict(gone)
+        elif name == "steps":
+            for _ in range(value):
+                engine.step()
+        engine.check()
+    for job in open_jobs:
+        job.grow((*job.prompt, 1)[: CONTEXT - 1], whole=True)
+    for _ in range(60 * (CONTEXT + 120) * 3):
+        if engine.idle:
+            break
+        engine.step()
+    assert engine.idle and engine.scheduler.reserved_bytes == 0
+    for job in jobs:
+        assert all(len(answer.tokens) == job.max_tokens for answer in job.sequences)
+
+
+@settings(max_examples=40, deadline=None)
+@given(limits=LIMITS, count=st.integers(2, 30), prompt=st.integers(1, 100), answer=st.integers(1, 40))
+def test_equal_jobs_start_in_the_order_of_arrival(limits: Limits, count: int, prompt: int, answer: int) -> None:
+    engine = Engine(limits)
+    jobs = [job_of(prompt, answer) for _ in range(count)]
+    for job in jobs:
+        engine.scheduler.add(job)
+        engine.step()
+    while not engine.idle:
+        engine.step()
+    assert engine.started == jobs
+
+
+def test_a_job_that_waits_for_room_is_not_overtaken_for_ever() -> None:
+    """A stream of small jobs would always fit; the large one gets its turn."""
+    engine = Engine(Limits(max_rows=4, prefill_tokens=64, cache_bytes=40_000, cost=cost))
+    for _ in range(3):
+        engine.scheduler.add(job_of(4, 30))
+    engine.step()
+    large = job_of(300, 100, n=4)
+    engine.scheduler.add(large)
+    for step in range(3_000):
+        if step % 4 == 0:
+            engine.scheduler.add(job_of(4, 12))
+        engine.step()
+        if large.prefilled:
+            break
+    assert large.prefilled
+
+
+def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
+    engine = Engine(Limits(max_rows=4, prefill_tokens=16, cache_bytes=60_000, cost=cost))
+    engine.scheduler.add(job_of(3, 100))
+    engine.step()
+    (group,) = engine.scheduler.groups
+    engine.scheduler.add(job_of(100, 5))
+    decoded = len(group.rows[0].tokens)
+    pieces = [engine.step() for _ in range(7)]
+    assert pieces == [16] * 6 + [4]
+    assert len(group.rows[0].tokens) == decoded + 7
+
+
+def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
+    engine = Engine(Limits(max_rows=4, prefill_tokens=None, cache_bytes=60_000, cost=cost))
+    for length in (30, 20, 10):
+        engine.scheduler.add(job_of(length, 9))
+    assert sorted(engine.step() for _ in range(4)) == [0, 10, 20, 30]
+
+
+def test_long_and_short_rows_go_to_different_batches() -> None:
+    scheduler = Scheduler(Limits(8, 10**6, 10**6, cost))
+    jobs = [job_of(length, 2, context=10_000) for length in (5, 1500, 300, 1200, 9)]
+    for job in jobs:
+        scheduler.add(job)
+    scheduler.pieces()
+    assert [[len(job.prompt) for job in group.expected] for group in scheduler.groups] == [[5, 9, 300], [1500, 1200]]
+
+
+def test_an_open_prompt_has_all_its_memory_from_the_start() -> None:
+    """It cannot be sent away when it has grown, so what it may become is reserved when it is admitted."""
+    cache_bytes = cost(1, column_step(CONTEXT)) + cost(1, CONTEXT)
+    engine = Engine(Limits(8, 10**6, cache_bytes, cost))
+    first, second = job_of(0, 5, is_open=True), job_of(0, 5, is_open=True)
+    for job in (first, second):
+        engine.scheduler.add(job)
+    engine.step()
+    assert engine.scheduler.prefilling == [first]
+    assert engine.scheduler.reserved_bytes == cache_bytes
+    first.grow((1,) * (CONTEXT - 1), whole=True)
+    second.grow((1,) * 20, whole=True)
+    while not engine.idle:
+        engine.step()
+    assert engine.started == [first, second]
+
+
+def test_a_batch_shrinks_when_it_is_much_too_large() -> None:
+    engine = Engine(Limits(8, 10**6, 10**6, cost))
+    for answer in (3, 3, 3, 3, 3, 100):
+        engine.scheduler.add(job_of(5, answer))
+    engine.step()
+    (group,) = engine.scheduler.groups
+    assert (len(group.rows), group.row_capacity) == (6, 8)
+    before = engine.scheduler.reserved_bytes
+    for _ in range(3):
+        engine.step()
+    assert (len(group.rows), group.row_capacity) == (1, 1)
+    assert engine.scheduler.reserved_bytes < before
+
+
+@pytest.mark.parametrize(("rows", "step"), [(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (32, 32), (33, 64)])
+def test_rows_grow_by_doubling(rows: int, step: int) -> None:
+    assert row_step(rows) == step
+
+
+def test_the_longest_row_is_exactly_what_fits() -> None:
+    for cache_bytes in range(500, 60_000, 997):
+        scheduler = Scheduler(Limits(4, None, cache_bytes, cost))
+        longest = scheduler.longest_row(10_000)
+        assert longest == 0 or scheduler.fits_alone(1, longest, longest)
+        assert not scheduler.fits_alone(1, longest + 1, longest + 1)
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    code = "import sys, mlserver_torch_stream.engine.scheduler; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
