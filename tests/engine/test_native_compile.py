@@ -60,7 +60,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_cache_folder_that_cannot_be_written_is_no_crash(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(NoKernels, match="cache folder|compiler"):
+    with pytest.raises(NoKernels, match="cache folder"):
         compiled_library(blocked)
 
 
