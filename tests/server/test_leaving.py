@@ -75,7 +75,8 @@ async def _cancelled(call: Awaitable[object], runtime: TorchStreamRuntime) -> No
 
 def _stats(runtime: TorchStreamRuntime) -> EngineStats:
     assert runtime._built is not None
-    return runtime._built.engine.stats()
+    stats: EngineStats = runtime._built.engine.stats()
+    return stats
 
 
 async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
