@@ -42,6 +42,7 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
         super().__init__(settings)
         guards.install()
         guards.keep_out_of_workers(settings)
+        guards.keep_out_of_the_cache(settings)
         self.inputs = input_metadata()
         self.outputs = output_metadata()
         self._built: BuiltEngine | None = None
@@ -67,7 +68,7 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         answer: V2Answer | None = None
         try:
-            generator = self._generator()
+            generator = self.generator()
             request_id = payload.id or str(uuid4())
             request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
             answer = V2Answer(request, self._model_name(), partial(generator.start, request))
@@ -81,7 +82,7 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: Session | None = None
         try:
-            session = Session(self._generator(), self._model_name(), payloads)
+            session = Session(self.generator(), self._model_name(), payloads)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -91,7 +92,8 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
             if session is not None:
                 session.close()
 
-    def _generator(self) -> Generator:
+    def generator(self) -> Generator:
+        """What turns requests into token streams. Raises NotServing."""
         if self._built is None:
             raise NotServing(f"model '{self.name}' is not loaded")
         return Generator(self._built.engine, self._built.codec, self._built.info)

@@ -1,20 +1,24 @@
 """Builds V2 output tensors and responses, and decides which outputs a request is shown.
 
-Knows nothing of when a response is due.
+A response is the plain object that REST writes as JSON, and MLServer's model of it for gRPC is made from that. Knows
+nothing of when a response is due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from mlserver.types import InferenceResponse, Parameters, ResponseOutput
+from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import finite
 from mlserver_torch_stream.protocol.tally import Tally
 from mlserver_torch_stream.types import ReplyOptions, TokenLogprob
+
+Body = dict[str, Any]
+"""A response, or one of its output tensors, as REST spells it; the elements of BYTES are str."""
 
 _DATATYPES = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
 
@@ -36,25 +40,34 @@ def shown_outputs(reply: ReplyOptions) -> frozenset[str]:
     )
 
 
-def output(name: str, data: list[Any], shape: list[int] | None = None) -> ResponseOutput:
-    """One output tensor, validated: that is the cheap way, as ``model_construct`` runs in Python, not in Rust."""
-    return ResponseOutput(name=name, datatype=_DATATYPES[name], shape=shape or [len(data)], data=data)
+def output(name: str, data: list[Any], shape: list[int] | None = None) -> Body:
+    return {"name": name, "shape": shape or [len(data)], "datatype": _DATATYPES[name], "data": data}
 
 
 def response(
-    model_name: str,
-    model_version: str | None,
-    request_id: str,
-    parameters: dict[str, str | int | bool],
-    outputs: list[ResponseOutput],
-) -> InferenceResponse:
+    model_name: str, model_version: str | None, request_id: str, parameters: Mapping[str, Any], outputs: list[Body]
+) -> Body:
     """One response; gRPC drops parameters that are no string, integer or boolean."""
-    own = Parameters(**parameters)
     if model_version is None:
-        return InferenceResponse(model_name=model_name, id=request_id, parameters=own, outputs=outputs)
-    return InferenceResponse(
-        model_name=model_name, model_version=model_version, id=request_id, parameters=own, outputs=outputs
-    )
+        return {"model_name": model_name, "id": request_id, "parameters": parameters, "outputs": outputs}
+    return {
+        "model_name": model_name,
+        "model_version": model_version,
+        "id": request_id,
+        "parameters": parameters,
+        "outputs": outputs,
+    }
+
+
+def as_response(body: Body) -> InferenceResponse:
+    """MLServer's model of a response: BYTES are bytes, as gRPC needs; validated, in Rust, which is the cheap way."""
+    return InferenceResponse.model_validate({**body, "outputs": [_as_bytes(tensor) for tensor in body["outputs"]]})
+
+
+def _as_bytes(tensor: Body) -> Body:
+    if tensor["datatype"] != "BYTES":
+        return tensor
+    return {**tensor, "data": [element.encode() for element in tensor["data"]]}
 
 
 def totals(tally: Tally) -> dict[str, int]:
@@ -67,7 +80,7 @@ def totals(tally: Tally) -> dict[str, int]:
     }
 
 
-def logprobs_json(entries: Sequence[TokenLogprob]) -> bytes:
+def logprobs_json(entries: Sequence[TokenLogprob]) -> str:
     return orjson.dumps(
         [
             {
@@ -77,4 +90,4 @@ def logprobs_json(entries: Sequence[TokenLogprob]) -> bytes:
             }
             for entry in entries
         ]
-    )
+    ).decode()

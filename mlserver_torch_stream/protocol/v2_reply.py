@@ -1,17 +1,26 @@
 """Encodes token events as V2 responses: one each for a stream, or all of them folded into one.
 
-Knows nothing of where events come from nor of who sends the responses; BYTES are bytes, as gRPC needs and REST takes.
+``body`` is a response as REST spells it, ``encode`` and ``response`` are MLServer's model of it. Knows nothing of
+where events come from nor of who sends the responses.
 """
 
 from __future__ import annotations
 
 import orjson
-from mlserver.types import InferenceResponse, ResponseOutput
+from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import ChatCompletion, Choice, finite
 from mlserver_torch_stream.protocol.tally import Tally
-from mlserver_torch_stream.protocol.v2_outputs import logprobs_json, output, response, shown_outputs, totals
+from mlserver_torch_stream.protocol.v2_outputs import (
+    Body,
+    as_response,
+    logprobs_json,
+    output,
+    response,
+    shown_outputs,
+    totals,
+)
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, TextPrompt, TokenEvent, TokenLogprob
 
 
@@ -41,13 +50,15 @@ class StreamReply:
         self._chat = ChatCompletion(request.request_id, model_name, created)
         self._begun: set[int] = set()
         self._responses = 0
+        self._error = ""
 
     @property
     def finished(self) -> bool:
         """True once the final response has been made."""
         return not self._tally.unfinished
 
-    def encode(self, event: TokenEvent) -> InferenceResponse:
+    def body(self, event: TokenEvent) -> Body:
+        """The final response of a request in which a sequence failed has ``error`` beside its outputs."""
         final = self._tally.note(event)
         outputs = self._text_outputs(event)
         outputs += self._token_outputs(event)
@@ -56,37 +67,48 @@ class StreamReply:
         if names.OUTPUT_ALL in self._shown:
             outputs.append(self._chunk(event, final))
         self._begun.add(event.index)
-        return response(
-            self._model_name, self._model_version, self._request_id, self._parameters(event.index, final), outputs
-        )
+        parameters = self._parameters(event, final)
+        body = response(self._model_name, self._model_version, self._request_id, parameters, outputs)
+        if final and self._error:
+            body["error"] = self._error
+        return body
+
+    def encode(self, event: TokenEvent) -> InferenceResponse:
+        return as_response(self.body(event))
+
+    def fail(self, error: Exception) -> list[Body]:
+        """Ends every sequence that has not ended because of ``error``; [] if all have."""
+        return [self.body(TokenEvent(i, finish_reason=FinishReason.ERROR, error=error)) for i in self._tally.unfinished]
 
     def abandon(self, reason: FinishReason) -> list[InferenceResponse]:
         """Ends every sequence that has not ended, so that the request has its final response; [] if it has."""
         return [self.encode(TokenEvent(index=index, finish_reason=reason)) for index in self._tally.unfinished]
 
-    def _parameters(self, index: int, final: bool) -> dict[str, str | int | bool]:
+    def _parameters(self, event: TokenEvent, final: bool) -> dict[str, str | int | bool]:
         parameters: dict[str, str | int | bool] = {
             "request_id": self._request_id,
-            "index": index,
+            "index": event.index,
             "chunk_index": self._responses,
             "triton_final_response": final,
         }
         self._responses += 1
         if self._request_index is not None:
             parameters["request_index"] = self._request_index
+        if event.error is not None:
+            self._error = parameters["error"] = str(event.error) or type(event.error).__name__
         if final:
             parameters.update(totals(self._tally))
         return parameters
 
-    def _text_outputs(self, event: TokenEvent) -> list[ResponseOutput]:
-        text = event.text.encode()
+    def _text_outputs(self, event: TokenEvent) -> list[Body]:
+        text = event.text
         outputs = [output(names.TEXT_OUTPUT, [text])] if names.TEXT_OUTPUT in self._shown else []
-        for name, value in ((names.ROLE, b"assistant"), (names.CONTENT, text), (names.TYPE, b"text")):
+        for name, value in ((names.ROLE, "assistant"), (names.CONTENT, text), (names.TYPE, "text")):
             if name in self._shown:
                 outputs.append(output(name, [value]))
         return outputs
 
-    def _token_outputs(self, event: TokenEvent) -> list[ResponseOutput]:
+    def _token_outputs(self, event: TokenEvent) -> list[Body]:
         outputs = []
         if names.TOKEN_IDS in self._shown and event.token_ids:
             outputs.append(output(names.TOKEN_IDS, list(event.token_ids)))
@@ -96,21 +118,21 @@ class StreamReply:
             outputs.append(output(names.CUMULATIVE_LOGPROB, [finite(event.cumulative_logprob)]))
         return outputs
 
-    def _last_outputs(self, event: TokenEvent, reason: FinishReason) -> list[ResponseOutput]:
+    def _last_outputs(self, event: TokenEvent, reason: FinishReason) -> list[Body]:
         outputs = []
         if names.FINISH_REASON in self._shown:
-            outputs.append(output(names.FINISH_REASON, [reason.value.encode()]))
+            outputs.append(output(names.FINISH_REASON, [reason.value]))
         if event.usage is not None and names.NUM_INPUT_TOKENS in self._shown:
             outputs.append(output(names.NUM_INPUT_TOKENS, [event.usage.num_input_tokens]))
         if event.usage is not None and names.NUM_OUTPUT_TOKENS in self._shown:
             outputs.append(output(names.NUM_OUTPUT_TOKENS, [event.usage.num_output_tokens]))
         return outputs
 
-    def _chunk(self, event: TokenEvent, final: bool) -> ResponseOutput:
+    def _chunk(self, event: TokenEvent, final: bool) -> Body:
         logprobs = event.logprobs if self._logprobs else None
         choice = Choice(event.index, event.text, event.finish_reason, logprobs)
         chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=self._tally if final else None)
-        return output(names.OUTPUT_ALL, [orjson.dumps(chunk)])
+        return output(names.OUTPUT_ALL, [orjson.dumps(chunk).decode()])
 
 
 class _Answer:
@@ -159,9 +181,12 @@ class UnaryReply:
             self.add(TokenEvent(index=index, finish_reason=reason))
 
     def response(self) -> InferenceResponse:
+        return as_response(self.body())
+
+    def body(self) -> Body:
         assert self.finished, "a unary reply is asked for before its last event"
         shown = shown_outputs(self._request.reply)
-        outputs = [tensor for tensor in (*self._outputs(), *self._chat_outputs()) if tensor.name in shown]
+        outputs = [tensor for tensor in (*self._outputs(), *self._chat_outputs()) if tensor["name"] in shown]
         parameters: dict[str, str | int | bool] = {
             "request_id": self._request.request_id,
             "chunk_index": 0,
@@ -170,11 +195,11 @@ class UnaryReply:
         }
         return response(self._model_name, self._model_version, self._request.request_id, parameters, outputs)
 
-    def _outputs(self) -> list[ResponseOutput]:
+    def _outputs(self) -> list[Body]:
         answers = self._answers
-        reasons = [answer.finish_reason.value.encode() for answer in answers if answer.finish_reason is not None]
+        reasons = [answer.finish_reason.value for answer in answers if answer.finish_reason is not None]
         return [
-            output(names.TEXT_OUTPUT, [text.encode() for text in self._texts()]),
+            output(names.TEXT_OUTPUT, self._texts()),
             output(names.FINISH_REASON, reasons),
             output(names.NUM_INPUT_TOKENS, self._tally.prompt_tokens_each),
             output(names.NUM_OUTPUT_TOKENS, self._tally.completion_tokens_each),
@@ -190,14 +215,14 @@ class UnaryReply:
         prompts = [prompt.text if isinstance(prompt, TextPrompt) else "" for prompt in self._request.prompts]
         return [prompts[index // self._request.sampling.n] + text for index, text in enumerate(answers)]
 
-    def _token_ids(self) -> ResponseOutput:
+    def _token_ids(self) -> Body:
         """[S] for one sequence; [B·n, longest] for several, the shorter ones filled up with -1."""
         rows = [answer.token_ids for answer in self._answers]
         longest = max(len(row) for row in rows)
         filled = [token_id for row in rows for token_id in (*row, *[-1] * (longest - len(row)))]
         return output(names.TOKEN_IDS, filled, [longest] if len(rows) == 1 else [len(rows), longest])
 
-    def _chat_outputs(self) -> list[ResponseOutput]:
+    def _chat_outputs(self) -> list[Body]:
         if not self._request.reply.chat_tensors:
             return []
         texts = ["".join(answer.texts) for answer in self._answers]
@@ -207,8 +232,8 @@ class UnaryReply:
             for index, (text, answer) in enumerate(zip(texts, self._answers, strict=True))
         ]
         return [
-            output(names.ROLE, [b"assistant"] * len(texts)),
-            output(names.CONTENT, [text.encode() for text in texts]),
-            output(names.TYPE, [b"text"] * len(texts)),
-            output(names.OUTPUT_ALL, [orjson.dumps(self._chat.whole(choices, self._tally))]),
+            output(names.ROLE, ["assistant"] * len(texts)),
+            output(names.CONTENT, texts),
+            output(names.TYPE, ["text"] * len(texts)),
+            output(names.OUTPUT_ALL, [orjson.dumps(self._chat.whole(choices, self._tally)).decode()]),
         ]

@@ -11,19 +11,25 @@ import multiprocessing
 import warnings
 
 from mlserver import MLModel, ModelSettings
+from mlserver.errors import MLServerError
 from mlserver.logging import logger
 from mlserver.parallel.worker import Worker
 from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
-from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.server import routes
+from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
 _MARK = "_torch_stream_guarded"
 
 
 def install() -> None:
-    """Extends MLServer's table of gRPC codes and watches models being registered. Idempotent."""
+    """Extends MLServer's table of gRPC codes and puts our routes before its own when it registers a model of ours.
+
+    Idempotent.
+    """
     extend_grpc_codes()
     original = RESTServer.add_custom_handlers
     if getattr(original, _MARK, False):
@@ -33,11 +39,20 @@ def install() -> None:
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
         if getattr(model, "streams_tokens", False) and not getattr(server, _MARK, False):
             setattr(server, _MARK, True)
+            routes.install(server, _options())
             warn_of_server_settings(server._settings)
         return await original(server, model)
 
     setattr(add_custom_handlers, _MARK, True)
     RESTServer.add_custom_handlers = add_custom_handlers
+
+
+def _options() -> ServerOptions:
+    try:
+        return read_options()
+    except SettingsError as error:
+        logger.error(str(error))
+        raise MLServerError(str(error), 500) from None
 
 
 def warn_of_server_settings(settings: Settings) -> None:
@@ -57,6 +72,11 @@ def keep_out_of_workers(settings: ModelSettings) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the field is deprecated, said to go in MLServer 1.8
         settings.parallel_workers = 0
+
+
+def keep_out_of_the_cache(settings: ModelSettings) -> None:
+    """MLServer's response cache would give every client the first one's sample."""
+    settings.cache_enabled = False
 
 
 def refuse_worker_process() -> None:

@@ -1,0 +1,131 @@
+"""The body of one REST request: read within a bound, decompressed within the same bound, parsed as a JSON object.
+
+Knows nothing of what the object says. How slowly a client may send is the HTTP server's affair.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+
+_CODINGS = ("identity", "gzip", "x-gzip")
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+
+
+class UnknownCoding(RequestError):
+    status = 415
+
+
+class ClientLeft(Exception):
+    """The client was gone before its request was complete: nobody to answer."""
+
+
+async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object. Raises RequestError or ClientLeft."""
+    headers = Headers(scope=scope)
+    _refuse_declared_size(headers, most_bytes)
+    body = _decoder(headers, most_bytes)
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body.feed(message.get("body", b""))
+        more = message.get("more_body", False)
+    return _parse(body.whole())
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput("body", f"is not valid JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise InvalidInput("body", f"must be a JSON object, got a {type(parsed).__name__}")
+    return parsed
+
+
+def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
+    """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > most_bytes:
+        raise _too_large(most_bytes)
+
+
+def _decoder(headers: Headers, most_bytes: int) -> _Plain:
+    coding = ", ".join(headers.getlist("content-encoding")).strip().lower() or "identity"
+    if coding not in _CODINGS:
+        raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented, only gzip")
+    return _Plain(most_bytes) if coding == "identity" else _Gzip(most_bytes)
+
+
+def _too_large(most_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"body: larger than {most_bytes} bytes after decompression")
+
+
+class _Plain:
+    """Collects a body up to its bound."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._collected = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._collected += chunk
+        if len(self._collected) > self._most:
+            raise _too_large(self._most)
+
+    def whole(self) -> bytes:
+        return bytes(self._collected)
+
+
+class _Gzip(_Plain):
+    """Collects what a gzip body unpacks to: never more than one byte over the bound is unpacked.
+
+    What comes packed has the same bound, as many empty members unpack to nothing.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(most_bytes)
+        self._packed = 0
+        self._member = _new_member()
+        self._fed = False  # the current member has begun
+
+    def feed(self, chunk: bytes) -> None:
+        self._packed += len(chunk)
+        if self._packed > self._most:
+            raise _too_large(self._most)
+        while chunk:
+            chunk = self._unpack(chunk)
+
+    def whole(self) -> bytes:
+        if self._fed or not self._packed:
+            raise InvalidInput("content-encoding", "the gzip body ends early")
+        return super().whole()
+
+    def _unpack(self, chunk: bytes) -> bytes:
+        """What is left of the chunk once its member has ended."""
+        self._fed = True
+        room = self._most + 1 - len(self._collected)
+        try:
+            super().feed(self._member.decompress(chunk, room))
+        except zlib.error as error:
+            raise InvalidInput("content-encoding", f"the body is not gzip ({error})") from None
+        if not self._member.eof:
+            return self._member.unconsumed_tail
+        rest = self._member.unused_data
+        self._member, self._fed = _new_member(), False
+        return rest
+
+
+def _new_member() -> zlib._Decompress:
+    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)

@@ -1,0 +1,65 @@
+"""The client's end of one request: watched until it leaves, cut off when it stalls.
+
+Knows nothing of what is sent. ASGI gives no way to a connection, so the outermost layer of MLServer's app, where
+uvicorn's own objects still come in, notes it in the scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_KEY = "mlserver_torch_stream.transport"
+# Linux and macOS: how many unsent bytes the kernel takes before the server notices that a reader lags. Without it a
+# reader that stalls is noticed after about 3 MB.
+_UNSENT_BYTES = 16 * 1024
+_NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+
+
+class NotesTransport:
+    """Middleware that notes the connection's transport."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope[_KEY] = getattr(getattr(send, "__self__", None), "transport", None)
+        await self._app(scope, receive, send)
+
+
+def notice_lag_early(scope: Scope) -> None:
+    """Lets back-pressure begin after some kilobytes rather than megabytes."""
+    transport = scope.get(_KEY)
+    connection = transport.get_extra_info("socket") if transport is not None else None
+    if connection is not None and _NOTSENT_LOWAT is not None:
+        with suppress(OSError):  # no TCP socket
+            connection.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def abort(scope: Scope) -> None:
+    """Drops the connection with all that its client has not read. Closing it would wait for the client to read."""
+    transport = scope.get(_KEY)
+    if transport is not None:
+        transport.abort()
+
+
+@asynccontextmanager
+async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
+    """Calls ``left``, once, if the client goes away meanwhile. The request's body must have been read."""
+    watcher = asyncio.create_task(_watch(receive, left))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        await asyncio.wait((watcher,))
+
+
+async def _watch(receive: Receive, left: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    left()

@@ -1,0 +1,198 @@
+"""The REST doors of our models: one request in, one JSON answer or one stream of events out.
+
+Knows nothing of which models are whose: it is entered for ours and for unknown ones only. MLServer's own counters and
+CloudEvents headers come from its data plane, as for any model; its response cache is passed by, as a sampled answer is
+never the same twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from urllib.parse import quote
+from uuid import uuid4
+
+import orjson
+from mlserver import ModelSettings
+from mlserver.handlers import DataPlane
+from mlserver.logging import logger
+from mlserver.types import InferenceRequest, InferenceResponse
+from mlserver.utils import extract_headers, insert_headers
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
+from mlserver_torch_stream.protocol.v2_outputs import Body
+from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.server.body import ClientLeft, read_object
+from mlserver_torch_stream.server.connection import abort, notice_lag_early, watched
+from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.refusal import as_invalid_input, as_refusal, send_json
+from mlserver_torch_stream.server.sse import EventStream
+from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
+
+
+class TokenModel(Protocol):
+    """What a door asks of a model of ours."""
+
+    name: str
+    version: str | None
+    settings: ModelSettings
+
+    def generator(self) -> Generator:
+        """Raises NotServing."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """An ASGI application behind one kind of route. ``flat``: the generate spelling is understood here too."""
+
+    data_plane: DataPlane
+    options: ServerOptions
+    streaming: bool
+    flat: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = _Visit(self, scope, receive, send)
+        try:
+            await visit.serve()
+        except ClientLeft:
+            pass
+        except _Told as told:
+            logger.warning(f"A stream of model '{visit.name}' failed: {told.__cause__}")
+        except asyncio.CancelledError:
+            if not visit.left:
+                raise
+        except Exception as error:
+            await as_refusal(error).send(send)
+
+
+class _Told(Exception):
+    """The client has been told in its stream; raised so that MLServer counts a failure."""
+
+
+class _Visit:
+    """One request at a door."""
+
+    def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+        self.name: str = scope["path_params"]["model_name"]
+        self.left = False
+        self._version: str | None = scope["path_params"].get("model_version")
+        self._door = door
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+
+    async def serve(self) -> None:
+        data_plane = self._door.data_plane
+        # An unknown one is 404, and no metric bears its name.
+        await data_plane._model_registry.get_model(self.name, self._version)
+        body = await read_object(self._scope, self._receive, self._door.options.max_body_bytes)
+        async with data_plane._infer_contextmanager(self.name, self._version) as model:
+            await (self._stream if self._door.streaming else self._unary)(model, body)
+
+    async def _unary(self, model: TokenModel, body: dict[str, Any]) -> None:
+        answer, flat = self._open(model, body)
+        try:
+            async with watched(self._receive, partial(self._leave, answer)):
+                whole = await answer.whole_body()
+        finally:
+            answer.close()
+        headers = _as_http(self._cloud_events(model, whole["id"]))
+        await send_json(self._send, 200, _speller(flat)(whole), headers)
+
+    async def _stream(self, model: TokenModel, body: dict[str, Any]) -> None:
+        answer, flat = self._open(model, body)
+        try:
+            notice_lag_early(self._scope)
+            async with self._events(answer) as events, watched(self._receive, partial(self._leave, answer)):
+                await self._send_all(answer, events, _first_with(self._cloud_events(model, answer.request_id), flat))
+        finally:
+            answer.close()
+        if answer.error is not None:
+            raise _Told from answer.error
+
+    def _open(self, model: TokenModel, body: dict[str, Any]) -> tuple[V2Answer, bool]:
+        """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
+        generator = model.generator()
+        flat = self._door.flat and is_flat(body)
+        try:
+            payload = as_v2_request(body) if flat else InferenceRequest.model_validate(body)
+        except ValidationError as error:
+            raise as_invalid_input(error) from None
+        insert_headers(payload, dict(Headers(scope=self._scope)))
+        request_id = payload.id or str(uuid4())
+        request = decode_request(payload, generator.info, streaming=self._door.streaming, request_id=request_id)
+        start = partial(generator.start, request)
+        return V2Answer(request, ModelName(model.name, model.version), start, request_index=None), flat
+
+    def _events(self, answer: V2Answer) -> EventStream:
+        options = self._door.options
+        return EventStream(
+            self._send,
+            keep_alive=0.0 if answer.chat_tensors else options.keep_alive,
+            stalled_after=options.stalled_reader_timeout,
+            stalled=partial(self._stalled, answer),
+        )
+
+    async def _send_all(self, answer: V2Answer, events: EventStream, spell: Callable[[Body], bytes]) -> None:
+        """Raises what goes wrong as long as nothing has been sent; later the stream says it."""
+        try:
+            async for body in answer.bodies():
+                await events.send(spell(body))
+        except Exception as error:
+            if not events.started:
+                raise
+            answer.error = GenerationFailed(as_refusal(error).message)
+            for body in answer.failure_bodies(answer.error):
+                await events.send(spell(body))
+        await events.end()
+
+    def _leave(self, answer: V2Answer) -> None:
+        self.left = True
+        answer.close()
+
+    def _stalled(self, answer: V2Answer) -> None:
+        seconds = self._door.options.stalled_reader_timeout
+        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
+        self._leave(answer)
+        abort(self._scope)
+
+    def _cloud_events(self, model: TokenModel, request_id: str) -> dict[str, str]:
+        response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
+        self._door.data_plane._inference_middleware.response_middleware(response, model.settings)
+        return extract_headers(response) or {}
+
+
+def _speller(flat: bool) -> Callable[[Body], bytes]:
+    return (lambda body: orjson.dumps(as_flat_reply(body))) if flat else orjson.dumps
+
+
+def _first_with(headers: Mapping[str, str], flat: bool) -> Callable[[Body], bytes]:
+    """Spells the bodies of a stream, the first of them with CloudEvents headers; flat replies have no place for any."""
+    if flat:
+        return _speller(flat)
+    pending = dict(headers)
+
+    def spell(body: Body) -> bytes:
+        if pending:
+            body["parameters"]["headers"] = dict(pending)
+            pending.clear()
+        return orjson.dumps(body)
+
+    return spell
+
+
+def _as_http(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """A client's own id may hold anything, a header may not: such values are percent-encoded, as CloudEvents says."""
+    return [(name.lower().encode(), _header_value(value)) for name, value in headers.items()]
+
+
+def _header_value(value: str) -> bytes:
+    return (value if value.isascii() and value.isprintable() else quote(value)).encode()
