@@ -93,7 +93,8 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def relocate(self, rows: int, capacity: int, base: int) -> None:
         """Moves the live part into a slab of ``rows`` x ``capacity`` that starts at logical column ``base``."""
-        kept = slice(max(base, self.base), self.columns.end + self.pending)
+        held = self.base + self.capacity  # a row that is about to join may need more
+        kept = slice(max(base, self.base), min(self.columns.end + self.pending, held))
         keys = self._moved(self.keys, rows, capacity, base, kept)
         values = self._moved(self.values, rows, capacity, base, kept)
         # Both or none: either may find no memory.
