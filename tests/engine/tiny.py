@@ -18,6 +18,7 @@ from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.sampling import SamplerFactory
 from mlserver_torch_stream.engine.selfcheck import check_batching
 from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import Backend, EngineWorker
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
@@ -128,6 +129,7 @@ def running(
     max_rows: int = 8,
     max_queue: int = 64,
     context: int = CONTEXT,
+    turns: Turns | None = None,
     eos_token_ids: tuple[int, ...] = (),
 ) -> Iterator[EngineWorker]:
     """An engine over the model, batched unless a backend is given, that is shut down at the end."""
@@ -146,7 +148,7 @@ def running(
         )
         context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=Bounds(max_queue), name="test")
+    engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=Bounds(max_queue), turns=turns, name="test")
     try:
         yield engine
     finally:

@@ -1,0 +1,154 @@
+"""Layers in several places: each layer's cache lives where its keys are, and the tokens are those of one place."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.build import build_engine
+from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tokens_of, until
+from tests.engine.tiny import tiny_model as make
+
+REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(5)]
+
+
+class OtherDevice(ModelHook):  # type: ignore[misc]
+    """Takes a layer's inputs to its dtype and its outputs back, as accelerate's own hook does with devices.
+
+    One CPU has one device; a dtype of its own is as strict: torch refuses to mix either, and a cache that was
+    allocated for another layer's keys would be of the wrong kind.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _cast(args, self._dtype), _cast(kwargs, self._dtype)
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        return _cast(output, torch.float32)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(each, dtype) for each in value)
+    return {key: _cast(each, dtype) for key, each in value.items()} if type(value) is dict else value
+
+
+def spread(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its later layers on the other device."""
+    for layer in model.model.layers[1:]:
+        layer.double()
+        align = AlignDevicesHook(execution_device="cpu", io_same_device=True)
+        add_hook_to_module(layer, SequentialHook(align, OtherDevice(torch.float64)))
+    return model
+
+
+async def together(engine: EngineWorker) -> list[list[int]]:
+    answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in REQUESTS]
+    return [await answer for answer in answers]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "lfm2"])
+def test_layers_on_two_devices(family: str) -> None:
+    model = spread(make(family))
+    expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
+    with running(model) as engine:
+        assert run(together(engine)) == expected
+
+
+def test_each_layers_cache_lives_where_its_keys_are() -> None:
+    model = spread(make("llama"))
+
+    async def scenario(engine: EngineWorker) -> list[torch.dtype]:
+        stream = engine.submit([PromptJob(prompt_of(5), greedy(100))])
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+        backend = engine._backend
+        assert isinstance(backend, BatchedBackend)
+        (batch,) = backend._batches.values()
+        dtypes = [slab.keys.dtype for slab in batch.slabs]
+        stream.close()
+        return dtypes
+
+    with running(model) as engine:
+        assert run(scenario(engine)) == [torch.float32, torch.float64, torch.float64]
+    with torch.inference_mode():
+        spread_cost, plain_cost = check_batching(model).cost, check_batching(make("llama")).cost
+    assert spread_cost is not None and plain_cost is not None
+    assert spread_cost.per_column == plain_cost.per_column * 5 // 3  # two of three layers twice as large
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "cpu"},
+        {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+         "model.rotary_emb": "cpu", "lm_head": "cpu"},
+        {"model": "disk", "lm_head": "cpu"},
+        {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "disk", "model.rotary_emb": "cpu",
+         "lm_head": "disk"},
+    ],
+    ids=["all in memory", "a layer on disk", "all layers on disk", "embedding and head on disk"],
+)  # fmt: skip
+def test_weights_on_disk_give_the_same_tokens(tiny_model: Path, tmp_path: Path, device_map: dict[str, str]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    plain.generation_config.eos_token_id = None
+    expected = [reference(plain, prompt, count) for prompt, count in REQUESTS]
+    resolved = parse_settings(
+        uri=str(tiny_model),
+        extra={
+            "device_map": device_map,
+            "offload_folder": str(tmp_path / "offload"),
+            "dtype": "float32",
+            "engine": "batched",  # the check at load must pass there too
+            "threads": 1,
+        },
+        environ={},
+    )
+    built = build_engine(resolved, Shares())
+    try:
+        assert run(together(built.engine)) == expected
+        assert ("disk" in built.summary) == ("disk" in device_map.values())
+    finally:
+        built.shutdown()
+
+
+def test_an_embedding_on_disk_says_where_it_wants_its_ids(tiny_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model, device_map={"model": "disk", "lm_head": "cpu"}, offload_folder=str(tmp_path)
+    )
+    assert model.get_input_embeddings().weight.device.type == "meta"
+    assert input_device(model) == torch.device("cpu")
+
+
+def test_an_offloaded_model_is_served_serially_too(tiny_model: Path, tmp_path: Path) -> None:
+    resolved = parse_settings(
+        uri=str(tiny_model),
+        extra={
+            "device_map": {"model": "disk", "lm_head": "cpu"},
+            "offload_folder": str(tmp_path),
+            "dtype": "float32",
+            "engine": "serial",
+            "threads": 1,
+        },
+        environ={},
+    )
+    built = build_engine(resolved, Shares())
+    try:
+        events = run(collect(built.engine, [PromptJob(REQUESTS[0][0], greedy(8))]))
+        assert events[0].error is None and len(events[0].token_ids) == 8
+    finally:
+        built.shutdown()
