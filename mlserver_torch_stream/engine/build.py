@@ -5,25 +5,39 @@ Knows nothing of MLServer. Blocks for as long as loading takes: call it in a thr
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
+from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.forward import Forward, input_device
 from mlserver_torch_stream.engine.host import Host, read_host
-from mlserver_torch_stream.engine.loader import LoadedModel, load_model, set_threads
+from mlserver_torch_stream.engine.loader import (
+    LoadedModel,
+    Place,
+    Weights,
+    complete,
+    load_tokenizer,
+    load_weights,
+    locate,
+    set_threads,
+)
 from mlserver_torch_stream.engine.native.take import take_fast_path
+from mlserver_torch_stream.engine.pool import Lease
 from mlserver_torch_stream.engine.sampling import SamplerFactory
 from mlserver_torch_stream.engine.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.serial import SerialBackend
-from mlserver_torch_stream.engine.shares import PROCESS, Shares
+from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
 from mlserver_torch_stream.engine.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.worker import Backend, EngineWorker
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
@@ -35,110 +49,194 @@ DEFAULT_MAX_TOKENS = 256
 GPU_CACHE_SHARE = 0.8
 
 
+OnDeath = Callable[[BaseException], None]
+
+
 @dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """A running engine, and one line that says what is loaded where and how much cache it has."""
+class Prepared:
+    """Weights with all that is found out about them once, whoever shares them. ``turns``: for who steps them."""
+
+    weights: Weights
+    findings: Findings
+    forward: Forward | None
+    device: torch.device
+    turns: Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An engine and what it stands on."""
 
     engine: EngineWorker
     codec: TextCodec
-    info: ModelInfo
     summary: str
+    weights: Lease[Prepared]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """One user's share of a running engine, and one line that says what is loaded where and how much cache it has."""
+
+    lease: Lease[Running]
     shares: Shares
+
+    @property
+    def engine(self) -> EngineWorker:
+        return self.lease.value.engine
+
+    @property
+    def codec(self) -> TextCodec:
+        return self.lease.value.codec
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.engine.info
+
+    @property
+    def summary(self) -> str:
+        return self.lease.value.summary
+
+    def give_back(self) -> bool:
+        """True if nobody else uses the engine, nor ever will: then it is to be shut down."""
+        return self.lease.end()
 
     def shutdown(self) -> None:
         """Stops the engine and gives its memory back. Blocks."""
-        self.engine.shutdown()
-        self.shares.release(self.codec)
+        running = self.lease.value
+        running.engine.shutdown()
+        self.shares.release(running.codec)
+        running.weights.end()
 
 
-def build_engine(resolved: ResolvedSettings, shares: Shares = PROCESS) -> BuiltEngine:
-    """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why."""
-    settings = resolved.settings
-    threads = set_threads(settings, read_host())
-    with torch.inference_mode():
-        loaded = load_model(resolved)
-        findings = Findings(problem="set by engine: serial")
-        if settings.engine != "serial":
-            findings = check_batching(loaded.model)
-        forward: Forward | None = None
-        if findings.cost is not None and settings.fast_path == "auto":
-            forward = take_fast_path(loaded.model, threads, resolved.cache_dir)
-    if findings.problem and settings.engine == "batched":
-        raise LoadFailed(f"this model cannot be batched: {findings.problem}")
-    codec = TextCodec(loaded.tokenizer)
+def build_engine(
+    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, shares: Shares = PROCESS
+) -> BuiltEngine:
+    """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
+
+    Weights that are loaded already are shared; for the same ``owner`` with the same settings its engine too.
+    """
+    threads = set_threads(resolved.settings, read_host())
+    weights = weights_key(resolved, threads)
+    key = engine_key(resolved, owner, weights)
+    return BuiltEngine(shares.engines.lease(key, lambda: _run(resolved, weights, threads, on_death, shares)), shares)
+
+
+def reclaim_memory() -> None:
+    """Frees what engines that were shut down have left: modules refer to each other, and CUDA's allocator keeps blocks."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _run(resolved: ResolvedSettings, key: Hashable, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
+    place = locate(resolved)
+    codec = TextCodec(tokenizer := load_tokenizer(place, resolved))
+    lease: Lease[Prepared] = shares.weights.lease(key, lambda: _prepare(place, resolved, threads, shares))
     try:
-        return _assemble(resolved, shares, loaded, findings, forward, codec, threads)
+        loaded = complete(lease.value.weights, tokenizer, resolved)
+        return _start(resolved, lease, loaded, codec, threads, on_death, shares)
     except BaseException:
         shares.release(codec)
+        lease.end()
         raise
 
 
-def _assemble(
+def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shares) -> Prepared:
+    settings = resolved.settings
+    with torch.inference_mode():
+        weights = load_weights(place, resolved)
+        findings = Findings(problem="set by engine: serial")
+        if settings.engine != "serial":
+            findings = check_batching(weights.model)
+        forward: Forward | None = None
+        if findings.cost is not None and settings.fast_path == "auto":
+            forward = take_fast_path(weights.model, threads, resolved.cache_dir)
+    device = input_device(weights.model)
+    logger.info("Loaded the weights of %s", resolved.source.name)
+    return Prepared(weights, findings, forward, device, shares.cores if device.type == "cpu" else Turns())
+
+
+def _start(
     resolved: ResolvedSettings,
-    shares: Shares,
+    lease: Lease[Prepared],
     loaded: LoadedModel,
-    findings: Findings,
-    forward: Forward | None,
     codec: TextCodec,
     threads: int,
-) -> BuiltEngine:
-    settings = resolved.settings
-    vocab_size = int(loaded.model.get_input_embeddings().weight.shape[0])
-    samplers = SamplerFactory(codec, min(vocab_size, codec.vocab_size), loaded.eos_token_ids)
-    context = loaded.max_context
-    device = input_device(loaded.model)
-    host = read_host()
-    backend: BatchedBackend | SerialBackend
-    if findings.cost is None:
-        backend = SerialBackend(loaded.model, samplers, max_rows=settings.max_batch_rows)
-        how = f"one request at a time ({findings.problem})"
-    else:
-        budget = _cache_budget(device, settings.kv_cache_memory, shares, codec, host)
-        backend = BatchedBackend(
-            loaded.model,
-            samplers,
-            cost=findings.cost,
-            cache_bytes=budget,
-            max_rows=settings.max_batch_rows,
-            prefill_tokens=settings.prefill_chunk if findings.chunked else None,
-            forward=forward,
-            faults=_faults(),
-        )
-        context = backend.longest_row(context)
-        if context < 2:
-            raise LoadFailed(f"kv_cache_memory: {budget} bytes hold no row of this model")
-        origin = resolved.origins["kv_cache_memory"]
-        how = (
-            f"{'our own kernels, ' if forward else ''}up to {settings.max_batch_rows} rows at a time, "
-            f"KV cache {_size(budget)} "
-            f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
-        )
+    on_death: OnDeath | None,
+    shares: Shares,
+) -> Running:
+    settings, prepared, host = resolved.settings, lease.value, read_host()
+    vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
+    samplers = SamplerFactory(codec, vocab_size, loaded.eos_token_ids)
+    new_backend, context, how = _choose_backend(resolved, prepared, loaded, samplers, codec, host, shares)
     info = ModelInfo(
-        vocab_size=min(vocab_size, codec.vocab_size),
+        vocab_size=vocab_size,
         max_context=context,
         max_rows=settings.max_batch_rows,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
     )
-    origin = resolved.origins["threads"] if settings.threads else host.threads_origin
-    return BuiltEngine(
-        engine=EngineWorker(
-            backend,
-            codec,
-            info,
-            loaded.eos_token_ids,
-            bounds=Bounds(
-                settings.max_queue, settings.max_queue_tokens, settings.queue_timeout, settings.request_timeout
-            ),
-            threads=threads,
-            turns=shares.cores if device.type == "cpu" else None,
-            name=resolved.source.name,
-        ),
-        codec=codec,
-        info=info,
-        summary=f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})",
-        shares=shares,
+    engine = EngineWorker(
+        new_backend(),
+        codec,
+        info,
+        loaded.eos_token_ids,
+        bounds=Bounds(settings.max_queue, settings.max_queue_tokens, settings.queue_timeout, settings.request_timeout),
+        threads=threads,
+        turns=prepared.turns,
+        rebuild=partial(_rebuild, new_backend, prepared.device),
+        on_death=on_death,
+        name=resolved.source.name,
     )
+    origin = resolved.origins["threads"] if settings.threads else host.threads_origin
+    summary = f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})"
+    return Running(engine, codec, summary, lease)
+
+
+def _choose_backend(
+    resolved: ResolvedSettings,
+    prepared: Prepared,
+    loaded: LoadedModel,
+    samplers: SamplerFactory,
+    codec: TextCodec,
+    host: Host,
+    shares: Shares,
+) -> tuple[Callable[[], Backend], int, str]:
+    """What makes a backend over the weights, the context that it holds, and how it works, in words."""
+    settings, findings = resolved.settings, prepared.findings
+    if findings.cost is None:
+        if settings.engine == "batched":
+            raise LoadFailed(f"this model cannot be batched: {findings.problem}")
+        serial = partial(SerialBackend, loaded.model, samplers, max_rows=settings.max_batch_rows)
+        return serial, loaded.max_context, f"one request at a time ({findings.problem})"
+    budget = _cache_budget(prepared.device, settings.kv_cache_memory, shares, codec, host)
+    batched = partial(
+        BatchedBackend,
+        loaded.model,
+        samplers,
+        cost=findings.cost,
+        cache_bytes=budget,
+        max_rows=settings.max_batch_rows,
+        prefill_tokens=settings.prefill_chunk if findings.chunked else None,
+        forward=prepared.forward,
+        faults=_faults(),
+    )
+    context = batched().longest_row(loaded.max_context)
+    if context < 2:
+        raise LoadFailed(f"kv_cache_memory: {budget} bytes hold no row of this model")
+    origin = resolved.origins["kv_cache_memory"]
+    how = (
+        f"{'our own kernels, ' if prepared.forward else ''}up to {settings.max_batch_rows} rows at a time, "
+        f"KV cache {_size(budget)} "
+        f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
+    )
+    return batched, context, how
+
+
+def _rebuild(new_backend: Callable[[], Backend], device: torch.device) -> Backend:
+    """A fresh backend over the weights in memory. Raises what the device raises if it is lost."""
+    torch.zeros(1, device=device).item()
+    return new_backend()
 
 
 def _cache_budget(device: torch.device, asked: int | None, shares: Shares, owner: object, host: Host) -> int:

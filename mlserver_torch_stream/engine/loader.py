@@ -49,28 +49,65 @@ class LoadedModel:
     description: str
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model's files are: a folder or hub id, or a GGUF file that could not be converted."""
+
+    location: str
+    gguf_file: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What all may share who name the same files and devices; the engine may replace the model's own config later."""
+
+    model: Any
+    generation_config: Any
+    description: str
+
+
 def load_model(resolved: ResolvedSettings) -> LoadedModel:
     """Loads what ``resolved`` names. Raises LoadFailed with one line that says why."""
+    place = locate(resolved)
+    tokenizer = load_tokenizer(place, resolved)
+    return complete(load_weights(place, resolved), tokenizer, resolved)
+
+
+def locate(resolved: ResolvedSettings) -> Place:
+    """Finds the files, converting a GGUF file if need be. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
-    gguf_file: Path | None = None
-    place = source.location
-    if source.kind in ("embedded", "gguf"):
-        file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-        folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
-        gguf_file, place = (file, "") if folder is None else (None, str(folder))
-    name = source.name
-    tokenizer = _load_tokenizer(name, place, gguf_file, settings)
+    if source.kind not in ("embedded", "gguf"):
+        return Place(source.location, None)
+    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
+    return Place("", file) if folder is None else Place(str(folder), None)
+
+
+def load_weights(place: Place, resolved: ResolvedSettings) -> Weights:
+    """Raises LoadFailed."""
+    settings, name = resolved.settings, resolved.source.name
     where = f" with device_map {settings.device_map!r}" if settings.device_map is not None else ""
-    model = _attempt(f"{name}{where}", lambda: _load_weights(place, gguf_file, settings))
+    model = _attempt(f"{name}{where}", lambda: _load_weights(place.location, place.gguf_file, settings))
     model.eval()
     model.requires_grad_(False)
+    return Weights(model, model.generation_config, describe(name, model))
+
+
+def load_tokenizer(place: Place, resolved: ResolvedSettings) -> Any:
+    """Raises LoadFailed."""
+    return _load_tokenizer(resolved.source.name, place.location, place.gguf_file, resolved.settings)
+
+
+def complete(weights: Weights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
+    """The weights with what one model's settings make of them."""
+    settings = resolved.settings
     return LoadedModel(
-        model=model,
+        model=weights.model,
         tokenizer=tokenizer,
-        default_sampling={**generation_defaults(model.generation_config), **settings.default_sampling},
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-        max_context=_max_context(model, settings),
-        description=describe(name, model, resolved),
+        default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
+        eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),
+        max_context=_max_context(weights.model, settings),
+        description=f"{weights.description}; model from {resolved.origins.get('model', 'settings')}",
     )
 
 
@@ -99,14 +136,13 @@ def generation_defaults(config: Any) -> dict[str, Any]:
     return defaults
 
 
-def describe(name: str, model: Any, resolved: ResolvedSettings) -> str:
-    """One line: what is loaded, how large, where, and who said so."""
+def describe(name: str, model: Any) -> str:
+    """What is loaded, how large, and where."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
     kind = model.config.model_type
-    origin = resolved.origins.get("model", "settings")
-    return f"{name} ({kind}, {size} parameters, {dtype}) on {_devices(model)}; model from {origin}"
+    return f"{name} ({kind}, {size} parameters, {dtype}) on {_devices(model)}"
 
 
 def _devices(model: Any) -> str:
@@ -183,8 +219,8 @@ def _load_tokenizer(name: str, place: str, gguf_file: Path | None, settings: Eng
     return tokenizer
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    own = model.generation_config.eos_token_id if model.generation_config else None
+def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    own = config.eos_token_id if config else None
     ids = list(own) if isinstance(own, list | tuple) else [own]
     return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))
 

@@ -1,6 +1,6 @@
-"""How the models of one process share its memory and its cores.
+"""How the models of one process share its memory, its cores, and their weights.
 
-Knows nothing of models: promises of bytes, and turns.
+Knows nothing of models: promises of bytes, turns, and things that are made once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mlserver_torch_stream.engine.host import default_kv_budget
+from mlserver_torch_stream.engine.pool import Pool
 
 
 class Shares:
@@ -20,6 +22,8 @@ class Shares:
         self._lock = threading.Lock()
         self._promised: dict[object, int] = {}
         self.cores = Turns()
+        self.weights: Pool[Any] = Pool()
+        self.engines: Pool[Any] = Pool()
 
     def promise(self, owner: object, asked: int | None, available: int) -> int:
         """Bytes of KV cache on the host for ``owner``: what it asked for, else half of what nobody was promised."""

@@ -1,0 +1,82 @@
+"""What tells loaded weights apart: the files as they are now, and the settings that shape what is made of them.
+
+Knows nothing of how they are loaded. Files count by name, size and time: forty gigabytes take a minute to hash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from pathlib import Path
+
+from transformers.utils.hub import cached_file
+
+from mlserver_torch_stream.engine.embedded import find_embedded
+from mlserver_torch_stream.settings import ResolvedSettings
+
+_SHAPING = {
+    "revision",
+    "dtype",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "attn_implementation",
+    "quantization_config",
+    "trust_remote_code",
+    "fast_path",
+}
+
+
+def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
+    """Equal for settings that may share one copy of the weights in memory.
+
+    The kernels of the fast path keep weights of their own, made for a number of threads; the serial engine has none.
+    """
+    settings, source = resolved.settings, resolved.source
+    serial = settings.engine == "serial"
+    return (
+        source.kind,
+        source.location,
+        _files(resolved),
+        settings.model_dump_json(include=_SHAPING),
+        serial,
+        None if serial or settings.fast_path == "off" else threads,
+    )
+
+
+def engine_key(resolved: ResolvedSettings, owner: str, weights: Hashable) -> Hashable:
+    """Equal for settings under which ``owner`` needs no new engine."""
+    tokenizer = resolved.settings.tokenizer
+    return owner, weights, resolved.settings.model_dump_json(), _folder(tokenizer) if tokenizer else None
+
+
+def _files(resolved: ResolvedSettings) -> Hashable:
+    source = resolved.source
+    if source.kind == "folder":
+        return _folder(source.location)
+    if source.kind == "hub":
+        return _snapshot(source.location, resolved.settings.revision)
+    return _stamp(find_embedded(source.location) if source.kind == "embedded" else Path(source.location))
+
+
+def _folder(location: str) -> Hashable:
+    if not os.path.isdir(location):
+        return None
+    return tuple(sorted(_stamp(path) for path in Path(location).iterdir() if path.is_file()))
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    try:
+        status = path.stat()
+    except OSError:  # loading says what is wrong with it
+        return path.name, -1, -1
+    return path.name, status.st_size, status.st_mtime_ns
+
+
+def _snapshot(hub_id: str, revision: str | None) -> str | None:
+    """The folder of the commit that loading would take now; it bears the commit's name."""
+    try:
+        file = cached_file(hub_id, "config.json", revision=revision or "main")
+    except OSError:  # loading says why
+        return None
+    return os.path.dirname(file) if file else None

@@ -1,0 +1,74 @@
+"""Things that are costly to make, made once per key and shared by all who lease them.
+
+Knows nothing of models; what becomes of a thing when its last user has left is for that user to do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class Pool(Generic[V]):
+    """Any thread may lease. Who asks for what another thread is making waits for that."""
+
+    def __init__(self) -> None:
+        self.made = 0  # ever, failures left out
+        self._lock = threading.Lock()
+        self._shared: dict[Hashable, _Shared[V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
+        """Raises what ``make`` does, to all who wait for it; the next to ask tries again."""
+        with self._lock:
+            shared = self._shared.get(key)
+            mine = shared is None
+            if shared is None:
+                shared = self._shared[key] = _Shared()
+            shared.users += 1
+        if mine:
+            self._make(key, shared, make)
+        return Lease(shared.thing.result(), lambda: self._give_back(key, shared))
+
+    def _make(self, key: Hashable, shared: _Shared[V], make: Callable[[], V]) -> None:
+        try:
+            thing = make()
+        except BaseException as error:
+            with self._lock:
+                del self._shared[key]
+            shared.thing.set_exception(error)
+            return
+        self.made += 1
+        shared.thing.set_result(thing)
+
+    def _give_back(self, key: Hashable, shared: _Shared[V]) -> bool:
+        with self._lock:
+            shared.users -= 1
+            if shared.users == 0:
+                del self._shared[key]
+            return shared.users == 0
+
+
+class Lease(Generic[V]):
+    """One user's share of ``value``."""
+
+    def __init__(self, value: V, give_back: Callable[[], bool]) -> None:
+        self.value = value
+        self._give_back: Callable[[], bool] | None = give_back
+
+    def end(self) -> bool:
+        """True, once, for the last user: from now on nobody gets the same thing. Ending twice is harmless."""
+        give_back, self._give_back = self._give_back, None
+        return give_back is not None and give_back()
+
+
+class _Shared(Generic[V]):
+    def __init__(self) -> None:
+        self.users = 0
+        self.thing: Future[V] = Future()
