@@ -68,8 +68,27 @@ def code_spans(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def local_links(page: str) -> list[Path]:
-    """The files that the page links to."""
-    folder = (ROOT / page).parent
-    targets = [target.partition("#")[0] for target in _LINK.findall(read(page))]
-    return [folder / target for target in targets if target and "://" not in target]
+@dataclass(frozen=True)
+class Link:
+    """A link to a file of this repository, and to a heading in it if ``anchor`` is not empty."""
+
+    target: Path
+    anchor: str
+
+    def leads_somewhere(self) -> bool:
+        if not self.target.exists():
+            return False
+        headings = _HEADING.findall(self.target.read_text(encoding="utf-8")) if self.anchor else []
+        return not self.anchor or self.anchor in {
+            re.sub(r"[^\w-]", "", each.lower().replace(" ", "-")) for each in headings
+        }
+
+
+def local_links(page: str) -> list[Link]:
+    """The links that stay in this repository."""
+    found = []
+    for target in _LINK.findall(read(page)):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            found.append(Link((ROOT / page).parent / path if path else ROOT / page, anchor))
+    return found
