@@ -6,12 +6,21 @@ Knows neither V2 nor MLServer, and nothing of an engine beyond its interface.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, PromptJob, TokenStream
-from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
+from mlserver_torch_stream.types import (
+    ChatPrompt,
+    GenerationRequest,
+    ModelInfo,
+    Prompt,
+    TextPrompt,
+    TokenEvent,
+    TokensPrompt,
+)
 
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
 _MOST_CHARS_ON_LOOP = 4096
@@ -32,37 +41,93 @@ class Codec(Protocol):
         """Ids of the part of ``text`` that more text behind it cannot change."""
 
 
+class Watch(Protocol):
+    """Is told how one request fares; what it is told after the request's end it ignores."""
+
+    def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None:
+        """Its prompts are known to their end."""
+
+    def accepted(self) -> None:
+        """The engine has it."""
+
+    def event(self, event: TokenEvent) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+    def closed(self) -> None:
+        """Nobody reads on."""
+
+
+class Watcher(Protocol):
+    """Is told of every request before anything is done for it."""
+
+    def started(self, request: GenerationRequest) -> Watch: ...
+
+    def refused(self, request_id: str, error: BaseException) -> None:
+        """A request that could not be decoded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A loaded model's engine and codec: what turns requests into token streams."""
+    """A loaded model's engine and codec: what turns requests into token streams, each watched by ``watcher``."""
 
     engine: Engine
     codec: Codec
     info: ModelInfo
+    watcher: Watcher | None = None
 
     async def start(self, request: GenerationRequest, opened: Opened) -> None:
         """Submits all prompts of a request. Raises RequestError."""
         n = request.sampling.n
         jobs = []
-        for position, prompt in enumerate(request.prompts):
-            ids = tuple(await _off_loop_if_long(self.codec.encode, prompt))
-            jobs.append(replace(self._job(request), prompt_ids=ids, first_index=position * n))
-        opened(self.engine.submit(jobs))
+        with self._watched(request) as watch:
+            for position, prompt in enumerate(request.prompts):
+                ids = tuple(await _off_loop_if_long(self.codec.encode, prompt))
+                jobs.append(replace(self._job(request), prompt_ids=ids, first_index=position * n))
+            watch.prompted(request.prompts, sum(len(job.prompt_ids) for job in jobs))
+            opened(_Watched(self.engine.submit(jobs), watch))
 
     async def assemble(self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened) -> None:
         """Submits one prompt that comes in pieces: prefilled as they come, sealed when they end.
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece. Raises RequestError.
         """
-        stream = self.engine.submit([replace(self._job(request), open=True)])
-        opened(stream)
-        parts = [request.prompts[0]]
-        known = _KnownIds(self.codec)
-        stream.extend(await known.grow(parts[0]))
-        async for piece in pieces:
-            parts.append(piece)
-            stream.extend(await known.grow(piece))
-        stream.seal(await _off_loop_if_long(self.codec.encode, _join(parts)))
+        with self._watched(request) as watch:
+            stream = _Watched(self.engine.submit([replace(self._job(request), open=True)]), watch)
+            opened(stream)
+            parts = [request.prompts[0]]
+            known = _KnownIds(self.codec)
+            stream.extend(await known.grow(parts[0]))
+            async for piece in pieces:
+                parts.append(piece)
+                stream.extend(await known.grow(piece))
+            prompt = _join(parts)
+            ids = await _off_loop_if_long(self.codec.encode, prompt)
+            watch.prompted([prompt], len(ids))
+            stream.seal(ids)
+
+    @contextmanager
+    def decoding(self, request_id: str) -> Iterator[None]:
+        """Inside it a request is made; one that cannot be is never started, so it has to be noticed here."""
+        try:
+            yield
+        except Exception as error:
+            if self.watcher is not None:
+                self.watcher.refused(request_id, error)
+            raise
+
+    @contextmanager
+    def _watched(self, request: GenerationRequest) -> Iterator[Watch]:
+        """Whatever ends the start of a request ends its watch."""
+        watch = _NOBODY if self.watcher is None else self.watcher.started(request)
+        try:
+            yield watch
+        except (asyncio.CancelledError, GeneratorExit):
+            watch.closed()
+            raise
+        except BaseException as error:
+            watch.failed(error)
+            raise
 
     @staticmethod
     def _job(request: GenerationRequest) -> PromptJob:
@@ -73,6 +138,46 @@ class Generator:
             client=request.client,
             timeout_s=request.timeout_s,
         )
+
+
+class _Watched:
+    """A token stream whose watch sees each event when its reader takes it."""
+
+    def __init__(self, stream: TokenStream, watch: Watch) -> None:
+        self._stream = stream
+        self._watch = watch
+        self.extend = stream.extend
+        self.seal = stream.seal
+        watch.accepted()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        event = await self._stream.__anext__()
+        self._watch.event(event)
+        return event
+
+    def close(self) -> None:
+        self._stream.close()
+        self._watch.closed()
+
+
+class _Nobody:
+    """Watches nothing."""
+
+    def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None: ...
+
+    def accepted(self) -> None: ...
+
+    def event(self, event: TokenEvent) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+    def closed(self) -> None: ...
+
+
+_NOBODY = _Nobody()
 
 
 class _KnownIds:

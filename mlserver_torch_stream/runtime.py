@@ -23,7 +23,9 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server import guards
-from mlserver_torch_stream.server.metrics import ENGINES
+from mlserver_torch_stream.server.metrics import ENGINES, REQUESTS
+from mlserver_torch_stream.server.request_record import Entrance
+from mlserver_torch_stream.server.request_watch import RequestWatcher
 from mlserver_torch_stream.server.session import Session
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
@@ -55,22 +57,24 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
             logger.error(f"Cannot load model '{self.name}': {error}")
             raise MLServerError(str(error), 500) from None
         ENGINES.add(self.name, self.version, self._built.engine.stats)
+        REQUESTS.of(self.name, self.version)  # all figures are there from now on, at 0
         logger.info(f"Model '{self.name}': {self._built.summary}")
         return True
 
     async def unload(self) -> bool:
         built, self._built = self._built, None
         if built is not None:
-            ENGINES.remove(self.name, self.version, built.engine.stats)
             await asyncio.to_thread(built.shutdown)
+            ENGINES.remove(self.name, self.version, built.engine.stats)
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         answer: V2Answer | None = None
         try:
-            generator = self.generator()
+            generator = self.generator(Entrance.GRPC_UNARY)
             request_id = payload.id or str(uuid4())
-            request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
+            with generator.decoding(request_id):
+                request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
             answer = V2Answer(request, self._model_name(), partial(generator.start, request))
             return await answer.whole()
         except RequestError as error:
@@ -82,7 +86,7 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: Session | None = None
         try:
-            session = Session(self.generator(), self._model_name(), payloads)
+            session = Session(self.generator(Entrance.GRPC_STREAM), self._model_name(), payloads)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -92,11 +96,12 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
             if session is not None:
                 session.close()
 
-    def generator(self) -> Generator:
+    def generator(self, entrance: Entrance) -> Generator:
         """What turns requests into token streams. Raises NotServing."""
         if self._built is None:
             raise NotServing(f"model '{self.name}' is not loaded")
-        return Generator(self._built.engine, self._built.codec, self._built.info)
+        watcher = RequestWatcher(self.name, self.version, entrance)
+        return Generator(self._built.engine, self._built.codec, self._built.info, watcher)
 
     def _model_name(self) -> ModelName:
         return ModelName(self.name, self.version)

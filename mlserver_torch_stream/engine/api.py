@@ -6,7 +6,7 @@ Knows no tensor: the modules on either side of it meet here.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
@@ -48,6 +48,20 @@ class EngineStats:
     cancelled_sequences: int = 0  # their stream was closed
     timed_out_sequences: int = 0
     zombie_steps: int = 0  # rows decoded in a step that began after their stream was closed
+
+    def counting_on(self, before: EngineStats) -> EngineStats:
+        """With the counts of what was in this one's place before."""
+        return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
+
+
+COUNTERS = (
+    "decode_steps",
+    "prefill_tokens",
+    "generated_tokens",
+    "cancelled_sequences",
+    "timed_out_sequences",
+    "zombie_steps",
+)
 
 
 class TokenStream(Protocol):

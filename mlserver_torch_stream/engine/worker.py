@@ -92,6 +92,7 @@ class EngineWorker:
         self._taken = 0  # of them, handed to the backend
         self._cancelled = 0  # sequences
         self._timed_out = 0
+        self._before = EngineStats()  # what backends counted that died
         self._draining = False
         self._stopping = False
         self._last_word = threading.Lock()  # between who posts and the thread that ends
@@ -184,7 +185,8 @@ class EngineWorker:
             job.grow(prompt_ids, whole)
 
     def stats(self) -> EngineStats:
-        return replace(self._backend.stats(), cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
+        stats = self._backend.stats().counting_on(self._before)
+        return replace(stats, cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
 
     def drain(self) -> None:
         self._draining = True
@@ -258,6 +260,8 @@ class EngineWorker:
             self._dead = error  # before the streams end: who is told of it finds `alive` false
         else:
             logger.error("the engine was started anew")
+        if backend is not None:
+            self._before = self._backend.stats().counting_on(self._before)
         self._backend = backend or _Remains(self._backend.stats())
         self._take_in(last=backend is None)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))

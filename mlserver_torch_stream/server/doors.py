@@ -34,6 +34,8 @@ from mlserver_torch_stream.server.body import ClientLeft, read_object
 from mlserver_torch_stream.server.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.refusal import as_invalid_input, as_refusal, send_json
+from mlserver_torch_stream.server.request_record import Entrance
+from mlserver_torch_stream.server.request_watch import RequestWatcher
 from mlserver_torch_stream.server.sse import EventStream
 from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
 
@@ -45,7 +47,7 @@ class TokenModel(Protocol):
     version: str | None
     settings: ModelSettings
 
-    def generator(self) -> Generator:
+    def generator(self, entrance: Entrance) -> Generator:
         """Raises NotServing."""
 
 
@@ -57,6 +59,10 @@ class Door:
     options: ServerOptions
     streaming: bool
     flat: bool
+
+    @property
+    def entrance(self) -> Entrance:
+        return Entrance.REST_STREAM if self.streaming else Entrance.REST_UNARY
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = _Visit(self, scope, receive, send)
@@ -70,6 +76,7 @@ class Door:
             if not visit.left:
                 raise
         except Exception as error:
+            visit.notice(error)
             await as_refusal(error).send(send)
 
 
@@ -83,6 +90,9 @@ class _Visit:
     def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
         self.name: str = scope["path_params"]["model_name"]
         self.left = False
+        self._model: TokenModel | None = None
+        self._request_id = ""
+        self._opened = False
         self._version: str | None = scope["path_params"].get("model_version")
         self._door = door
         self._scope = scope
@@ -92,10 +102,17 @@ class _Visit:
     async def serve(self) -> None:
         data_plane = self._door.data_plane
         # An unknown one is 404, and no metric bears its name.
-        await data_plane._model_registry.get_model(self.name, self._version)
+        self._model = await data_plane._model_registry.get_model(self.name, self._version)
         body = await read_object(self._scope, self._receive, self._door.options.max_body_bytes)
+        self._request_id = str(body.get("id") or "")
         async with data_plane._infer_contextmanager(self.name, self._version) as model:
             await (self._stream if self._door.streaming else self._unary)(model, body)
+
+    def notice(self, error: Exception) -> None:
+        """What fails before there is an answer is noticed here; later its watch has noticed it."""
+        if self._model is not None and not self._opened:
+            watcher = RequestWatcher(self._model.name, self._model.version, self._door.entrance)
+            watcher.refused(self._request_id, error)
 
     async def _unary(self, model: TokenModel, body: dict[str, Any]) -> None:
         answer, flat = self._open(model, body)
@@ -120,7 +137,7 @@ class _Visit:
 
     def _open(self, model: TokenModel, body: dict[str, Any]) -> tuple[V2Answer, bool]:
         """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
-        generator = model.generator()
+        generator = model.generator(self._door.entrance)
         flat = self._door.flat and is_flat(body)
         try:
             payload = as_v2_request(body) if flat else InferenceRequest.model_validate(body)
@@ -129,6 +146,7 @@ class _Visit:
         insert_headers(payload, dict(Headers(scope=self._scope)))
         request_id = payload.id or str(uuid4())
         request = decode_request(payload, generator.info, streaming=self._door.streaming, request_id=request_id)
+        self._opened = True
         start = partial(generator.start, request)
         return V2Answer(request, ModelName(model.name, model.version), start, request_index=None), flat
 

@@ -18,7 +18,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import routes
+from mlserver_torch_stream.server import routes, telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
@@ -39,7 +39,9 @@ def install() -> None:
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
         if getattr(model, "streams_tokens", False) and not getattr(server, _MARK, False):
             setattr(server, _MARK, True)
-            routes.install(server, _options())
+            options = _options()
+            routes.install(server, options)
+            telemetry.install(server, options)
             warn_of_server_settings(server._settings)
         return await original(server, model)
 

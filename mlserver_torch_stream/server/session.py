@@ -52,8 +52,12 @@ class Session:
         if self._running is not None:
             self._running.close()
 
-    def _decode(self, payload: InferenceRequest, request_id: str) -> GenerationRequest:
-        return decode_request(payload, self._generator.info, streaming=True, request_id=request_id)
+    def _decode(self, payload: InferenceRequest, request_id: str, mode: StreamMode | None = None) -> GenerationRequest:
+        with self._generator.decoding(request_id):
+            request = decode_request(payload, self._generator.info, streaming=True, request_id=request_id)
+            if mode not in (None, request.stream_mode):
+                raise InvalidInput("stream_mode", "differs from that of the stream's first message")
+            return request
 
     async def _messages(self, first: GenerationRequest) -> AsyncIterator[InferenceRequest | GenerationRequest]:
         yield first
@@ -65,9 +69,7 @@ class Session:
             return V2Answer(message, self._model, partial(self._generator.start, message), index)
         request_id = f"{self._request_id}-{index}"
         try:
-            request = self._decode(message, request_id)
-            if request.stream_mode is not StreamMode.EACH:
-                raise InvalidInput("stream_mode", "differs from that of the stream's first message")
+            request = self._decode(message, request_id, StreamMode.EACH)
         except InvalidInput as error:
             placeholder = GenerationRequest(request_id, (TextPrompt(""),))
             return V2Answer(placeholder, self._model, partial(_refuse, error), index)
