@@ -6,7 +6,6 @@ module at any time, so it holds no state.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -24,11 +23,15 @@ from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_me
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server import guards
 from mlserver_torch_stream.server.metrics import ENGINES, REQUESTS
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.request_record import Entrance
 from mlserver_torch_stream.server.request_watch import RequestWatcher
 from mlserver_torch_stream.server.session import Session
 from mlserver_torch_stream.server.status import as_server_error
+from mlserver_torch_stream.server.stay import OnDeath, Stay
+from mlserver_torch_stream.server.threads import in_thread
 from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.visits import Visits
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -47,25 +50,44 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
         guards.keep_out_of_the_cache(settings)
         self.inputs = input_metadata()
         self.outputs = output_metadata()
-        self._built: BuiltEngine | None = None
+        self._stay: Stay[BuiltEngine] = Stay(settings.name)
+
+    @property
+    def ready(self) -> bool:
+        """What MLServer set after loading, as long as it is true."""
+        return self._loaded and self.trouble is None
+
+    @ready.setter
+    def ready(self, loaded: bool) -> None:
+        self._loaded = loaded
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the model is not ready."""
+        return self._stay.trouble
+
+    @property
+    def visits(self) -> Visits:
+        return self._stay.visits
 
     async def load(self) -> bool:
         try:
             guards.refuse_worker_process()
-            self._built = await asyncio.to_thread(_build, self.settings)
-        except (SettingsError, LoadFailed) as error:
+            built = await self._stay.begin(partial(_build, self.settings))
+        except (SettingsError, LoadFailed, NotServing) as error:
             logger.error(f"Cannot load model '{self.name}': {error}")
             raise MLServerError(str(error), 500) from None
-        ENGINES.add(self.name, self.version, self._built.engine.stats)
+        ENGINES.add(self.name, self.version, built.engine.stats)
         REQUESTS.of(self.name, self.version)  # all figures are there from now on, at 0
-        logger.info(f"Model '{self.name}': {self._built.summary}")
+        logger.info(f"Model '{self.name}': {built.summary}")
         return True
 
     async def unload(self) -> bool:
-        built, self._built = self._built, None
+        built = await self._stay.end(read_options().drain_grace)
         if built is not None:
-            await asyncio.to_thread(built.shutdown)
             ENGINES.remove(self.name, self.version, built.engine.stats)
+            del built
+            await in_thread(_reclaim)
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
@@ -78,7 +100,7 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
             answer = V2Answer(request, self._model_name(), partial(generator.start, request))
             return await answer.whole()
         except RequestError as error:
-            raise as_server_error(error, streaming=False) from error
+            raise as_server_error(error, streaming=False) from None
         finally:
             if answer is not None:
                 answer.close()
@@ -86,11 +108,11 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: Session | None = None
         try:
-            session = Session(self.generator(Entrance.GRPC_STREAM), self._model_name(), payloads)
+            session = Session(self.generator(Entrance.GRPC_STREAM), self._model_name(), payloads, self.visits)
             async for response in await session.open():
                 yield response
         except RequestError as error:
-            raise as_server_error(error, streaming=True) from error
+            raise as_server_error(error, streaming=True) from None
         finally:
             # Synchronous: this may run in a task that cannot wait, when the client has left.
             if session is not None:
@@ -98,19 +120,23 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
 
     def generator(self, entrance: Entrance) -> Generator:
         """What turns requests into token streams. Raises NotServing."""
-        if self._built is None:
-            raise NotServing(f"model '{self.name}' is not loaded")
-        watcher = RequestWatcher(self.name, self.version, entrance)
-        return Generator(self._built.engine, self._built.codec, self._built.info, watcher)
+        built = self._stay.built
+        return Generator(built.engine, built.codec, built.info, RequestWatcher(self.name, self.version, entrance))
 
     def _model_name(self) -> ModelName:
         return ModelName(self.name, self.version)
 
 
-def _build(settings: ModelSettings) -> BuiltEngine:
+def _build(settings: ModelSettings, on_death: OnDeath) -> BuiltEngine:
     from mlserver_torch_stream.engine.build import build_engine  # imports torch: seconds, so not on the event loop
 
-    return build_engine(_resolve(settings))
+    return build_engine(_resolve(settings), f"{settings.name}/{settings.version or ''}", on_death)
+
+
+def _reclaim() -> None:
+    from mlserver_torch_stream.engine.build import reclaim_memory
+
+    reclaim_memory()
 
 
 def _resolve(settings: ModelSettings) -> ResolvedSettings:

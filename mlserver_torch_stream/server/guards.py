@@ -18,7 +18,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import routes, telemetry
+from mlserver_torch_stream.server import ending, readiness, routes, telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
@@ -31,6 +31,8 @@ def install() -> None:
     Idempotent.
     """
     extend_grpc_codes()
+    ending.install()
+    readiness.install()
     original = RESTServer.add_custom_handlers
     if getattr(original, _MARK, False):
         return
@@ -42,6 +44,8 @@ def install() -> None:
             options = _options()
             routes.install(server, options)
             telemetry.install(server, options)
+            readiness.add_routes(server)
+            ending.take_signals()
             warn_of_server_settings(server._settings)
         return await original(server, model)
 

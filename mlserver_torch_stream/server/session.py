@@ -17,6 +17,7 @@ from mlserver_torch_stream.protocol.v2_pieces import decode_piece
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server.answers import Answers
 from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.visits import Visits, until
 from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
 
 
@@ -27,10 +28,13 @@ class Session:
     most as many requests are open at once as a batch has rows; the next message is read when one of them has ended.
     """
 
-    def __init__(self, generator: Generator, model: ModelName, payloads: AsyncIterator[InferenceRequest]) -> None:
+    def __init__(
+        self, generator: Generator, model: ModelName, payloads: AsyncIterator[InferenceRequest], visits: Visits
+    ) -> None:
         self._generator = generator
         self._model = model
         self._payloads = payloads
+        self._visits = visits
         self._request_id = ""
         self._running: Answers[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = None
 
@@ -61,7 +65,7 @@ class Session:
 
     async def _messages(self, first: GenerationRequest) -> AsyncIterator[InferenceRequest | GenerationRequest]:
         yield first
-        async for payload in self._payloads:
+        async for payload in until(self._visits.refusing, self._payloads):
             yield payload
 
     def _answer(self, message: InferenceRequest | GenerationRequest, index: int) -> V2Answer:
@@ -79,7 +83,7 @@ class Session:
         await self._generator.assemble(request, self._pieces(request), opened)
 
     async def _pieces(self, request: GenerationRequest) -> AsyncIterator[Prompt]:
-        async for payload in self._payloads:
+        async for payload in until(self._visits.aborting, self._payloads):
             yield decode_piece(payload, request, self._generator.info)
 
 

@@ -74,8 +74,7 @@ async def _cancelled(call: Awaitable[object], runtime: TorchStreamRuntime) -> No
 
 
 def _stats(runtime: TorchStreamRuntime) -> EngineStats:
-    assert runtime._built is not None
-    stats: EngineStats = runtime._built.engine.stats()
+    stats: EngineStats = runtime._stay.built.engine.stats()
     return stats
 
 

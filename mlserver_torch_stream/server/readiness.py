@@ -1,0 +1,110 @@
+"""Readiness that tells the truth, and who may enter: our models answer for themselves where MLServer would say 400.
+
+Knows nothing of why a model is not ready. Other models' readiness and requests stay MLServer's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from mlserver import MLModel
+from mlserver.context import model_context
+from mlserver.handlers import DataPlane
+from mlserver.rest.server import RESTServer
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.routes import find_model
+
+_MARK = "_torch_stream_readiness"
+_NAME = "torch_stream:ready"
+_PATHS = (
+    "/v2/health/ready",
+    "/v2/models/{model_name}/ready",
+    "/v2/models/{model_name}/versions/{model_version}/ready",
+)
+
+
+def install() -> None:
+    """Lets requests to our models in whether they are ready or not: they refuse with a status of their own. Idempotent.
+
+    MLServer refuses with 400, at which Seldon Core 2 loads the model anew; and it knows no model that still takes
+    requests but wants no new ones to be routed to it.
+    """
+    original = DataPlane._infer_contextmanager
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    @asynccontextmanager
+    async def enter(data_plane: DataPlane, name: str, version: str | None = None) -> AsyncIterator[MLModel]:
+        model = find_model(data_plane._model_registry, name, version)
+        if model is None or not is_ours(model):
+            async with original(data_plane, name, version) as model:
+                yield model
+            return
+        labels = {"model": name, "version": version}
+        seconds = data_plane._ModelInferRequestDuration.labels(**labels).time()
+        failures = data_plane._ModelInferRequestFailure.labels(**labels).count_exceptions()
+        with seconds, failures, model.visits.one():
+            with model_context(model.settings):
+                yield model
+            data_plane._ModelInferRequestSuccess.labels(**labels).inc()
+
+    setattr(enter, _MARK, True)
+    DataPlane._infer_contextmanager = enter
+
+
+def add_routes(server: RESTServer) -> None:
+    """Puts our routes for readiness before MLServer's. Idempotent."""
+    routes = server._app.router.routes
+    if not any(getattr(route, "name", None) == _NAME for route in routes):
+        routes[:0] = [_ReadyRoute(path, server._data_plane) for path in _PATHS]
+
+
+def is_ours(model: MLModel) -> bool:
+    return bool(getattr(model, "streams_tokens", False))
+
+
+class _ReadyRoute(Route):
+    """Matches only where a model of ours is not ready; MLServer's own route answers everything else."""
+
+    def __init__(self, path: str, data_plane: DataPlane) -> None:
+        super().__init__(path, self._refuse, name=_NAME)
+        self._data_plane = data_plane
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is Match.FULL:
+            trouble = self._trouble(child["path_params"])
+            if trouble is not None:
+                child["torch_stream.trouble"] = trouble
+                return match, child
+        return Match.NONE, {}
+
+    def _trouble(self, path: dict[str, str]) -> str | None:
+        if "model_name" in path:
+            asked = [find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))]
+        else:
+            asked = _all_models(self._data_plane)
+        ours = (model for model in asked if model is not None and is_ours(model))
+        return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
+
+    @staticmethod
+    async def _refuse(request: Request) -> Response:
+        headers = {"retry-after": str(NotServing.retry_after)}
+        return JSONResponse({"error": request.scope["torch_stream.trouble"]}, NotServing.status, headers)
+
+
+def _all_models(data_plane: DataPlane) -> list[MLModel]:
+    found: list[MLModel] = []
+    for versions in data_plane._model_registry._models.values():
+        found += versions._versions.values()
+        if versions.default is not None and not versions.default.version:
+            found.append(versions.default)
+    return found

@@ -1,0 +1,102 @@
+"""One model's stay in this process: its engine is built off the loop, is there or not, and is seen off at the end.
+
+Knows nothing of settings or requests: it is given what builds an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from mlserver_torch_stream.engine.api import Engine
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.threads import in_thread
+from mlserver_torch_stream.server.visits import Visits
+
+OnDeath = Callable[[BaseException], None]
+
+
+class Built(Protocol):
+    """An engine that may have other users."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def give_back(self) -> bool:
+        """True if nobody else uses the engine, nor ever will: then it is to be shut down."""
+
+    def shutdown(self) -> None:
+        """Blocks."""
+
+
+B = TypeVar("B", bound=Built)
+
+
+class Stay(Generic[B]):
+    """A ``Member`` of the lifecycle."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.visits = Visits()
+        self.over = False
+        self._built: B | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        return None if self._built is None else self._built.engine
+
+    @property
+    def built(self) -> B:
+        """Raises NotServing."""
+        if self._built is None or self.over:
+            raise NotServing(f"model '{self.name}' is {'unloaded' if self.over else 'loading'}")
+        return self._built
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the model is not ready; None if it is."""
+        if LIFECYCLE.leaving is not None:
+            return LIFECYCLE.leaving
+        if self.over:
+            return "it is unloaded"
+        if self._built is None:
+            return "it is loading"
+        return None if self._built.engine.alive else "its engine died"
+
+    async def begin(self, build: Callable[[OnDeath], B]) -> B:
+        """Builds the engine. Raises what ``build`` does, or NotServing if the process is to end before it is done."""
+        loop = asyncio.get_running_loop()
+        LIFECYCLE.join(self)
+        building = in_thread(lambda: build(lambda error: LIFECYCLE.engine_died(self.name, error, loop)))
+        building.add_done_callback(self._take)
+        try:
+            await LIFECYCLE.unless_leaving(asyncio.shield(building))
+            return self.built
+        except BaseException:
+            self.over = True  # what is built too late is given back at once
+            raise
+
+    async def end(self, grace: float) -> B | None:
+        """Gives the engine back: at once where a successor goes on with it, else when the last request has ended.
+
+        Returns what was shut down, if so.
+        """
+        self.over = True
+        built = self._built
+        if built is None or not built.give_back():
+            return None
+        await LIFECYCLE.see_off([self, *LIFECYCLE.members(built.engine)], grace)
+        await in_thread(built.shutdown)
+        self._built = None
+        return built
+
+    def _take(self, building: asyncio.Future[B]) -> None:
+        if building.cancelled() or building.exception() is not None:
+            return
+        built = building.result()
+        if not self.over:
+            self._built = built
+        elif built.give_back():
+            in_thread(built.shutdown)

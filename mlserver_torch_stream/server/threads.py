@@ -1,0 +1,43 @@
+"""Blocking work in a thread that never keeps the process from ending.
+
+Knows nothing of the work. The event loop's own threads are joined at exit, also when they load a model for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The future result of ``work``, which has the caller's context variables."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(set_it: Callable[[], None]) -> None:
+        if not future.done():
+            set_it()
+
+    def run() -> None:
+        try:
+            result = context.run(work)
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            _post(loop, lambda: settle(lambda: future.set_exception(failure)))
+        else:
+            _post(loop, lambda: settle(lambda: future.set_result(result)))
+
+    threading.Thread(target=run, name="model", daemon=True).start()
+    return future
+
+
+def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(action)
