@@ -212,6 +212,25 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
         run(scenario(engine))
 
 
+def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel, watch: Watch) -> None:
+    """Also while the step that admitted it is still under way: a step may be long."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        holding = asyncio.create_task(watch.hold())
+        await asyncio.sleep(0)
+        streams = [engine.submit([PromptJob(prompt_of(30), greedy(3))])]
+        await holding
+        streams.append(engine.submit([PromptJob(prompt_of(5), greedy(3))]))
+        with pytest.raises(QueueFull):
+            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        watch.let_go()
+        for stream in streams:
+            assert [event async for event in stream][-1].finish_reason is not None
+
+    with running(model, max_rows=1, max_queue=1) as engine:
+        run(scenario(engine))
+
+
 def test_after_shutdown_nothing_is_accepted(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineWorker) -> None:
         with pytest.raises(NotServing):

@@ -355,6 +355,22 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
         run(scenario(engine))
 
 
+def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedModel) -> None:
+    """The engine ends between the question whether it lives and the handing over: nobody would ever answer."""
+
+    class Late(tuple):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[int]:
+            engine.shutdown()
+            return super().__iter__()
+
+    async def scenario() -> None:
+        with pytest.raises(NotServing):
+            engine.submit([PromptJob(Late(prompt_of(3)), greedy(2))])
+
+    with running(model) as engine:
+        run(scenario(), timeout=10)
+
+
 def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None:
     """Submits race with the end of the thread: each is refused or gets its last event, none waits for ever."""
 
