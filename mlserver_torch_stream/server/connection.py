@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -18,6 +19,7 @@ _KEY = "mlserver_torch_stream.transport"
 # reader that stalls is noticed after about 3 MB.
 _UNSENT_BYTES = 16 * 1024
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: what the kernel still holds goes too
 
 
 class NotesTransport:
@@ -34,18 +36,24 @@ class NotesTransport:
 
 def notice_lag_early(scope: Scope) -> None:
     """Lets back-pressure begin after some kilobytes rather than megabytes."""
-    transport = scope.get(_KEY)
-    connection = transport.get_extra_info("socket") if transport is not None else None
-    if connection is not None and _NOTSENT_LOWAT is not None:
-        with suppress(OSError):  # no TCP socket
-            connection.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
+    if _NOTSENT_LOWAT is not None:
+        _set_option(scope, socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def abort(scope: Scope) -> None:
     """Drops the connection with all that its client has not read. Closing it would wait for the client to read."""
     transport = scope.get(_KEY)
     if transport is not None:
+        _set_option(scope, socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         transport.abort()
+
+
+def _set_option(scope: Scope, level: int, option: int, value: int | bytes) -> None:
+    transport = scope.get(_KEY)
+    connection = transport.get_extra_info("socket") if transport is not None else None
+    if connection is not None:
+        with suppress(OSError):  # no TCP socket
+            connection.setsockopt(level, option, value)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from tests.server.harness import MODULE_SPELLING, Model, Server, serve
 
 QUIET = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+SMALL_BODY = 20_000  # bytes that ``slow`` takes
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,20 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def stub(server: Server) -> Iterator[GRPCInferenceServiceStub]:
     with grpc.insecure_channel(server.grpc_target) as channel:
         yield GRPCInferenceServiceStub(channel)
+
+
+@pytest.fixture(scope="session")
+def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Every step takes its time and every bound is small; ``narrow`` has one row and one place in its queue."""
+    environment = {
+        "MLSERVER_TORCH_STREAM_FAULTS": "prefill:1:slow=0.3,decode:1:slow=0.02",
+        "MLSERVER_TORCH_STREAM_KEEP_ALIVE": "0.05",
+        "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "0.5",
+        "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(SMALL_BODY),
+    }
+    models = [
+        Model("tiny", str(tiny_model)),
+        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_batch_rows": 1}),
+    ]
+    with serve(tmp_path_factory.mktemp("slow") / "models", models, settings=QUIET, environment=environment) as running:
+        yield running

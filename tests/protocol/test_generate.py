@@ -1,0 +1,155 @@
+"""The flat generate spelling: read as the V2 request it stands for, answered side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
+from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
+from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.types import (
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    ReplyOptions,
+    SamplingParameters,
+    TextPrompt,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from tests.protocol.wire import over_rest, text
+
+_REQUEST = GenerationRequest("r1", (TextPrompt("Say: "),))
+_EVENTS = (
+    TokenEvent(0, "hé", (7,), (TokenLogprob(7, -0.5),), -0.5),
+    TokenEvent(0, "!", (8,), (TokenLogprob(8, -1.0),), -1.5, FinishReason.STOP, Usage(4, 2)),
+)
+
+
+def _decode(body: dict[str, Any], info: ModelInfo, *, streaming: bool = False) -> GenerationRequest:
+    return decode_request(as_v2_request(body), info, streaming=streaming, request_id="r")
+
+
+def _flat(body: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(orjson.dumps(as_flat_reply(body)))
+    return read
+
+
+def _unary(request: GenerationRequest, *events: TokenEvent) -> dict[str, Any]:
+    reply = UnaryReply(request, "model", "v1")
+    for event in events:
+        reply.add(event)
+    return _flat(reply.body())
+
+
+def test_only_a_text_input_at_the_top_makes_a_body_flat() -> None:
+    assert is_flat({"text_input": "x"})
+    assert not is_flat({"inputs": [{"name": "text_input"}], "parameters": {"text_input": "x"}})
+
+
+def test_parameters_stand_at_the_top_or_nested(info: ModelInfo) -> None:
+    top = _decode({"text_input": "x", "max_tokens": 5, "top_p": 0.5, "stop": ["a", "b"]}, info)
+    nested = _decode({"text_input": "x", "parameters": {"max_tokens": 5, "top_p": 0.5, "stop": ["a", "b"]}}, info)
+    assert top == nested
+    assert top.prompts == (TextPrompt("x"),)
+    assert (top.sampling.max_tokens, top.sampling.top_p, top.sampling.stop) == (5, 0.5, ("a", "b"))
+
+
+def test_it_means_the_same_as_in_tensors(info: ModelInfo) -> None:
+    parameters = {"temperature": 0.7, "seed": 3, "sampling_parameters": {"max_tokens": 4}, "return_logprobs": True}
+    tensors = over_rest(text("x", "y"), parameters=parameters)
+    assert _decode({"text_input": ["x", "y"], **parameters}, info) == decode_request(
+        tensors, info, streaming=False, request_id="r"
+    )
+
+
+def test_its_id_is_the_requests() -> None:
+    assert as_v2_request({"text_input": "x", "id": "mine"}).id == "mine"
+    assert as_v2_request({"text_input": "x"}).id is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"text_input": 3}, "text_input"),
+        ({"text_input": [["x"]]}, "text_input"),
+        ({"text_input": []}, "text_input"),
+        ({"text_input": ""}, "text_input"),
+        ({"text_input": "x", "max_tokens": 0}, "max_tokens"),
+        ({"text_input": "x", "max_tokenz": 1}, "max_tokenz"),
+        ({"text_input": "x", "parameters": {"max_tokenz": 1}}, "max_tokenz"),
+        ({"text_input": "x", "parameters": [1]}, "parameters"),
+        ({"text_input": "x", "max_tokens": 1, "parameters": {"max_tokens": 2}}, "max_tokens"),
+        ({"text_input": "x", "max_tokens": 1, "parameters": {"max_new_tokens": 2}}, "max_new_tokens"),
+        ({"text_input": "x", "prompt": "y"}, "prompt"),
+        ({"text_input": "x", "messages": []}, "messages"),
+        ({"text_input": "x", "inputs": []}, "inputs"),
+        ({"text_input": "x", "tools": []}, "tools"),
+        ({"text_input": "x", "id": 7}, "id"),
+        ({"text_input": "x", "stream": True}, "stream"),
+        ({"text_input": "x", "lora_name": "l"}, "lora_name"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], field: str, info: ModelInfo) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        _decode(body, info)
+    assert field in str(caught.value)
+
+
+def test_a_delta_is_exactly_this() -> None:
+    reply = StreamReply(_REQUEST, "model", "v1")
+    assert _flat(reply.body(_EVENTS[0])) == {
+        "model_name": "model",
+        "model_version": "v1",
+        "id": "r1",
+        "text_output": "hé",
+        "index": 0,
+        "chunk_index": 0,
+        "triton_final_response": False,
+    }
+    last = _flat(reply.body(_EVENTS[1]))
+    assert (last["text_output"], last["finish_reason"], last["triton_final_response"]) == ("!", "stop", True)
+    assert (last["num_input_tokens"], last["num_output_tokens"]) == (4, 2)
+
+
+def test_a_whole_reply_has_scalars_for_one_sequence_and_lists_for_several() -> None:
+    one = _unary(_REQUEST, *_EVENTS)
+    assert (one["text_output"], one["finish_reason"]) == ("hé!", "stop")
+    events = [TokenEvent(index, str(index), finish_reason=FinishReason.LENGTH) for index in range(2)]
+    two = _unary(replace(_REQUEST, sampling=SamplingParameters(n=2)), *events)
+    assert (two["text_output"], two["finish_reason"]) == (["0", "1"], ["length", "length"])
+
+
+def test_ids_are_always_a_list_and_logprobs_are_objects() -> None:
+    asked = replace(_REQUEST, reply=ReplyOptions(token_ids=True, logprobs=True))
+    reply = StreamReply(asked, "model")
+    first = _flat(reply.body(_EVENTS[0]))
+    assert first["token_ids"] == [7]
+    assert first["logprobs"] == [{"token_id": 7, "logprob": -0.5, "top": []}]
+    assert _unary(asked, *_EVENTS)["token_ids"] == [7, 8]
+
+
+def test_a_failure_is_said_on_the_final_reply_only() -> None:
+    reply = StreamReply(replace(_REQUEST, sampling=SamplingParameters(n=2)), "model")
+    failed = TokenEvent(1, finish_reason=FinishReason.ERROR, error=RuntimeError("broken"))
+    first = reply.body(failed)
+    last = reply.body(TokenEvent(0, "x", finish_reason=FinishReason.STOP))
+    assert "error" not in first and first["parameters"]["error"] == "broken"
+    assert last["error"] == "broken" and last["parameters"]["triton_final_response"] and last["outputs"]
+    assert _flat(last)["error"] == "broken"
+
+
+def test_giving_up_ends_what_is_open_and_says_why() -> None:
+    reply = StreamReply(replace(_REQUEST, sampling=SamplingParameters(n=3)), "model")
+    reply.body(TokenEvent(1, "x", finish_reason=FinishReason.STOP))
+    bodies = reply.fail(RuntimeError("broken"))
+    assert [body["parameters"]["index"] for body in bodies] == [0, 2]
+    assert ["error" in body for body in bodies] == [False, True]
+    assert reply.fail(RuntimeError("again")) == []

@@ -1,0 +1,49 @@
+"""REST over a bare socket, for what no HTTP client would do: stop reading, leave early, send odd bytes.
+
+Knows HTTP/1.1 just well enough.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from tests.server.harness import HOST, Server
+from tests.server.v2 import TIMEOUT_S
+
+
+@contextmanager
+def connected(server: Server, *, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    with closing(socket.socket()) as connection:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(TIMEOUT_S)
+        connection.connect((HOST, server.http_port))
+        yield connection
+
+
+def post(path: str, body: Mapping[str, Any] | bytes, *headers: str) -> bytes:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(path, f"Content-Length: {len(raw)}", *headers) + raw
+
+
+def head(path: str, *headers: str) -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", f"Host: {HOST}", *headers, "", ""]).encode()
+
+
+def chunked(parts: Iterable[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the server ends the connection, in whatever way."""
+    received = b""
+    try:
+        while part := connection.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received

@@ -1,0 +1,221 @@
+"""A stream's status, its silence, its failures and its reader, against servers with faults asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlserver_torch_stream import client
+from mlserver_torch_stream.client import EventParser
+from tests.server import raw, v2
+from tests.server.conftest import QUIET
+from tests.server.harness import Model, Server, serve
+
+_STREAMS = ("infer_stream", "generate_stream")
+_DOORS = ("infer", "generate", *_STREAMS)
+_LONG = {"max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Each model's 40th decode step fails, long after the first token was sent, then its third prefill."""
+    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01,decode:40:raise,prefill:3:raise"}
+    models = [Model(name, str(tiny_model), extra={"max_context": 1000 + i}) for i, name in enumerate("abc")]
+    folder = tmp_path_factory.mktemp("failing") / "models"
+    with serve(folder, models, settings=QUIET, environment=environment) as running:
+        yield running
+
+
+def _post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/v2/models/{path}", json=body, timeout=v2.TIMEOUT_S)
+
+
+def _events(content: bytes) -> list[dict[str, Any]]:
+    return [json.loads(event) for event in EventParser().feed(content)]
+
+
+# --- the first byte ---
+
+
+@pytest.mark.parametrize("door", _DOORS)
+def test_a_refused_stream_has_a_status_and_json(server: Server, door: str) -> None:
+    response = _post(server, f"tiny/{door}", v2.rest_body("Hello", max_tokenz=3))
+    assert response.status_code == 422 and "max_tokenz" in response.json()["error"]
+    assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("door", _STREAMS)
+def test_a_stream_says_that_it_may_not_be_collected(server: Server, door: str) -> None:
+    response = _post(server, f"tiny/{door}", v2.rest_body("Hello", max_tokens=3))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert b"[DONE]" not in response.content
+
+
+@pytest.mark.parametrize("door", _DOORS)
+def test_time_that_is_over_before_the_first_token_is_504(slow: Server, door: str) -> None:
+    body = v2.rest_body(inputs=[v2.bytes_tensor("role", "user"), v2.bytes_tensor("content", "Hi")], timeout=1)
+    response = _post(slow, f"tiny/{door}", body)
+    assert response.status_code == 504 and response.json()["error"]
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(slow: Server) -> None:
+    with (
+        closing(client.stream(slow.url, "narrow", "Hello", **_LONG)) as running,
+        raw.connected(slow) as waiting,
+    ):
+        next(running)
+        waiting.sendall(raw.post("/v2/models/narrow/infer", v2.rest_body("Hello", **_LONG)))
+        slow.wait_for("narrow", lambda now: now["waiting_jobs"] == 1)
+        for door in _DOORS:
+            refused = _post(slow, f"narrow/{door}", v2.rest_body("Hello"))
+            assert refused.status_code == 429 and refused.json()["error"]
+            assert int(refused.headers["retry-after"]) >= 1
+    slow.wait_for("narrow", lambda now: now["running_rows"] == now["waiting_jobs"] == 0)
+
+
+# --- silence ---
+
+
+def test_a_long_prefill_is_bridged_by_comments(slow: Server) -> None:
+    response = _post(slow, "tiny/infer_stream", v2.rest_body("Hello", max_tokens=2))
+    assert response.content.startswith(b": ping\n\n")
+    replies = [v2.rest_reply(event) for event in _events(response.content)]
+    assert replies[-1].final and replies[-1].outputs["num_output_tokens"] == [2]
+
+
+def test_seldons_translator_gets_no_comments(slow: Server) -> None:
+    body = v2.rest_body(inputs=[v2.bytes_tensor("role", "user"), v2.bytes_tensor("content", "Hi")], max_tokens=2)
+    assert b": ping" not in _post(slow, "tiny/infer_stream", body).content
+
+
+def test_an_answer_at_once_is_never_bridged(slow: Server) -> None:
+    assert _post(slow, "tiny/infer", v2.rest_body("Hello", max_tokens=2)).json()["outputs"]
+
+
+# --- headers ---
+
+
+def test_cloudevents_headers_come_once(server: Server) -> None:
+    body = {"id": "mine", **v2.rest_body("Hello", max_tokens=12)}
+    events = _events(_post(server, "tiny/infer_stream", body).content)
+    headers = [event["parameters"].pop("headers", None) for event in events]
+    assert headers[0]["Ce-Id"] == "mine" and headers[0]["Ce-Modelid"] == "tiny"
+    assert headers[1:] == [None] * (len(events) - 1)
+    unary = _post(server, "tiny/infer", body)
+    assert "headers" not in unary.json()["parameters"]
+    assert {name: unary.headers[name] for name in headers[0]} == headers[0]
+
+
+def test_an_id_that_no_header_can_hold_is_served(server: Server) -> None:
+    body = {"id": "a\r\nb: €", **v2.rest_body("Hello", max_tokens=2)}
+    response = _post(server, "tiny/infer", body)
+    assert response.json()["id"] == body["id"]
+    assert response.headers["ce-id"] == "a%0D%0Ab%3A%20%E2%82%AC"
+    assert "b" not in response.headers
+
+
+# --- the flat spelling ---
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny/versions/v1"])
+def test_flat_generate_answers_flat_with_the_text_of_v2(server: Server, model: str) -> None:
+    body = {"id": "mine", "text_input": "Hello fox", "max_tokens": 40}
+    whole = v2.rest_unary(server.url, "/v2/models/tiny/infer", v2.rest_body("Hello fox", max_tokens=40))
+    unary = _post(server, f"{model}/generate", body).json()
+    assert (unary["id"], unary["model_name"], unary["model_version"]) == ("mine", "tiny", "v1")
+    assert (unary["text_output"], unary["finish_reason"], unary["num_output_tokens"]) == (whole.text, "length", 40)
+    events = _events(_post(server, f"{model}/generate_stream", body).content)
+    assert "".join(event["text_output"] for event in events) == whole.text
+    assert [event["triton_final_response"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert ["finish_reason" in event for event in events] == [False] * (len(events) - 1) + [True]
+
+
+@pytest.mark.parametrize("door", ["infer", "infer_stream"])
+def test_infer_takes_tensors_only(server: Server, door: str) -> None:
+    response = _post(server, f"tiny/{door}", {"text_input": "Hello"})
+    assert response.status_code == 422 and "inputs" in response.json()["error"]
+
+
+def test_sequences_may_be_several_in_flat_streams_too(server: Server) -> None:
+    body = {"text_input": ["Hello", "fox"], "max_tokens": 6}
+    texts = _post(server, "tiny/generate", body).json()["text_output"]
+    events = _events(_post(server, "tiny/generate_stream", body).content)
+    assert ["".join(event["text_output"] for event in events if event["index"] == index) for index in range(2)] == texts
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize(("model", "door", "flat"), [("a", "infer_stream", False), ("b", "generate_stream", True)])
+def test_a_stream_that_fails_says_so_in_its_own_spelling(failing: Server, model: str, door: str, flat: bool) -> None:
+    body = {"text_input": "Hello", **_LONG} if flat else v2.rest_body("Hello", **_LONG)
+    response = _post(failing, f"{model}/{door}", body)
+    assert response.status_code == 200
+    *before, last = _events(response.content)
+    assert before and last["error"] and not any("error" in event for event in before)
+    if flat:
+        assert (last["finish_reason"], last["triton_final_response"]) == ("error", True)
+    else:
+        assert (v2.rest_reply(last).finish_reason, v2.rest_reply(last).final) == ("error", True)
+    assert v2.rest_unary(failing.url, f"/v2/models/{model}/infer", v2.rest_body("Hello", max_tokens=3)).final
+    refused = _post(failing, f"{model}/{door}", body)  # the third prefill
+    assert refused.status_code == 500 and refused.json()["error"]
+    assert v2.rest_unary(failing.url, f"/v2/models/{model}/infer", v2.rest_body("Hello", max_tokens=3)).final
+
+
+def test_an_answer_at_once_that_fails_is_500(failing: Server) -> None:
+    response = _post(failing, "c/infer", v2.rest_body("Hello", **_LONG))
+    assert response.status_code == 500 and response.json()["error"]
+
+
+# --- readers ---
+
+
+def _flat_stream(server: Server) -> bytes:
+    return raw.post("/v2/models/tiny/generate_stream", {"text_input": "Hello", **_LONG})
+
+
+def _unary(server: Server) -> bytes:
+    return raw.post("/v2/models/tiny/infer", v2.rest_body("Hello", **_LONG))
+
+
+def _flat_unary(server: Server) -> bytes:
+    return raw.post("/v2/models/tiny/generate", {"text_input": "Hello", **_LONG})
+
+
+@pytest.mark.parametrize("request_of", [_flat_stream, _unary, _flat_unary])
+def test_a_client_that_leaves_frees_its_row(slow: Server, request_of: Callable[[Server], bytes]) -> None:
+    before = slow.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    counted = _infer_counts(slow)
+    with raw.connected(slow) as connection:
+        connection.sendall(request_of(slow))
+        slow.wait_for("tiny", lambda now: now["running_rows"] == 1)
+    after = slow.wait_for("tiny", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 1)
+    assert after["running_rows"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
+    assert after["zombie_steps"] - before["zombie_steps"] <= 1
+    assert _infer_counts(slow) == counted  # neither a success nor a failure, as MLServer has it
+
+
+def _infer_counts(server: Server) -> list[str]:
+    text = httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10).text
+    return [line for line in text.splitlines() if line.startswith(("model_infer_request_success_total",
+                                                                   "model_infer_request_failure_total"))]  # fmt: skip
+
+
+def test_a_reader_that_stalls_is_cut_off(slow: Server) -> None:
+    before = slow.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    body = v2.rest_body("Hello", top_logprobs=20, return_logprobs=True, **_LONG)  # a kilobyte and more per token
+    with raw.connected(slow, receive_buffer=4096) as connection:
+        connection.sendall(raw.post("/v2/models/tiny/infer_stream", body))
+        slow.wait_for("tiny", lambda now: now["cancelled_sequences"] > before["cancelled_sequences"])
+        received = raw.read_all(connection)
+    assert "has read nothing" in slow.log
+    assert received.startswith(b"HTTP/1.1 200 OK\r\n") and not received.endswith(b"0\r\n\r\n")
