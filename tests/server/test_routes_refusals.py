@@ -1,0 +1,29 @@
+"""Errors as REST statuses: never 400 for a registered model, and a bug says nothing of the inside."""
+
+from __future__ import annotations
+
+import pytest
+from mlserver.errors import MLServerError, ModelNotFound, ModelNotReady
+
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, TimedOut
+from mlserver_torch_stream.server.refusal import as_refusal
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (InvalidInput("field", "m"), 422, None),
+        (ModelNotFound("m", "v1"), 404, None),
+        (QueueFull("m", retry_after=7), 429, 7),
+        (NotServing("m"), 503, 1),
+        (ModelNotReady("m"), 503, 1),
+        (TimedOut("m"), 504, None),
+        (GenerationFailed("m"), 500, None),
+        (MLServerError("m", 500), 500, None),
+        (ValueError("inside"), 500, None),
+    ],
+)
+def test_every_error_has_its_status(error: Exception, status: int, retry_after: int | None) -> None:
+    refusal = as_refusal(error)
+    assert (refusal.status, refusal.retry_after) == (status, retry_after)
+    assert refusal.message and "inside" not in refusal.message
