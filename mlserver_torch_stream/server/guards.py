@@ -21,6 +21,7 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.server import ending, readiness, routes, telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import extend_grpc_codes
+from mlserver_torch_stream.server.weights_metrics import WEIGHTS
 
 _MARK = "_torch_stream_guarded"
 
@@ -33,6 +34,7 @@ def install() -> None:
     extend_grpc_codes()
     ending.install()
     readiness.install()
+    WEIGHTS.show()
     original = RESTServer.add_custom_handlers
     if getattr(original, _MARK, False):
         return

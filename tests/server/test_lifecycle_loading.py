@@ -1,0 +1,122 @@
+"""A server whose model is still loading: not ready on any door, refusing with the right codes, and easy to stop.
+
+The load is slow because the model's own code, which ``trust_remote_code`` runs, waits for a file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+
+from tests.server import foreign, v2
+from tests.server.conftest import QUIET
+from tests.server.harness import Model, Server, serve
+from tests.server.inflight import grpc_refusal, grpc_unary, rest_unary
+from tests.server.test_lifecycle_drain import exit_code, get_ready, wait_until
+
+_CODE = """
+import os, time
+from transformers import LlamaForCausalLM
+
+open({arrived!r}, "w").close()
+while not os.path.exists({gate!r}):
+    time.sleep(0.02)
+
+
+class GatedLlama(LlamaForCausalLM):
+    pass
+"""
+_NEVER_READY = """
+from mlserver import MLModel
+
+
+class NeverReady(MLModel):
+    async def load(self):
+        return False
+"""
+
+
+@contextmanager
+def loading_server(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A server that loads ``gated`` until somebody creates the file, beside two foreign models."""
+    gate, arrived = tmp_path / "gate", tmp_path / "arrived"
+    folder = tmp_path / "gated"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "gated.GatedLlama"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "gated.py").write_text(_CODE.format(gate=str(gate), arrived=str(arrived)))
+    models = [
+        Model("gated", str(folder), version="v1", extra={"trust_remote_code": True}),
+        Model("foreign", None, implementation="foreign.Foreign"),
+        Model("never", None, implementation="never.NeverReady"),
+    ]
+    python_path = tmp_path / "python"
+    python_path.mkdir()
+    shutil.copy(foreign.__file__, python_path / "foreign.py")
+    (python_path / "never.py").write_text(_NEVER_READY)
+    environment = {"PYTHONPATH": f"{python_path}:{Path(__file__).parents[2]}", "HF_MODULES_CACHE": str(tmp_path / "hf")}
+    with serve(tmp_path / "models", models, settings=QUIET, environment=environment, ready=False) as server:
+        end = time.monotonic() + 120
+        while not arrived.exists():
+            assert server.process.poll() is None and time.monotonic() < end, server.log
+            time.sleep(0.05)
+        try:
+            yield server, gate
+        finally:
+            gate.touch()
+
+
+def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path, tmp_path: Path) -> None:
+    with loading_server(tiny_model, tmp_path) as (server, gate), grpc.insecure_channel(server.grpc_target) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+
+        def server_ready() -> bool:
+            return bool(stub.ServerReady(pb.ServerReadyRequest()).ready)
+
+        def model_ready(name: str) -> bool:
+            return bool(stub.ModelReady(pb.ModelReadyRequest(name=name)).ready)
+
+        for path in ("health", "models/gated", "models/gated/versions/v1"):
+            answer = get_ready(server, path)
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+            assert "gated" in answer.json()["error"] and "loading" in answer.json()["error"]
+        assert not server_ready() and not model_ready("gated")
+        assert httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200
+
+        refused = rest_unary(server, "gated")
+        assert refused.code == 503 and refused.headers["retry-after"]
+        body = v2.rest_body("Hello")
+        for door in ("infer_stream", "generate", "generate_stream"):
+            assert httpx.post(f"{server.url}/v2/models/gated/{door}", json=body, timeout=5).status_code == 503
+        assert grpc_unary(stub, "gated").code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert grpc_refusal(stub, "gated") is grpc.StatusCode.UNAVAILABLE
+
+        assert get_ready(server, "models/foreign").status_code == 200 and model_ready("foreign")
+        assert httpx.post(f"{server.url}/v2/models/foreign/infer", json=body, timeout=5).status_code == 200
+        assert get_ready(server, "models/never").status_code == 400, "MLServer's own answer"
+        assert httpx.post(f"{server.url}/v2/models/never/infer", json=body, timeout=5).status_code == 400
+        assert get_ready(server, "models/unknown").status_code == 404
+
+        gate.touch()
+        wait_until(lambda: get_ready(server, "models/gated").status_code == 200)
+        assert model_ready("gated") and rest_unary(server, "gated", max_tokens=1).code == 200
+        assert get_ready(server).status_code == 400, "only the foreign model is not ready: MLServer's own answer"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_a_server_that_still_loads_can_be_stopped(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with loading_server(tiny_model, tmp_path) as (server, _):
+        server.process.send_signal(number)
+        assert exit_code(server) == 0, server.log
