@@ -12,7 +12,8 @@ import grpc
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
-from tests.server.harness import MODULE_SPELLING, Model, Server, serve
+from tests.server.harness import HOST, MODULE_SPELLING, Model, Server, serve
+from tests.server.otlp import Collector, collector
 
 QUIET = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
 SMALL_BODY = 20_000  # bytes that ``slow`` takes
@@ -50,4 +51,29 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_batch_rows": 1}),
     ]
     with serve(tmp_path_factory.mktemp("slow") / "models", models, settings=QUIET, environment=environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def spans() -> Iterator[Collector]:
+    """Where ``observed`` sends its spans."""
+    with collector() as collecting:
+        yield collecting
+
+
+@pytest.fixture(scope="session")
+def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: Collector) -> Iterator[Server]:
+    """All that can be noticed of a server is on, but for prompts in the log; ``tiny`` and ``narrow`` as above."""
+    models = [
+        Model("tiny", str(tiny_model), version="v1"),
+        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_batch_rows": 1}),
+    ]
+    environment = {
+        "MLSERVER_TORCH_STREAM_VLLM_METRIC_NAMES": "true",
+        "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": "65536",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    settings = {**QUIET, "tracing_server": f"{HOST}:{spans.port}"}
+    folder = tmp_path_factory.mktemp("observed") / "models"
+    with serve(folder, models, settings=settings, environment=environment) as running:
         yield running

@@ -20,7 +20,7 @@ from tests.server.harness import Server
 
 
 @contextmanager
-def _queue_filled(server: Server, stub: Stub) -> Iterator[None]:
+def queue_filled(server: Server, stub: Stub) -> Iterator[None]:
     """A prompt that waits for its second piece holds the only row of ``narrow``, another prompt its queue of one."""
     release = threading.Event()
 
@@ -41,7 +41,7 @@ def _queue_filled(server: Server, stub: Stub) -> Iterator[None]:
 
 def test_a_full_queue_is_429_and_resource_exhausted(server: Server, stub: Stub) -> None:
     request = v2.grpc_request("narrow", "Hello", max_tokens=2)
-    with _queue_filled(server, stub):
+    with queue_filled(server, stub):
         rest = httpx.post(f"{server.url}/v2/models/narrow/infer", json=v2.rest_body("Hello", max_tokens=2))
         with pytest.raises(grpc.RpcError) as unary:
             stub.ModelInfer(request, timeout=v2.TIMEOUT_S)

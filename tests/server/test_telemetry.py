@@ -1,0 +1,66 @@
+"""What is switched off is off; checked on MLServer's own app, without a process around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from mlserver.settings import Settings
+from starlette.applications import Starlette
+
+from mlserver_torch_stream.server import telemetry
+from mlserver_torch_stream.server.metrics import METRICS
+from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.request_watch import Sinks
+
+
+@pytest.fixture(autouse=True)
+def sinks(monkeypatch: pytest.MonkeyPatch) -> Sinks:
+    """In the place of the process's own."""
+    monkeypatch.setattr(METRICS, "vllm_names", False)
+    sinks = Sinks()
+    monkeypatch.setattr(telemetry, "SINKS", sinks)
+    return sinks
+
+
+def _install(ready: bool = True, **options: Any) -> Callable[[str], httpx.Response]:
+    """The app's answer to a GET of a path."""
+
+    async def is_ready() -> bool:
+        return ready
+
+    settings = Settings(parallel_workers=0, metrics_endpoint=options.pop("metrics_endpoint", "/metrics"))
+    app = Starlette()
+    server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
+    telemetry.install(server, ServerOptions(**options))
+
+    async def get(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as asking:
+            return await asking.get(path)
+
+    return lambda path: asyncio.run(get(path))
+
+
+def test_metrics_are_where_mlserver_has_them_or_nowhere() -> None:
+    assert "torch_stream_loaded_models" in _install()("/metrics").text
+    assert _install(metrics_endpoint="/prom")("/prom").status_code == 200
+    assert _install(metrics_endpoint=None)("/metrics").status_code == 404
+
+
+def test_a_server_that_is_not_ready_is_unhealthy() -> None:
+    assert _install(ready=False)("/health").status_code == 503
+
+
+def test_log_and_trace_are_off_when_asked(sinks: Sinks) -> None:
+    _install(log_requests=False)
+    assert sinks == Sinks(log=None, tracer=None)
+
+
+def test_prompts_are_logged_when_asked(sinks: Sinks) -> None:
+    _install(log_prompts=True)
+    assert sinks.log is not None and sinks.log.prompts
