@@ -122,7 +122,7 @@ def build_engine(
 
 
 def reclaim_memory() -> None:
-    """Frees what engines that were shut down have left: modules refer to each other, and CUDA's allocator keeps blocks."""
+    """Frees what is left of engines that were shut down: modules in cycles, and blocks that CUDA's allocator keeps."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

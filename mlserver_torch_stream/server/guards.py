@@ -18,7 +18,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import ending, readiness, routes, telemetry
+from mlserver_torch_stream.server import ending, readiness, routes, telemetry, turnover
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import extend_grpc_codes
 from mlserver_torch_stream.server.weights_metrics import WEIGHTS
@@ -34,6 +34,7 @@ def install() -> None:
     extend_grpc_codes()
     ending.install()
     readiness.install()
+    turnover.install()
     WEIGHTS.show()
     original = RESTServer.add_custom_handlers
     if getattr(original, _MARK, False):

@@ -31,6 +31,8 @@ class Member(Protocol):
 
     name: str
     visits: Visits
+    settled: Moment
+    """Its load has ended, well or not."""
 
     @property
     def engine(self) -> Engine | None:
@@ -64,6 +66,12 @@ class Lifecycle:
 
     def join(self, member: Member) -> None:
         self._members.append(member)
+
+    async def settled(self, name: str) -> None:
+        """Waits for all loads of this name."""
+        for member in self.members():
+            if member.name == name:
+                await member.settled.wait()
 
     def leave(self, why: str) -> None:
         """From now on nothing here is ready; requests are still taken."""

@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.threads import in_thread
-from mlserver_torch_stream.server.visits import Visits
+from mlserver_torch_stream.server.visits import Moment, Visits
 
 OnDeath = Callable[[BaseException], None]
 
@@ -40,6 +40,7 @@ class Stay(Generic[B]):
     def __init__(self, name: str) -> None:
         self.name = name
         self.visits = Visits()
+        self.settled = Moment()
         self.over = False
         self._built: B | None = None
 
@@ -77,6 +78,8 @@ class Stay(Generic[B]):
         except BaseException:
             self.over = True  # what is built too late is given back at once
             raise
+        finally:
+            self.settled.come()
 
     async def end(self, grace: float) -> B | None:
         """Gives the engine back: at once where a successor goes on with it, else when the last request has ended.

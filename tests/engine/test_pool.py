@@ -1,4 +1,7 @@
-"""Things made once: for concurrent askers, until the last user leaves, and again after a failure. What tells weights apart."""
+"""Things made once: for concurrent askers, until the last user leaves, and again after a failure.
+
+And what tells weights and engines apart.
+"""
 
 from __future__ import annotations
 

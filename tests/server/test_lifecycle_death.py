@@ -17,7 +17,10 @@ _DEATHS_SURVIVED = 3
 def test_an_engine_is_started_anew_and_when_it_stays_dead_the_process_fails(tiny_model: Path, tmp_path: Path) -> None:
     models = [Model("mortal", str(tiny_model)), Model("other", str(tiny_model))]
     environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:20:death"}
-    with serve(tmp_path / "models", models, settings=QUIET, environment=environment) as server, flights(server) as start:
+    with (
+        serve(tmp_path / "models", models, settings=QUIET, environment=environment) as server,
+        flights(server) as start,
+    ):
         for _ in range(_DEATHS_SURVIVED):
             assert start.rest_stream("mortal", **_FATAL).end().reason == "error"
             assert rest_unary(server, "mortal", **_SHORT).code == 200, "it serves anew"

@@ -126,23 +126,40 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
         assert httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200, "the loop is not blocked"
         assert rest_unary(server, "twin", max_tokens=1).code == 200
         assert not unload.done()
+        load = pool.submit(repository, server, "load")
         assert short.end().reason == "length"
         assert long.end().reason == "abort"
         unload.result(60)
-    assert figure(server, "engines") == 1
+        load.result(60)
+        assert rest_unary(server, _MODEL, max_tokens=1).code == 200, "the load that came meanwhile took its turn"
     for _ in range(5):
+        repository(server, "unload")
+        assert figure(server, "engines") == 1
         repository(server, "load")
         assert rest_unary(server, _MODEL, max_tokens=1).code == 200
-        repository(server, "unload")
-    repository(server, "load")
     assert figure(server, "weight_loads_total") == 1, "the twin held them"
 
 
+def test_loads_and_unloads_at_once_leave_no_engine_behind(server: Server) -> None:
+    def change(what: str) -> int:
+        return httpx.post(f"{server.url}/v2/repository/models/twin/{what}", timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        statuses = set(pool.map(change, ["load", "load", "unload", "load", "unload", "unload"] * 10))
+    assert statuses <= {200, 404}, "an unload may find nothing"
+    repository(server, "load", "twin")
+    assert figure(server, "engines") == 2
+    assert figure(server, "loaded_models") == 2
+    assert rest_unary(server, "twin", max_tokens=1).code == 200
+    assert httpx.get(f"{server.url}/v2/models/twin/versions/v1/ready", timeout=5).status_code == 200
+
+
 def test_changed_files_are_loaded_anew(server: Server) -> None:
+    loads = figure(server, "weight_loads_total")
     os.utime(files_of(server) / "model.safetensors")
     repository(server, "load")
-    assert figure(server, "weight_loads_total") == 2
+    assert figure(server, "weight_loads_total") == loads + 1
     assert figure(server, "loaded_weights") == 2, "the twin still has the old ones"
     repository(server, "load", "twin")
-    assert figure(server, "weight_loads_total") == 2
+    assert figure(server, "weight_loads_total") == loads + 1
     assert figure(server, "loaded_weights") == 1
