@@ -84,8 +84,9 @@ template <class T> class AttendMany {
             for (int word = 0; word < words_; word += 16) {
                 U16 x[16];
                 const int n = std::min(16, words_ - word);
+                const Lanes some = lanes(n);
                 for (int i = 0; i < 16; i++)
-                    x[i] = key + i < count ? load_part(keys + (key + i) * words_ + word, n) : U16{};
+                    x[i] = key + i < count ? load_part(keys + (key + i) * words_ + word, some) : U16{};
                 transpose(x);
                 Word* to = &keys_[key / kPanel * kPanel * words_ + word * kPanel + key % kPanel];
                 for (int i = 0; i < n; i++) memcpy(to + i * kPanel, &x[i], sizeof x[i]);
@@ -101,8 +102,7 @@ template <class T> class AttendMany {
             for (int i = 0; i < 2; i++) {
                 const int64_t key = per_word<T> == 2 ? 2 * k + i : k;
                 const int at = per_word<T> == 2 ? word : word + 16 * i;
-                const int n = std::max(0, std::min(16, words_ - at));
-                part[i] = key < count ? load_part(values + key * words_ + at, n) : U16{};
+                part[i] = key < count ? load_part(values + key * words_ + at, lanes(words_ - at)) : U16{};
             }
             if (per_word<T> == 2) pair_rows(part[0], part[1], part[0], part[1]);
             memcpy(&values_[(panel * kKeyWords + k) * kPanel], part, sizeof part);
@@ -118,13 +118,13 @@ template <class T> class AttendMany {
         const Word* q = reinterpret_cast<const Word*>(task.q + query * task.stride + g * shape.head_dim);
         for (int64_t p = 0; p < panels; p++)
             kTiles<T>[rows](q, task.stride / per_word<T>, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel,
-                            kKeys);
+                            kKeys, {q, 0});
         float fading[kTileRows];
         for (int r = 0; r < rows; r++) fading[r] = soften(task, shape, g, query + r, key, panels * kPanel, r);
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             alignas(64) float fresh[kTileRows][kPanel];
             kTiles<T>[rows](reinterpret_cast<const Word*>(chances_[0]), kKeyWords, &values_[panel * kKeyWords * kPanel],
-                            panels * kPanel / per_word<T>, fresh[0], kPanel);
+                            panels * kPanel / per_word<T>, fresh[0], kPanel, {q, 0});
             for (int r = 0; r < rows; r++) {
                 float* to = sums(g, query + r) + panel * kPanel;
                 store(to, load_f(to) * fading[r] + load_f(fresh[r]));

@@ -147,8 +147,9 @@ template <class T> class Decoder {
     void attend(const Layer& layer, const Slab<T>& slab, Scratch& scratch) {
         const int64_t kv = shape_.kv_heads;
         if (step_->queries == 1) {
-            team_.each(tokens_ * kv, 1, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; i++) attend_one(layer, slab, scratch, i / kv, i % kv);
+            const int64_t tasks = tokens_ * kv, piece = std::max<int64_t>(1, tasks / (4 * team_.size()));
+            team_.each(tasks, piece, [&](int64_t first, int64_t last) {
+                for (int64_t i = first; i < last; i++) attend_one(layer, slab, scratch, i, i + 1 < last);
             });
             return;
         }
@@ -204,19 +205,22 @@ template <class T> class Decoder {
         return {slab.keys + first * shape_.head_dim, slab.values + first * shape_.head_dim, seen + stop};
     }
 
-    void attend_one(const Layer& layer, const Slab<T>& slab, Scratch& scratch, int64_t row, int64_t kv_head) {
+    // Task i is a row and a key head; `more`: the next one will be this thread's too.
+    void attend_one(const Layer& layer, const Slab<T>& slab, Scratch& scratch, int64_t i, bool more) {
+        const int64_t kv = shape_.kv_heads, row = i / kv, kv_head = i % kv;
         const int64_t stride = vectors() * 16;
         scratch.queries.assign(attention_.group * stride, 0);
         finish(layer, slab, row, kv_head, reinterpret_cast<T*>(scratch.queries.data()), stride * per_word<T>);
         const Live<T> seen = live(slab, row, kv_head, 1);
+        const Live<T> next = more ? live(slab, (i + 1) / kv, (i + 1) % kv, 0) : Live<T>{nullptr, nullptr, 0};
         T* out = &mixed_[row * attended_] + own(kv_head);
         const Word* q = scratch.queries.data();
         switch (vectors()) {
-            case 1: return AttendOne<T, 1>::run(q, seen, attention_, scratch.one, out);
-            case 2: return AttendOne<T, 2>::run(q, seen, attention_, scratch.one, out);
-            case 4: return AttendOne<T, 4>::run(q, seen, attention_, scratch.one, out);
-            case 8: return AttendOne<T, 8>::run(q, seen, attention_, scratch.one, out);
-            default: return AttendOne<T, 32>::run(q, seen, attention_, scratch.one, out);
+            case 1: return AttendOne<T, 1>::run(q, seen, next, attention_, scratch.one, out);
+            case 2: return AttendOne<T, 2>::run(q, seen, next, attention_, scratch.one, out);
+            case 4: return AttendOne<T, 4>::run(q, seen, next, attention_, scratch.one, out);
+            case 8: return AttendOne<T, 8>::run(q, seen, next, attention_, scratch.one, out);
+            default: return AttendOne<T, 32>::run(q, seen, next, attention_, scratch.one, out);
         }
     }
     int64_t vectors() const { return vectors_ <= 2 ? vectors_ : vectors_ <= 4 ? 4 : vectors_ <= 8 ? 8 : 32; }

@@ -18,17 +18,26 @@ struct Matrix {
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
+// What to fetch while a tile computes: with word k of the panel, the two cache lines at start + k * stride. Memory is
+// then read while the registers work, and by one stream that crosses pages, which the hardware's own does not.
+struct Fetch {
+    const Word* start;
+    int64_t stride;
+};
+
 // out[M][32] = a[M][words] x panel[words][32]
-template <class T, int M> void tile(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo) {
+template <class T, int M>
+void tile(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo, Fetch fetch) {
     // Few rows leave few sums in flight, and each takes its latency: then several words are summed side by side.
-    constexpr int kWide = M == 1 ? 4 : M <= 3 ? 2 : 1;
+    constexpr int kWide = M <= 2 ? 4 : M <= 6 ? 2 : 1;
     F16 sums[kWide][M][2] = {};
     int64_t k = 0;
     for (; k + kWide <= words; k += kWide) {
 #pragma GCC unroll 4
         for (int u = 0; u < kWide; u++) {
             const Word* w = panel + kPanel * (k + u);
-            if (M <= 4) __builtin_prefetch(w + 1024), __builtin_prefetch(w + 1040);  // 4 KiB ahead: past the page
+            const Word* ahead = fetch.start + (k + u) * fetch.stride;
+            __builtin_prefetch(ahead), __builtin_prefetch(ahead + 16);
             const U16 w0 = load(w), w1 = load(w + 16);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
@@ -54,7 +63,7 @@ template <class T, int M> void tile(const Word* a, int64_t lda, const Word* pane
         }
 }
 
-template <class T> using Tile = void (*)(const Word*, int64_t, const Word*, int64_t, float*, int64_t);
+template <class T> using Tile = void (*)(const Word*, int64_t, const Word*, int64_t, float*, int64_t, Fetch);
 template <class T> constexpr Tile<T> kTiles[kTileRows + 1] = {
     nullptr,     tile<T, 1>, tile<T, 2>, tile<T, 3>, tile<T, 4>,  tile<T, 5>,  tile<T, 6>,
     tile<T, 7>, tile<T, 8>, tile<T, 9>, tile<T, 10>, tile<T, 11>, tile<T, 12>};
@@ -65,6 +74,13 @@ struct Tiling {
     int64_t first(int64_t i) const { return i * rows / count; }
     int64_t rows, count;
 };
+
+// One tile a panel: 4 KiB ahead in the same stream. Several: each of the first two fetches half of the next panel.
+inline Fetch fetch_for(const Word* panel, int64_t words, int64_t tile, int64_t tiles) {
+    if (tiles == 1) return {panel + 1024, kPanel};
+    if (tile > 1) return {panel, 0};
+    return {panel + (kPanel + tile * kPanel / 2) * words, kPanel / 2};
+}
 
 // done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w; ends with the team's barrier.
 template <class T, class Done>
@@ -77,8 +93,9 @@ void multiply(Team& team, const T* a, int64_t lda, int64_t rows, const Matrix& w
         for (int64_t p = first; p < last; p++)
             for (int64_t t = 0; t < tiling.count; t++) {
                 const int64_t row = tiling.first(t), stop = tiling.first(t + 1);
-                kTiles<T>[stop - row](reinterpret_cast<const Word*>(a + row * lda), lda / per_word<T>,
-                                      w.panels + p * kPanel * words, words, sums[0], kPanel);
+                const Word* panel = w.panels + p * kPanel * words;
+                kTiles<T>[stop - row](reinterpret_cast<const Word*>(a + row * lda), lda / per_word<T>, panel, words,
+                                      sums[0], kPanel, fetch_for(panel, words, t, tiling.count));
                 for (int64_t r = row; r < stop; r++) done(r, p, sums[r - row]);
             }
     });

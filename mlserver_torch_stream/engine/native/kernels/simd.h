@@ -34,16 +34,21 @@ inline F16 load_f(const float* from) {
 }
 inline void store(float* to, F16 v) { memcpy(to, &v, sizeof v); }
 
-// The first n of 16 words, zeros after them; what lies behind them is not touched.
-inline U16 load_part(const Word* from, int n) {
+// The first so many of 16 words, zeros after them; what lies behind them is not touched. Make `lanes` outside of loops.
 #if defined(__AVX512F__)
-    return (U16)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), from);
+using Lanes = __mmask16;
+inline Lanes lanes(int n) { return (Lanes)((1u << (n < 0 ? 0 : n > 16 ? 16 : n)) - 1); }
+inline U16 load_part(const Word* from, Lanes some) { return (U16)_mm512_maskz_loadu_epi32(some, from); }
 #else
+using Lanes = int;
+inline Lanes lanes(int n) { return n < 0 ? 0 : n > 16 ? 16 : n; }
+inline U16 load_part(const Word* from, Lanes some) {
     U16 v{};
-    if (n > 0) memcpy(&v, from, 4 * n);
+    if (some == 16) return load(from);
+    memcpy(&v, from, 4 * some);
     return v;
-#endif
 }
+#endif
 
 inline U16 broadcast(Word x) { return x - U16{}; }
 inline F16 broadcast_f(float x) { return x - F16{}; }
