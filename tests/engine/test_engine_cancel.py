@@ -150,8 +150,9 @@ def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> N
 
 def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([endless(engine)])
         holding = asyncio.create_task(watch.hold())
+        await asyncio.sleep(0)  # the gate is shut before there is anything to do: no event can come
+        stream = engine.submit([endless(engine)])
         reader = asyncio.create_task(anext(stream, None))
         await holding
         stream.close()
