@@ -182,7 +182,8 @@ def _start(
         info,
         loaded.eos_token_ids,
         bounds=Bounds(settings.max_queue, settings.max_queue_tokens, settings.queue_timeout, settings.request_timeout),
-        threads=threads,
+        # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
+        threads=threads if prepared.forward is None else 1,
         turns=prepared.turns,
         rebuild=partial(_rebuild, new_backend, prepared.device),
         on_death=on_death,

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from mlserver_torch_stream.engine import candidates
+from mlserver_torch_stream.engine import candidates, sampler
 from mlserver_torch_stream.engine.sampler import Choice, RowSampler, sample
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters
@@ -285,3 +285,13 @@ def test_ends_are_held_off_until_min_tokens() -> None:
 
 def test_no_rows_no_choices() -> None:
     assert sample(torch.zeros(0, 10), []) == []
+
+
+@pytest.mark.parametrize("width", [3, 64, 259, 1000])
+def test_the_maximum_by_blocks_is_the_maximum_the_first_of_equals(width: int) -> None:
+    logits = torch.randint(0, 50, (9, width), generator=torch.Generator().manual_seed(width)).float()
+    values, ids = sampler._max_by_blocks(logits)
+    assert torch.equal(values, logits.amax(dim=-1))
+    assert torch.equal(ids, (logits == values[:, None]).int().argmax(dim=-1))
+    logits[4, width // 2] = float("nan")
+    assert sampler._max_by_blocks(logits)[0].isnan().nonzero().flatten().tolist() == [4]
