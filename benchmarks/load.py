@@ -1,87 +1,78 @@
-"""Streams over raw sockets, at the least cost to the machine that also runs the server; parsed after the run.
+"""Shapes of load: all at once, one after another, as they come, and one long prompt among running streams.
 
-Knows nothing of what is measured.
+Knows neither servers nor figures: it sends asks through a door and gives back the recordings.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from mlserver_torch_stream.client import EventParser
+from benchmarks.answers import Answer, Ask
+from benchmarks.recording import Recording, when_all_stream
 
-_READ = 1 << 16
-_STREAM_S = 600.0
-
-
-@dataclass
-class Recording:
-    """The raw answer to one request and when its parts came."""
-
-    started: float
-    chunks: list[tuple[float, bytes]] = field(default_factory=list)
-
-    @property
-    def ended(self) -> float:
-        return self.chunks[-1][0]
-
-    @property
-    def time_to_first_token(self) -> float:
-        return next(at for at, chunk in self.chunks if b"text_output" in chunk) - self.started
-
-    def events(self) -> list[dict[str, Any]]:
-        head, _, body = b"".join(chunk for _, chunk in self.chunks).partition(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"the server answered {head.splitlines()[0]!r}: {body[:500]!r}")
-        return [json.loads(event) for event in EventParser().feed(_dechunk(body))]
-
-    def tokens(self) -> int:
-        tensors = [tensor for event in self.events() for tensor in event["outputs"]]
-        counts = [tensor["data"][0] for tensor in tensors if tensor["name"] == "num_output_tokens"]
-        if not counts:
-            raise RuntimeError("a stream ended without a final event")
-        return int(counts[-1])
+STREAM_S = 1800.0  # a serial server takes minutes for the last of 32
+# Chunks of every stream before a long prompt joins them: prefill is over, decoding is steady.
+_SETTLED = 16
 
 
-def _dechunk(body: bytes) -> bytes:
-    """A body in chunked transfer encoding, as plain bytes."""
-    parts = []
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        parts.append(body[: int(size, 16)])
-        body = body[int(size, 16) + 2 :]
-    return b"".join(parts)
+class Door(Protocol):
+    """One way into one running server."""
+
+    def request(self, ask: Ask) -> bytes: ...
+
+    async def send(self, request: bytes, recording: Recording) -> None: ...
+
+    def read(self, recording: Recording) -> Answer: ...
+
+    async def close(self) -> None: ...
 
 
-def request_bytes(port: int, model: str, prompt: str, **parameters: Any) -> bytes:
-    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [prompt]}
-    body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
-    head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+async def together(door: Door, asks: Sequence[Ask]) -> list[Recording]:
+    """All at once."""
+    return await _run(door, asks, [0.0] * len(asks))
 
 
-async def record(port: int, request: bytes) -> Recording:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def in_turn(door: Door, asks: Sequence[Ask]) -> list[Recording]:
+    """Each when the one before it has ended."""
+    return [recording for ask in asks for recording in await together(door, [ask])]
+
+
+async def at_times(door: Door, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
+    """Each at its own time, whatever the server makes of it."""
+    return await _run(door, asks, offsets)
+
+
+async def intrusion(door: Door, asks: Sequence[Ask], late: Ask) -> tuple[list[Recording], Recording]:
+    """All at once; when every one of them streams, the late one comes."""
+    recordings = [Recording() for _ in asks]
+    settled = when_all_stream(recordings, _SETTLED)
+    first = asyncio.gather(*(_send(door, door.request(ask), each) for ask, each in zip(asks, recordings, strict=True)))
+    intruder = Recording()
     try:
-        recording = Recording(time.perf_counter())
-        writer.write(request)
-        while chunk := await asyncio.wait_for(reader.read(_READ), _STREAM_S):
-            recording.chunks.append((time.perf_counter(), chunk))
-        return recording
+        either: list[asyncio.Future[Any]] = [settled, first]
+        await asyncio.wait(either, timeout=STREAM_S, return_when=asyncio.FIRST_COMPLETED)
+        await _send(door, door.request(late), intruder)
     finally:
-        writer.close()
+        await first
+    return recordings, intruder
 
 
-async def record_together(port: int, requests: Sequence[bytes]) -> list[Recording]:
-    return list(await asyncio.gather(*(record(port, request) for request in requests)))
+async def _run(door: Door, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
+    requests = [door.request(ask) for ask in asks]
+    recordings = [Recording() for _ in asks]
+    await asyncio.gather(
+        *(_send(door, *each) for each in zip(requests, recordings, offsets, strict=True)),
+    )
+    return recordings
 
 
-async def record_in_turn(port: int, requests: Sequence[bytes]) -> list[Recording]:
-    return [await record(port, request) for request in requests]
+async def _send(door: Door, request: bytes, recording: Recording, offset: float = 0.0) -> None:
+    if offset:
+        await asyncio.sleep(offset)
+    await asyncio.wait_for(door.send(request, recording), STREAM_S)
 
 
 async def probe_health(port: int, until: asyncio.Future[Any], every_s: float = 0.01) -> list[float]:

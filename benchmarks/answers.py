@@ -1,0 +1,65 @@
+"""What was asked, and what a finished stream turned out to be.
+
+Knows no protocol and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison."""
+
+    prompt: str
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``arrivals`` are the times of the events that brought text; both counts are the server's own."""
+
+    started: float
+    ended: float
+    arrivals: tuple[float, ...]
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.started
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    def gaps_within(self, begin: float, end: float) -> list[float]:
+        """Gaps that lie in a span of time at least in part."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if later > begin and earlier < end]
+
+
+class WrongCount(Exception):
+    """A server that generated another number of tokens than it was asked for, or read another prompt."""
+
+
+# A server may add a token of its own to a prompt, such as one that begins every text.
+_PROMPT_SLACK = 1
+
+
+def check(ask: Ask, answer: Answer) -> None:
+    """Raises WrongCount."""
+    if answer.new_tokens != ask.new_tokens:
+        raise WrongCount(f"{answer.new_tokens} new tokens by the server's own count, {ask.new_tokens} were asked for")
+    if abs(answer.prompt_tokens - ask.prompt_tokens) > _PROMPT_SLACK:
+        raise WrongCount(f"the server counts {answer.prompt_tokens} prompt tokens, the prompt has {ask.prompt_tokens}")
+    if not answer.arrivals:
+        raise WrongCount("no event brought text")
+
+
+def check_all(asks: Sequence[Ask], answers: Sequence[Answer]) -> None:
+    for ask, answer in zip(asks, answers, strict=True):
+        check(ask, answer)

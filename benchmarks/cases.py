@@ -1,0 +1,167 @@
+"""The cases by name: what is asked in each, and how a run of it becomes figures.
+
+    c16          16 prompts of 128 tokens at once, 128 new tokens each; several waves where one is over in a second
+    p2000        one prompt of 2,000 tokens on an idle server
+    p2000-again  the same, when another prompt with the same beginning was answered just before
+    c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
+    mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
+
+Knows no server: it is given a door.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks import load
+from benchmarks.answers import Answer, Ask, check_all
+from benchmarks.figures import Figures, disturbance, summarize
+from benchmarks.load import Door
+from benchmarks.process import Usage
+from benchmarks.prompts import Prompts
+from benchmarks.recording import Recording
+
+DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p2000", "p2000-again", "c32+p2000", "mix")
+_NAME = re.compile(r"c(?P<streams>\d+)(\+p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is asked; ``--quick`` asks less."""
+
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    wave_streams: int = 8  # waves until so many streams have run, at least one
+    late_new_tokens: int = 16  # of the prompt that comes late
+    running_new_tokens: int = 256  # of the streams that it finds running
+    mix_requests: int = 48
+    mix_per_s: float = 2.0
+    mix_prompts: tuple[int, int] = (32, 1500)
+    mix_answers: tuple[int, int] = (16, 400)
+
+
+QUICK = Scale(
+    new_tokens=8, wave_streams=2, late_new_tokens=2, running_new_tokens=48,
+    mix_requests=6, mix_per_s=4.0, mix_prompts=(32, 200), mix_answers=(4, 16),
+)  # fmt: skip
+
+
+class UnknownCase(ValueError):
+    """A name that is no case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case, ready to be run any number of times: ``sweep`` gives each time prompts of its own."""
+
+    name: str
+    scale: Scale
+    prompts: Prompts
+
+    @property
+    def needs_batching(self) -> bool:
+        """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
+        match = _match(self.name)
+        return bool(match["mix"] or match["late"])
+
+    async def run(self, door: Door, pid: int, sweep: int) -> Figures:
+        """Raises WrongCount or BadAnswer where a stream is not what was asked for."""
+        match = _match(self.name)
+        if match["mix"]:
+            return await self._mix(door, pid, sweep)
+        if match["late"]:
+            return await self._late(door, pid, sweep, int(match["streams"]), int(match["late"]))
+        if match["again"]:
+            return await self._again(door, pid, sweep, int(match["prompt"]))
+        if match["prompt"]:
+            return await self._waves(door, pid, [[self._ask(int(match["prompt"]), sweep)]])
+        streams = int(match["streams"])
+        waves = max(1, self.scale.wave_streams // streams)
+        size = self.scale.prompt_tokens
+        asked = [[self._ask(size, sweep, wave, index) for index in range(streams)] for wave in range(waves)]
+        return await self._waves(door, pid, asked)
+
+    async def _waves(self, door: Door, pid: int, asked: Sequence[Sequence[Ask]]) -> Figures:
+        async with Usage(pid) as usage:
+            recorded = [await load.together(door, asks) for asks in asked]
+        waves = [_read(door, asks, recordings) for asks, recordings in zip(asked, recorded, strict=True)]
+        return {**summarize(waves), **usage.figures}
+
+    async def _late(self, door: Door, pid: int, sweep: int, streams: int, late_tokens: int) -> Figures:
+        size = self.scale.prompt_tokens
+        asks = [self._ask(size, sweep, index, new=self.scale.running_new_tokens) for index in range(streams - 1)]
+        late = self._ask(late_tokens, sweep, "late", new=self.scale.late_new_tokens)
+        async with Usage(pid) as usage:
+            recordings, intruder = await load.intrusion(door, asks, late)
+        answers, late_answer = _read(door, asks, recordings), _read(door, [late], [intruder])[0]
+        return {**disturbance(answers, late_answer), **usage.figures}
+
+    async def _again(self, door: Door, pid: int, sweep: int, tokens: int) -> Figures:
+        """Two prompts that differ in their last tokens only."""
+        text, _ = self.prompts.text(tokens, self.name, sweep)
+        endings = [f"{text} {ending}" for ending in ("And then it rained.", "The next day was dry.")]
+        first, second = [Ask(each, self.prompts.count(each), self.scale.new_tokens) for each in endings]
+        _read(door, [first], await load.together(door, [first]))
+        return await self._waves(door, pid, [[second]])
+
+    async def _mix(self, door: Door, pid: int, sweep: int) -> Figures:
+        scale = self.scale
+        dice = random.Random(7)  # the same lengths and arrivals in every sweep and for every server
+        asks, offsets, now = [], [], 0.0
+        for index in range(scale.mix_requests):
+            new_tokens = _log_uniform(dice, *scale.mix_answers)
+            asks.append(self._ask(_log_uniform(dice, *scale.mix_prompts), sweep, index, new=new_tokens))
+            offsets.append(now)
+            now += dice.expovariate(scale.mix_per_s)
+        async with Usage(pid) as usage:
+            recordings = await load.at_times(door, asks, offsets)
+        return {**summarize([_read(door, asks, recordings)]), **usage.figures}
+
+    def _ask(self, tokens: int, *label: object, new: int | None = None) -> Ask:
+        return Ask(*self.prompts.text(tokens, self.name, *label), new or self.scale.new_tokens)
+
+
+def make_cases(names: Sequence[str], scale: Scale, prompts: Prompts) -> list[Case]:
+    """Raises UnknownCase."""
+    return [Case(_match(name)[0], scale, prompts) for name in names]
+
+
+async def warm_up(door: Door, scale: Scale, prompts: Prompts, streams: int) -> None:
+    """So that nothing is done for the first time while it is measured: alone, in a batch, and a long prompt."""
+    short = replace(scale, new_tokens=min(8, scale.new_tokens))
+    for count, tokens in ((1, scale.prompt_tokens), (streams, scale.prompt_tokens), (1, 4 * scale.prompt_tokens)):
+        asks = [Ask(*prompts.text(tokens, "warm", count, index), short.new_tokens) for index in range(count)]
+        _read(door, asks, await load.together(door, asks))
+
+
+def describe(name: str) -> str:
+    match = _match(name)
+    if match["mix"]:
+        return "a mix of lengths, random arrivals"
+    if match["late"]:
+        return f"{int(match['streams']) - 1} streams, and a prompt of {int(match['late']):,} tokens arrives"
+    if match["prompt"]:
+        return f"a prompt of {int(match['prompt']):,} tokens" + (", its beginning known" if match["again"] else "")
+    return f"{match['streams']} at once" if match["streams"] != "1" else "alone"
+
+
+def _match(name: str) -> re.Match[str]:
+    match = _NAME.fullmatch(name)
+    if match is None or (match["streams"] and not int(match["streams"])) or (match["late"] and match["streams"] == "1"):
+        raise UnknownCase(f"no case {name!r}; cases are named like {', '.join(DEFAULT)}")
+    return match
+
+
+def _read(door: Door, asks: Sequence[Ask], recordings: Sequence[Recording]) -> list[Answer]:
+    answers = [door.read(recording) for recording in recordings]
+    check_all(asks, answers)
+    return answers
+
+
+def _log_uniform(dice: random.Random, low: int, high: int) -> int:
+    """Short ones are more common than long ones, as they are in life."""
+    return round(math.exp(dice.uniform(math.log(low), math.log(high))))

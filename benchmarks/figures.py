@@ -1,0 +1,96 @@
+"""Figures of one run out of its answers: percentiles, rates, and the best and the median of several runs.
+
+Knows nothing of how the answers were had. Times are in milliseconds, in keys that say so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.answers import Answer
+
+Figures = dict[str, float]
+
+_MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s"})
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest ranks, as numpy's default."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(name: str, seconds: Sequence[float]) -> Figures:
+    """p50, p90, p99 and maximum, in milliseconds; nothing where there are no values."""
+    if not seconds:
+        return {}
+    found = {f"{name}_p{share}_ms": 1000 * percentile(seconds, share / 100) for share in (50, 90, 99)}
+    return {**found, f"{name}_max_ms": 1000 * max(seconds)}
+
+
+def summarize(waves: Sequence[Sequence[Answer]]) -> Figures:
+    """Of requests that came in waves, one wave after another: seconds count only while a wave lasts."""
+    answers = [answer for wave in waves for answer in wave]
+    seconds = sum(span(wave) for wave in waves)
+    tokens = sum(answer.new_tokens for answer in answers)
+    return {
+        "requests": len(answers),
+        "new_tokens": tokens,
+        "events": sum(len(answer.arrivals) for answer in answers),
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        **spread("ttft", [answer.ttft for answer in answers]),
+        **spread("itl", [gap for answer in answers for gap in answer.gaps]),
+        **_steady(waves),
+    }
+
+
+def span(answers: Sequence[Answer]) -> float:
+    return max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+
+
+def _steady(waves: Sequence[Sequence[Answer]]) -> Figures:
+    """While every stream of a wave decodes: after the last first token, before the first last one."""
+    gaps: list[float] = []
+    events, seconds = 0, 0.0
+    for wave in waves:
+        begin, end = steady_span(wave)
+        if end > begin:
+            gaps += [gap for answer in wave for gap in answer.gaps_within(begin, end)]
+            events += sum(begin < at <= end for answer in wave for at in answer.arrivals)
+            seconds += end - begin
+    if not gaps or not seconds:
+        return {}
+    return {**spread("itl_steady", gaps), "steady_tokens_per_s": events / seconds}
+
+
+def steady_span(wave: Sequence[Answer]) -> tuple[float, float]:
+    return max(answer.arrivals[0] for answer in wave), min(answer.arrivals[-1] for answer in wave)
+
+
+def disturbance(answers: Sequence[Answer], intruder: Answer) -> Figures:
+    """What running streams felt from the arrival of a long prompt to its first token, and what it waited."""
+    begin, end = intruder.started, intruder.arrivals[0]
+    running = [answer for answer in answers if answer.arrivals[0] < begin < answer.arrivals[-1]]
+    gaps = [gap for answer in running for gap in answer.gaps_within(begin, end)]
+    return {
+        "requests": len(answers) + 1,
+        "new_tokens": sum(answer.new_tokens for answer in (*answers, intruder)),
+        "running_at_arrival": len(running),
+        "ttft_p50_ms": 1000 * intruder.ttft,
+        **spread("itl", gaps),
+    }
+
+
+def best_and_median(runs: Sequence[Mapping[str, float]]) -> tuple[Figures, Figures]:
+    """Per figure, over the runs that have it; what is best depends on the figure."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    values = {name: [run[name] for run in runs if name in run] for name in names}
+    best = {name: max(found) if name in _MORE_IS_BETTER else min(found) for name, found in values.items()}
+    return best, {name: statistics.median(found) for name, found in values.items()}

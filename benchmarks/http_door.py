@@ -1,0 +1,158 @@
+"""Server-sent events over a raw socket: a hand-made request, and nothing parsed before the run is over.
+
+Knows no server's spelling: that is given as a ``Spelling``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from benchmarks.answers import Answer, Ask
+from benchmarks.recording import Recording
+
+HOST = "127.0.0.1"
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Spelling(Protocol):
+    """How one kind of server is asked for a stream, and what its events say."""
+
+    @property
+    def path(self) -> str: ...
+
+    def body(self, ask: Ask) -> Mapping[str, Any]: ...
+
+    def text(self, event: Mapping[str, Any]) -> str:
+        """What the event adds to the answer."""
+
+    def usage(self, event: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Prompt tokens and new tokens, where the event tells them."""
+
+
+class BadAnswer(Exception):
+    """An answer that is no stream, or one that broke off."""
+
+
+@dataclass(frozen=True)
+class HttpDoor:
+    """One server's streaming path."""
+
+    port: int
+    spelling: Spelling
+
+    def request(self, ask: Ask) -> bytes:
+        body = json.dumps(self.spelling.body(ask)).encode()
+        head = (
+            f"POST {self.spelling.path} HTTP/1.1\r\nHost: {HOST}:{self.port}\r\nConnection: close\r\n"
+            f"Accept: text/event-stream\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+    async def send(self, request: bytes, recording: Recording) -> None:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        recording.started = time.perf_counter()
+        transport, _ = await loop.create_connection(lambda: _Stream(request, recording, done), HOST, self.port)
+        try:
+            await done
+        finally:
+            transport.close()
+
+    def read(self, recording: Recording) -> Answer:
+        arrivals: list[float] = []
+        usage = None
+        for at, data in events(recording.chunks):
+            if data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise BadAnswer(f"the server reports {data[:500]}")
+            if self.spelling.text(event):
+                arrivals.append(at)
+            usage = self.spelling.usage(event) or usage
+        if usage is None:
+            raise BadAnswer("a stream ended without the server's token counts")
+        return Answer(recording.started, recording.ended, tuple(arrivals), *usage)
+
+    async def close(self) -> None:
+        """Nothing is kept open between requests."""
+
+
+class _Stream(asyncio.Protocol):
+    def __init__(self, request: bytes, recording: Recording, done: asyncio.Future[None]) -> None:
+        self._request = request
+        self._recording = recording
+        self._done = done
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        at = time.perf_counter()
+        self._recording.add(at, data)
+        if data.endswith(_LAST_CHUNK):
+            self._finish(at)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(time.perf_counter())
+
+    def _finish(self, at: float) -> None:
+        if not self._done.done():
+            self._recording.end(at)
+            self._done.set_result(None)
+
+
+def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """The data of each event, and when its last byte came. Raises BadAnswer for any status but 200."""
+    raw = b"".join(chunk for _, chunk in chunks)
+    head, separator, _ = raw.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200") or not separator:
+        raise BadAnswer(f"the server answered {raw[:500]!r}")
+    begin = len(head) + len(separator)
+    body = _dechunked(raw, begin) if b"transfer-encoding: chunked" in head.lower() else [(begin, raw[begin:])]
+    clock = _Clock(chunks)
+    rest = b""
+    for offset, piece in body:
+        rest += piece.replace(b"\r\n", b"\n")
+        *whole, rest = rest.split(b"\n\n")
+        for event in whole:
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                yield clock.at(offset + len(piece)), b"\n".join(lines).decode()
+    if rest.strip():
+        raise BadAnswer(f"a stream broke off inside an event: {rest[:200]!r}")
+
+
+def _dechunked(raw: bytes, begin: int) -> list[tuple[int, bytes]]:
+    """The pieces of a body in chunked transfer encoding, each with where it begins."""
+    pieces: list[tuple[int, bytes]] = []
+    while begin < len(raw):
+        line_end = raw.find(b"\r\n", begin)
+        if line_end < 0:
+            raise BadAnswer("a stream broke off inside a chunk")
+        size = int(raw[begin:line_end].partition(b";")[0], 16)
+        if size == 0:
+            return pieces
+        pieces.append((line_end + 2, raw[line_end + 2 : line_end + 2 + size]))
+        begin = line_end + 2 + size + 2
+    raise BadAnswer("a stream broke off before its last chunk")
+
+
+class _Clock:
+    """When the byte before an offset came; offsets are asked for in ascending order."""
+
+    def __init__(self, chunks: Sequence[tuple[float, bytes]]) -> None:
+        self._chunks = chunks
+        self._index = 0
+        self._end = len(chunks[0][1]) if chunks else 0
+
+    def at(self, offset: int) -> float:
+        while self._end < offset:
+            self._index += 1
+            self._end += len(self._chunks[self._index][1])
+        return self._chunks[self._index][0]

@@ -1,0 +1,82 @@
+"""llama.cpp's own server, built for this machine from the sources that ``llama-cpp-python`` carries; bf16 weights.
+
+Knows how it is built and started; the model is converted to GGUF without quantising it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.http_door import Spelling
+from benchmarks.peers.peer import Peer, PeerUnavailable
+from benchmarks.spellings import OpenAISpelling
+
+_SOURCE = "llama-cpp-python==0.3.36"
+_VENDORED = "llama_cpp_python-*/vendor/llama.cpp"
+_OFF = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "BUILD_SHARED_LIBS")
+_SLOTS = 32
+_SLOT_CONTEXT = 2304  # tokens: the longest prompt of the default cases, and its answer
+
+
+@dataclass(frozen=True)
+class LlamaCpp(Peer):
+    name: str = "llama.cpp server"
+
+    def make(self) -> None:
+        for tool in ("cmake", "c++"):
+            if shutil.which(tool) is None:
+                raise PeerUnavailable(f"needs {tool} to be built")
+        self.make_venv()
+        if not list(self.home.glob(_VENDORED)):
+            self.pip("download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(self.home), _SOURCE)
+            for archive in self.home.glob("*.tar.gz"):
+                with tarfile.open(archive) as packed:
+                    packed.extractall(self.home, filter="data")
+        switches = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in _OFF)]
+        self.run(["cmake", "-S", str(self._source), "-B", str(self._build), *switches])
+        jobs = str(len(os.sched_getaffinity(0)))
+        self.run(["cmake", "--build", str(self._build), "--target", "llama-server", "--parallel", jobs])
+        self.install_torch()
+        self.pip("install", "--progress-bar", "off", "transformers==5.23.0", "sentencepiece", "protobuf")
+        self.pip("install", "--progress-bar", "off", str(self._source / "gguf-py"))
+
+    def versions(self) -> dict[str, str]:
+        name, _, version = _SOURCE.partition("==")
+        return {name: version}
+
+    def command(self, folder: Path, port: int) -> Sequence[str]:
+        threads = str(len(os.sched_getaffinity(0)))
+        fixed = ["-t", threads, "-tb", threads, "--no-kv-unified"]
+        slots = ["-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_CONTEXT)]
+        where = ["--host", "127.0.0.1", "--port", str(port)]
+        return [str(self._build / "bin" / "llama-server"), "-m", str(self._weights), *fixed, *slots, *where]
+
+    @property
+    def spelling(self) -> Spelling:
+        return OpenAISpelling("bench", {"ignore_eos": True, "cache_prompt": False})
+
+    @property
+    def _source(self) -> Path:
+        for found in sorted(self.home.glob(_VENDORED)):
+            return found
+        raise PeerUnavailable(f"{_SOURCE} carries no vendor/llama.cpp")
+
+    @property
+    def _build(self) -> Path:
+        return self.home / "build"
+
+    @property
+    def _weights(self) -> Path:
+        return self.home / f"{self.model.name}-bf16.gguf"
+
+    def prepare(self) -> None:
+        if not self._weights.is_file():
+            script = str(self._source / "convert_hf_to_gguf.py")
+            partial = self._weights.with_suffix(".partial")
+            self.run([str(self.python), script, str(self.model), "--outtype", "bf16", "--outfile", str(partial)])
+            partial.rename(self._weights)

@@ -1,0 +1,128 @@
+"""A server of someone else's: how its environment is made, how it is started, and how it is asked.
+
+Knows nothing of measuring. Everything of a peer lies in a folder of its own, outside the project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.http_door import HttpDoor, Spelling
+from benchmarks.process import free_ports, running
+from benchmarks.servers import Live, clean_environment, wait_until_ready
+
+TORCH = "torch==2.13.0"
+_INSTALL_S = 3600.0
+_VERSIONS = """
+import importlib.metadata, json, sys
+print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))
+"""
+
+
+class PeerUnavailable(Exception):
+    """A peer that cannot be installed here; says why in one line."""
+
+
+@dataclass(frozen=True)
+class Peer(ABC):
+    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer is given."""
+
+    home: Path
+    model: Path
+    torch_index: str | None = None
+
+    name: str = "a peer"
+    one_at_a_time: bool = False
+    distributions: Sequence[str] = ()  # whose versions say what was measured
+    ready_path: str = "/health"
+
+    @abstractmethod
+    def make(self) -> None:
+        """Installs; is called once. Raises PeerUnavailable."""
+
+    @abstractmethod
+    def command(self, folder: Path, port: int) -> Sequence[str]:
+        """What starts it; ``folder`` is empty and its own for this start."""
+
+    @property
+    @abstractmethod
+    def spelling(self) -> Spelling: ...
+
+    def prepare(self) -> None:  # noqa: B027 - most peers need nothing
+        """What the model needs besides, each time it is not there yet. Raises PeerUnavailable."""
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def install(self) -> None:
+        """Once; a marker holds what the installation was made of. Raises PeerUnavailable."""
+        marker = self.home / ".installed"
+        if marker.is_file():
+            return
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.make()
+        marker.write_text(json.dumps(self.versions()) + "\n")
+
+    def versions(self) -> dict[str, str]:
+        found = subprocess.run(
+            [str(self.python), "-c", _VERSIONS, *self.distributions], capture_output=True, text=True, timeout=60
+        )
+        return dict(json.loads(found.stdout)) if found.returncode == 0 else {}
+
+    @contextmanager
+    def start(self, folder: Path) -> Iterator[Live]:
+        (port,) = free_ports(1)
+        log = self.home / "server.log"
+        log.unlink(missing_ok=True)
+        began = time.perf_counter()
+        environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", **self.environment()}
+        with running(self.command(folder, port), environment, log, folder) as process:
+            wait_until_ready(process, port, self.ready_path, log)
+            doors = {"rest": HttpDoor(port, self.spelling)}
+            yield Live(process.pid, port, time.perf_counter() - began, doors)
+
+    # --- for those that live in a virtual environment ---
+
+    @property
+    def python(self) -> Path:
+        return self.home / "venv" / "bin" / "python"
+
+    def make_venv(self) -> None:
+        if not self.python.exists():
+            self.run([sys.executable, "-m", "venv", str(self.home / "venv")])
+
+    def pip(self, *arguments: str) -> None:
+        self.run([str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments])
+
+    def install_torch(self) -> None:
+        index = ["--index-url", self.torch_index] if self.torch_index else []
+        self.pip("install", "--progress-bar", "off", TORCH, *index)
+
+    def run(self, command: Sequence[str], folder: Path | None = None) -> str:
+        """Its output; the log is kept beside the installation. Raises PeerUnavailable with its last line."""
+        log = self.home / "install.log"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        try:
+            done = subprocess.run(
+                command, cwd=folder or self.home, env=environment, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_INSTALL_S,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PeerUnavailable(str(error)) from None
+        with log.open("a") as file:
+            file.write(f"$ {' '.join(command)}\n{done.stdout}\n")
+        if done.returncode:
+            lines = [line for line in done.stdout.splitlines() if line.strip()]
+            raise PeerUnavailable(
+                f"{Path(command[0]).name} {' '.join(command[1:4])}: {(lines or ['failed'])[-1][:300]}"
+            )
+        return done.stdout

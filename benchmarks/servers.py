@@ -1,0 +1,134 @@
+"""Servers as a bench sees them: something that starts, is ready at some time, and has doors.
+
+Knows neither what is measured nor how one particular server is started, but for ours.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.grpc_door import GrpcDoor
+from benchmarks.http_door import HOST, HttpDoor
+from benchmarks.load import Door
+from benchmarks.process import free_ports, running
+from benchmarks.spellings import V2Spelling
+
+OURS = "mlserver-torch-stream"
+_READY_S = 900.0  # the first start converts, compiles or warms
+_POLL_S = 0.05
+_LOG_TAIL = 1500
+
+
+class StartFailed(Exception):
+    """A server that ended or was not ready in time; says what its log says."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server that is ready; ``ready_s`` is the time from the start of its process."""
+
+    pid: int
+    http_port: int
+    ready_s: float
+    doors: Mapping[str, Door]
+
+
+class Contender(Protocol):
+    """One server of a comparison."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """True where further requests wait for the first: cases with many long answers are pointless."""
+
+    def versions(self) -> dict[str, str]: ...
+
+    def start(self, folder: Path) -> AbstractContextManager[Live]:
+        """``folder`` is empty, for its settings and its log. Raises StartFailed."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """``mlserver start`` with one model, as a user would start it, from this interpreter's environment."""
+
+    uri: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    name: str = OURS
+    one_at_a_time: bool = False
+    model: str = "bench"
+
+    def versions(self) -> dict[str, str]:
+        return {name: version(name) for name in ("mlserver", "torch", "transformers")}
+
+    @contextmanager
+    def start(self, folder: Path) -> Iterator[Live]:
+        http_port, grpc_port, metrics_port = free_ports(3)
+        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
+        parameters = {"uri": self.uri, "extra": dict(self.extra)}
+        implementation = "mlserver_torch_stream.TorchStreamRuntime"
+        write_mlserver_folder(folder, self.model, implementation, parameters, ports)
+        log = folder / "server.log"
+        began = time.perf_counter()
+        command = [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)]
+        with running(command, clean_environment(), log, folder) as process:
+            wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)
+            rest: Door = HttpDoor(http_port, V2Spelling(self.model))
+            doors = {"rest": rest, "grpc": GrpcDoor(grpc_port, self.model)}
+            yield Live(process.pid, http_port, time.perf_counter() - began, doors)
+
+
+def write_mlserver_folder(
+    folder: Path, model: str, implementation: str, parameters: Mapping[str, Any], ports: Mapping[str, Any]
+) -> None:
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False, **ports}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / model).mkdir()
+    described = {"name": model, "implementation": implementation, "parameters": parameters}
+    (folder / model / "model-settings.json").write_text(json.dumps(described))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's own, without settings that would leak into a server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_")} | {
+        name: value for name, value in os.environ.items() if name == "MLSERVER_TORCH_STREAM_CACHE"
+    }
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log: Path) -> None:
+    """Until ``path`` answers 200. Raises StartFailed."""
+    end = time.monotonic() + _READY_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise StartFailed(f"ended with {process.returncode}: {_tail(log)}")
+        if _status(port, path) == 200:
+            return
+        time.sleep(_POLL_S)
+    raise StartFailed(f"not ready within {_READY_S:.0f} s: {_tail(log)}")
+
+
+def _status(port: int, path: str) -> int | None:
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        with suppress(OSError, http.client.HTTPException):  # not listening yet
+            connection.request("GET", path)
+            return connection.getresponse().status
+        return None
+    finally:
+        connection.close()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_LOG_TAIL:].strip()
