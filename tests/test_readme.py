@@ -22,6 +22,7 @@ import pytest
 from mlserver.settings import ModelSettings, Settings
 
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.settings import EngineSettings, parse_settings
 from tests import markdown
 from tests.markdown import Block
@@ -99,12 +100,33 @@ def test_the_table_of_model_settings_is_complete_and_its_defaults_are_true() -> 
     assert rows == [(name, _default(field.get_default(call_default_factory=True))) for name, field in fields]
 
 
+def test_the_table_of_server_settings_is_complete_and_its_defaults_are_true() -> None:
+    rows = [(name.strip("`"), default) for name, default, _ in markdown.table("README.md", "Server settings")]
+    fields = ServerOptions.model_fields.items()
+    assert rows == [(f"{PREFIX}{name.upper()}", _default(field.default)) for name, field in fields]
+
+
 def test_the_table_of_request_parameters_is_complete() -> None:
     rows = [
         (name.strip("`"), tuple(markdown.code_spans(aliases)), tensor)
         for name, aliases, tensor, _ in markdown.table("README.md", "Request parameters")
     ]
     assert rows == [(each.name, each.aliases, "T" if each.tensor else "") for each in PARAMETERS]
+
+
+def test_the_table_of_metrics_is_complete(readme_server: Server) -> None:
+    rows = [(name.strip("`"), kind) for name, kind, _ in markdown.table("docs/operations.md", "Metrics")]
+    for port in (readme_server.metrics_port, readme_server.http_port):
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S).text
+        shown = re.findall(r"^# TYPE (torch_stream_\w+?)(?:_total)? (\w+)$", text, re.MULTILINE)
+        assert sorted(rows) == sorted(shown)
+
+
+def test_the_log_has_the_line_of_a_request(readme_server: Server) -> None:
+    body = {"text_input": "The capital of France is", "max_tokens": 16}
+    assert httpx.post(f"{readme_server.url}/v2/models/smollm2/generate_stream", json=body, timeout=60).is_success
+    (shown,) = [block.code for block in _BLOCKS if block.page == "docs/operations.md" and block.language == "text"]
+    _compare(shown, readme_server.log)
 
 
 def _default(value: Any) -> str:
