@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
@@ -26,8 +27,6 @@ from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
-
-Deliver = Callable[[Sequence[Answer]], None]
 
 
 class BatchedBackend:

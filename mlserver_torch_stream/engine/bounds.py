@@ -13,6 +13,8 @@ from itertools import count
 
 from mlserver_torch_stream.engine.sequence import Job
 
+_FEW = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -30,11 +32,21 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Job, bool]] = []
         self._order = count()
+        self._most = _FEW
 
     def add(self, job: Job, seconds: float | None, *, while_waiting: bool) -> None:
         """``while_waiting``: only counts for a job that has not started by then."""
-        if seconds is not None:
-            heapq.heappush(self._heap, (job.submitted_at + seconds, next(self._order), job, while_waiting))
+        if seconds is None:
+            return
+        heapq.heappush(self._heap, (job.submitted_at + seconds, next(self._order), job, while_waiting))
+        if len(self._heap) > self._most:
+            self._forget_finished()
+
+    def _forget_finished(self) -> None:
+        """Ended jobs would otherwise be held, with all their text, until their deadline."""
+        self._heap = [entry for entry in self._heap if not entry[2].finished]
+        heapq.heapify(self._heap)
+        self._most = max(_FEW, 2 * len(self._heap))
 
     def seconds_left(self, now: float) -> float | None:
         """Until the next deadline; None without one."""

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
@@ -37,7 +38,7 @@ from mlserver_torch_stream.engine.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
 from mlserver_torch_stream.engine.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import Backend, EngineWorker
+from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo

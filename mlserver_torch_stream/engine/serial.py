@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.forward import input_device
 from mlserver_torch_stream.engine.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sampling import SamplerFactory
@@ -25,8 +26,6 @@ from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
-
-Deliver = Callable[[Sequence[Answer]], None]
 
 
 class SerialBackend:

@@ -37,7 +37,6 @@ def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.
 def pick(layer: LinearAttentionLayer, rows: list[int]) -> LinearAttentionLayer:
     """The given rows, in that order, as a layer of its own."""
 
-
     def picked(state: torch.Tensor) -> torch.Tensor:
         return state.index_select(0, torch.tensor(rows, dtype=torch.long, device=state.device))
 

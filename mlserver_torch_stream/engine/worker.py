@@ -13,44 +13,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
+from mlserver_torch_stream.engine.admission import Admission
 from mlserver_torch_stream.engine.api import EngineStats, PromptJob
+from mlserver_torch_stream.engine.backend import Backend, Remains
 from mlserver_torch_stream.engine.bounds import Bounds, Deadlines, Pace
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.tokenizer import TextCodec
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, TimedOut
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[Sequence[Answer]], None]
-
 # An engine that dies more often than this is not started anew: something is wrong that a fresh start does not mend.
 _MOST_DEATHS = 3
 _DEATHS_WITHIN = 600.0  # seconds
-
-
-class Backend(Protocol):
-    """What a worker steps. All methods run on its thread, but for ``refusal`` and ``stats``."""
-
-    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
-        """Why a job of this size could never run; None if it can."""
-
-    def add(self, job: Job) -> None: ...
-
-    def evict(self, jobs: Sequence[Job]) -> None:
-        """Frees all that these jobs hold, before it returns or (for what runs in a long step) at the next token."""
-
-    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        """Does a piece of work; False if there was nothing to do. A long piece calls ``poll`` once per token."""
-
-    def stats(self) -> EngineStats: ...
 
 
 class EngineWorker:
@@ -79,6 +61,7 @@ class EngineWorker:
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._bounds = bounds or Bounds()
+        self._admission = Admission(info, self._bounds)
         self._threads = threads
         self._turns = turns
         self._rebuild = rebuild
@@ -110,8 +93,10 @@ class EngineWorker:
             raise NotServing("the engine is not running" if self._dead is None else f"the engine died: {self._dead}")
         if self._draining:
             raise NotServing("the server is shutting down")
-        self._validate(jobs)
-        self._refuse_when_full(jobs)
+        self._admission.check(jobs, self._backend.refusal)
+        stats = self._backend.stats()
+        waiting = self._submitted - self._taken + stats.waiting_jobs
+        self._admission.check_queue(jobs, waiting, stats.waiting_tokens, self._pace.seconds_for(waiting))
         mailbox = Mailbox(asyncio.get_running_loop(), sum(job.sampling.n for job in jobs), self._closed)
         context = self.info.max_context
         accepted = [Job.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
@@ -131,50 +116,17 @@ class EngineWorker:
             self._inbox.put(action)
             return True
 
-    def _refuse_when_full(self, jobs: Sequence[PromptJob]) -> None:
-        stats, bounds = self._backend.stats(), self._bounds
-        waiting = self._submitted - self._taken + stats.waiting_jobs
-        retry_after = self._pace.seconds_for(waiting)
-        if waiting + len(jobs) > bounds.max_queue:
-            raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)
-        tokens = stats.waiting_tokens + sum(len(job.prompt_ids) for job in jobs)
-        if bounds.max_queue_tokens is not None and waiting and tokens > bounds.max_queue_tokens:
-            raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queue_tokens} allowed", retry_after)
-
-    def _validate(self, jobs: Sequence[PromptJob]) -> None:
-        context = self.info.max_context
-        for job in jobs:
-            length = len(job.prompt_ids)
-            if length == 0 and not job.open:
-                raise InvalidInput("text_input", "the prompt is empty")
-            if length >= context:
-                raise InvalidInput("text_input", f"the prompt has {length} tokens, the context holds {context}")
-            self._validate_ids(job.prompt_ids)
-            asked = job.sampling.max_tokens
-            final = context if asked is None or job.open else min(context, length + asked)
-            refusal = self._backend.refusal(job.sampling.n, context if job.open else length, final)
-            if refusal is not None:
-                raise InvalidInput("n" if job.sampling.n > 1 else "max_tokens", refusal)
-
-    def _validate_ids(self, prompt_ids: Sequence[int]) -> None:
-        """A tokenizer may know more ids than the model has embeddings; a GPU does not survive such an id."""
-        if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < self.info.vocab_size):
-            raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {self.info.vocab_size}")
-
     def _open_prompt(self, mailbox: Mailbox, jobs: list[Job]) -> None:
         if len(jobs) != 1:
             raise ValueError("an open prompt is the only job of its stream")
-        job, context = jobs[0], self.info.max_context
+        job = jobs[0]
         known = len(job.prompt)
 
         def extend(prompt_ids: Sequence[int], whole: bool) -> None:
             nonlocal known
             known = len(prompt_ids) if whole else known + len(prompt_ids)
-            if known >= context:
-                raise InvalidInput("text_input", f"the prompt has {known} tokens, the context holds {context}")
-            if known == 0 and whole:
-                raise InvalidInput("text_input", "the prompt is empty")
-            self._validate_ids(prompt_ids)
+            self._admission.check_length(known, open_ended=not whole)
+            self._admission.check_ids(prompt_ids)
             ids = list(prompt_ids)
             self._post(lambda: self._extend(job, ids, whole))
 
@@ -262,7 +214,7 @@ class EngineWorker:
             logger.error("the engine was started anew")
         if backend is not None:
             self._before = self._backend.stats().counting_on(self._before)
-        self._backend = backend or _Remains(self._backend.stats())
+        self._backend = backend or Remains(self._backend.stats())
         self._take_in(last=backend is None)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
         if backend is None and self._on_death is not None:
@@ -302,9 +254,15 @@ class EngineWorker:
         turn = self._turns.turn() if self._turns is not None else contextlib.nullcontext()
         with turn:
             began = time.monotonic()
-            busy = self._backend.step(self._deliver, self._poll)
+            busy = self._backend.step(self._deliver, self._between_tokens)
             self._pace.note(time.monotonic() - began)
             return busy
+
+    def _between_tokens(self) -> None:
+        """In a long step: takes in what has arrived, and lets other engines on these cores have their turn."""
+        self._poll()
+        if self._turns is not None:
+            self._turns.pass_on()
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
         """Posts what the answers have to say with one wake-up per event loop, and forgets streams that ended."""
@@ -325,29 +283,6 @@ class EngineWorker:
     def _forget(self, mailbox: Mailbox) -> None:
         if mailbox in self._open and all(job.finished for job in self._open[mailbox]):
             self._pace.finished(len(self._open.pop(mailbox)))
-
-
-class _Remains:
-    """Stands for a backend that died: it does nothing, lets go of all memory and keeps the counters."""
-
-    def __init__(self, last: EngineStats) -> None:
-        gone = dict.fromkeys(("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "kv_cache_bytes"), 0)
-        self._stats = replace(last, **gone)
-
-    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
-        return None
-
-    def add(self, job: Job) -> None:
-        pass
-
-    def evict(self, jobs: Sequence[Job]) -> None:
-        pass
-
-    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        return False
-
-    def stats(self) -> EngineStats:
-        return self._stats
 
 
 def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:

@@ -132,3 +132,12 @@ def test_the_time_to_come_back_follows_the_pace() -> None:
     pace.finished(5)
     assert pace.seconds_for(3) == 6
     assert pace.seconds_for(10_000) == 120
+
+
+def test_deadlines_do_not_hold_on_to_ended_jobs(codec: TextCodec) -> None:
+    deadlines = Deadlines()
+    for _ in range(1000):
+        ended = job(codec, 3, 3)
+        deadlines.add(ended, 3600.0, while_waiting=False)
+        ended.finish(FinishReason.STOP)
+    assert len(deadlines._heap) <= 65

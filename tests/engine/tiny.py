@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.sampling import SamplerFactory
@@ -21,7 +22,7 @@ from mlserver_torch_stream.engine.selfcheck import check_batching
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import Backend, EngineWorker
+from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
 torch.set_num_threads(1)  # models of this size only lose time to a second core
