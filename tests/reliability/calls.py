@@ -1,0 +1,230 @@
+"""A request through any of the five doors: begun at once, read as slowly as a test likes, or left.
+
+Knows no model. Both REST doors are plain sockets, so that leaving is what the test says it is.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import grpc
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
+
+from tests.server import raw, v2
+from tests.server.harness import HOST, Server
+
+BOUND_S = 90.0
+BIDI_MESSAGES = 2
+
+
+class Door(str, Enum):
+    REST_UNARY = "rest-unary"
+    GRPC_UNARY = "grpc-unary"
+    REST_STREAM = "rest-stream"
+    GRPC_STREAM = "grpc-stream"
+    GRPC_BIDI = "grpc-bidi"  # several messages, and the client's side stays open
+
+    @property
+    def streams(self) -> bool:
+        return self not in (Door.REST_UNARY, Door.GRPC_UNARY)
+
+    @property
+    def rest(self) -> bool:
+        return self in (Door.REST_UNARY, Door.REST_STREAM)
+
+    @property
+    def requests(self) -> int:
+        return BIDI_MESSAGES if self is Door.GRPC_BIDI else 1
+
+
+DOORS = list(Door)
+PLAIN_DOORS = DOORS[:4]
+
+
+@dataclass
+class Result:
+    """All that came of a call. ``code``: the status of a refusal, gRPC's or REST's; None if it was answered."""
+
+    door: Door
+    replies: list[v2.Reply] = field(default_factory=list)
+    code: int | grpc.StatusCode | None = None
+    said: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)  # of a REST stream
+
+    @property
+    def texts(self) -> list[str]:
+        return [v2.joined(part) for part in self._parts()]
+
+    @property
+    def text(self) -> str:
+        (text,) = self.texts
+        return text
+
+    @property
+    def reasons(self) -> list[str | None]:
+        """Of each request, which has exactly one final response, its last."""
+        for part in self._parts():
+            assert [reply.final for reply in part] == [False] * (len(part) - 1) + [True], part[-3:]
+        return [part[-1].finish_reason for part in self._parts()]
+
+    def _parts(self) -> list[list[v2.Reply]]:
+        if self.door is not Door.GRPC_BIDI:
+            return [self.replies]
+        index = "request_index"
+        return [[each for each in self.replies if each.parameters[index] == part] for part in range(BIDI_MESSAGES)]
+
+
+class Call(Protocol):
+    """A request that has been sent."""
+
+    def read(self, replies: int) -> None:
+        """Waits for the first so many replies; a stream only."""
+
+    def end(self) -> Result:
+        """Reads to the end."""
+
+    def leave(self) -> None:
+        """Cancels it, or closes its connection."""
+
+
+@contextmanager
+def calling(door: Door, server: Server, model: str, text: str = "Hello", **parameters: Any) -> Iterator[Call]:
+    if door.rest:
+        call: _Rest | _GrpcUnary | _GrpcStream = _Rest(door, server, model, v2.rest_body(text, **parameters))
+    else:
+        channel = grpc.insecure_channel(server.grpc_target)
+        request = v2.grpc_request(model, text, **parameters)
+        call = (_GrpcStream if door.streams else _GrpcUnary)(door, channel, request)
+    try:
+        yield call
+    finally:
+        call.leave()
+        call.close()
+
+
+def ask(door: Door, server: Server, model: str, text: str = "Hello", **parameters: Any) -> Result:
+    with calling(door, server, model, text, **parameters) as call:
+        return call.end()
+
+
+class _Rest:
+    def __init__(self, door: Door, server: Server, model: str, body: dict[str, Any]) -> None:
+        self._result = Result(door)
+        self._socket = socket.create_connection((HOST, server.http_port), BOUND_S)
+        path = f"/v2/models/{model}/{'infer_stream' if door.streams else 'infer'}"
+        self._socket.sendall(raw.post(path, body, "Connection: close"))
+        self._response = http.client.HTTPResponse(self._socket, method="POST")
+        self._begun = False
+
+    def read(self, replies: int) -> None:
+        self._begin()
+        while len(self._result.replies) < replies and (line := self._response.readline()):
+            self._take(line)
+
+    def end(self) -> Result:
+        self._begin()
+        if self._result.door.streams and self._result.code is None:
+            while line := self._response.readline():
+                self._take(line)
+            return self._result
+        body = self._response.read().decode()
+        if self._result.code is None:
+            self._result.replies.append(v2.rest_reply(json.loads(body)))
+        else:
+            self._result.said = json.loads(body)["error"]
+        return self._result
+
+    def leave(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._response.close()
+        self._socket.close()
+
+    def close(self) -> None:
+        """Nothing is left after leaving."""
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        self._response.begin()
+        self._result.headers = {name.lower(): value for name, value in self._response.getheaders()}
+        self._result.code = None if self._response.status == 200 else self._response.status
+
+    def _take(self, line: bytes) -> None:
+        if line.startswith(b"data: "):
+            self._result.events.append(json.loads(line[6:]))
+            self._result.replies.append(v2.rest_reply(self._result.events[-1]))
+
+
+class _GrpcUnary:
+    def __init__(self, door: Door, channel: grpc.Channel, request: pb.ModelInferRequest) -> None:
+        self._door = door
+        self._channel = channel
+        self._future = Stub(channel).ModelInfer.future(request, timeout=BOUND_S)
+
+    def read(self, replies: int) -> None:
+        raise AssertionError("not a stream")
+
+    def end(self) -> Result:
+        try:
+            return Result(self._door, [v2.grpc_reply(self._future.result())])
+        except grpc.RpcError as error:
+            return Result(self._door, code=error.code(), said=error.details() or "")
+        except grpc.FutureCancelledError:
+            return Result(self._door, code=grpc.StatusCode.CANCELLED)
+
+    def leave(self) -> None:
+        self._future.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _GrpcStream:
+    def __init__(self, door: Door, channel: grpc.Channel, request: pb.ModelInferRequest) -> None:
+        self._channel = channel
+        self._result = Result(door)
+        self._outgoing: queue.SimpleQueue[pb.ModelInferRequest | None] = queue.SimpleQueue()
+        for message in [request] * door.requests:
+            self._outgoing.put(message)
+        if door is not Door.GRPC_BIDI:
+            self._outgoing.put(None)
+        self._call = Stub(channel).ModelStreamInfer(iter(self._outgoing.get, None), timeout=BOUND_S)
+
+    def read(self, replies: int) -> None:
+        while len(self._result.replies) < replies and self._next():
+            pass
+
+    def end(self) -> Result:
+        while self._next():
+            if sum(reply.final for reply in self._result.replies) == self._result.door.requests:
+                self._outgoing.put(None)
+        return self._result
+
+    def leave(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _next(self) -> bool:
+        try:
+            self._result.replies.append(v2.grpc_reply(next(self._call)))
+        except StopIteration:
+            return False
+        except grpc.RpcError as error:
+            self._result.code, self._result.said = error.code(), error.details() or ""
+            return False
+        return True
