@@ -6,6 +6,7 @@ Knows nothing of engines. A server without our models ends as it always did.
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ from mlserver_torch_stream.server.options import read_options
 _MARK = "_torch_stream_ending"
 # Seconds after the aborts, for clients that do not read their last response, where only models of ours are served.
 _GRPC_TAIL = 0.5
-_REST_TAIL = 1.0
+_REST_TAIL = 0.5
 
 
 class EngineLost(Exception):
@@ -77,6 +78,7 @@ async def _end(server: MLServer, why: str) -> None:
     if await _only_ours(server):
         await server._grpc_server._server.stop(_GRPC_TAIL)
         rest.config.timeout_graceful_shutdown = _REST_TAIL
+    gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
     if LIFECYCLE.failure is not None:
         _fail_after_shutdown(rest, LIFECYCLE.failure)
 

@@ -22,7 +22,7 @@ from mlserver_torch_stream.server.visits import Moment, Visits
 T = TypeVar("T")
 
 # After the aborts: for the step that runs, and for the last responses to leave.
-_LAST_WORDS = 2.5
+_LAST_WORDS = 2.0
 _SILENCE = 0.5
 
 
