@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from benchmarks.recording import Recording
 
 HOST = "127.0.0.1"
 _LAST_CHUNK = b"0\r\n\r\n"
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
 class Spelling(Protocol):
@@ -114,14 +116,14 @@ def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]
     if not head.startswith(b"HTTP/1.1 200") or not separator:
         raise BadAnswer(f"the server answered {raw[:500]!r}")
     begin = len(head) + len(separator)
-    body = _dechunked(raw, begin) if b"transfer-encoding: chunked" in head.lower() else [(begin, raw[begin:])]
+    chunked = b"transfer-encoding: chunked" in head.lower()
+    body = _dechunked(raw, begin) if chunked else _as_received(chunks, begin)
     clock = _Clock(chunks)
     rest = b""
     for offset, piece in body:
-        rest += piece.replace(b"\r\n", b"\n")
-        *whole, rest = rest.split(b"\n\n")
+        *whole, rest = _EVENT_END.split(rest + piece)
         for event in whole:
-            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
             if lines:
                 yield clock.at(offset + len(piece)), b"\n".join(lines).decode()
     if rest.strip():
@@ -141,6 +143,17 @@ def _dechunked(raw: bytes, begin: int) -> list[tuple[int, bytes]]:
         pieces.append((line_end + 2, raw[line_end + 2 : line_end + 2 + size]))
         begin = line_end + 2 + size + 2
     raise BadAnswer("a stream broke off before its last chunk")
+
+
+def _as_received(chunks: Sequence[tuple[float, bytes]], begin: int) -> list[tuple[int, bytes]]:
+    """The pieces of a body that ends with its connection, each with where it begins."""
+    pieces, offset = [], 0
+    for _, chunk in chunks:
+        if offset + len(chunk) > begin:
+            start = max(offset, begin)
+            pieces.append((start, chunk[start - offset :]))
+        offset += len(chunk)
+    return pieces
 
 
 class _Clock:
