@@ -9,8 +9,8 @@ namespace native {
 template <class T> class Decoder {
   public:
     Decoder(const Shape& shape, const Weights& weights, int threads)
-        : shape_(shape), weights_(weights), layers_(weights.layers, weights.layers + shape.layers), team_(threads),
-          scratch_(threads) {
+        : shape_(shape), weights_(weights), layers_(weights.layers, weights.layers + shape.layers), scratch_(threads),
+          team_(threads, [this](Member& me, const Step& step) { forward(me, step); }) {
         attention_ = {(int)(shape.heads / shape.kv_heads), (int)shape.head_dim, shape.attention_scale,
                       shape.attention_cap};
         hidden_ = padded(shape.hidden);
@@ -24,7 +24,7 @@ template <class T> class Decoder {
         step_ = &step;
         tokens_ = step.rows * step.queries;
         reserve();
-        team_.run([this](int id) { forward(scratch_[id]); });
+        team_.run(step);
     }
 
   private:
@@ -49,26 +49,28 @@ template <class T> class Decoder {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
     }
 
-    void forward(Scratch& scratch) {
-        const auto* slabs = static_cast<const Slab<T>*>(step_->slabs);
-        team_.each(tokens_, 1, [&](int64_t first, int64_t last) {
+    // A late thread may be here with the step before: what it does up to a list's pieces depends on its own copy.
+    void forward(Member& me, const Step& step) {
+        const auto* slabs = static_cast<const Slab<T>*>(step.slabs);
+        const int64_t tokens = step.rows * step.queries;
+        me.each(tokens, 1, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++) embed(t);
         });
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
-            prepare(layer.norms.before_attention);
-            multiply(team_, normed_.data(), hidden_, tokens_, layer.qkv, [&](int64_t row, int64_t p, float* c) {
+            prepare(me, tokens, layer.norms.before_attention);
+            multiply(me, normed_.data(), hidden_, tokens, layer.qkv, [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
-            attend(layer, slabs[i], scratch);
-            add(mixed_.data(), attended_, layer.out, layer.norms.after_attention);
-            prepare(layer.norms.before_mlp);
-            multiply(team_, normed_.data(), hidden_, tokens_, layer.gate_up, [&](int64_t row, int64_t p, float* c) {
+            attend(me, step, layer, slabs + i);
+            add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
+            prepare(me, tokens, layer.norms.before_mlp);
+            multiply(me, normed_.data(), hidden_, tokens, layer.gate_up, [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, layer.gate_up.bias, p);
             });
-            add(gated_.data(), inner_, layer.down, layer.norms.after_mlp);
+            add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
         }
-        if (step_->logits != nullptr) head();
+        if (step.logits != nullptr) head(me, step);
     }
 
     void embed(int64_t t) {
@@ -89,8 +91,8 @@ template <class T> class Decoder {
     }
 
     // The stream, normed where there is a norm, as the next product's input.
-    void prepare(const float* norm) {
-        team_.each(tokens_, 1, [&](int64_t first, int64_t last) {
+    void prepare(Member& me, int64_t tokens, const float* norm) {
+        me.each(tokens, 1, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++) norm_row(&stream_[t * hidden_], norm, &normed_[t * hidden_]);
         });
     }
@@ -120,18 +122,18 @@ template <class T> class Decoder {
     }
 
     // A product onto the stream; a norm behind it sees whole rows first.
-    void add(const T* a, int64_t lda, const Matrix& w, const float* norm) {
+    void add(Member& me, int64_t tokens, const T* a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply(team_, a, lda, tokens_, w, [&](int64_t row, int64_t p, float* c) {
+            multiply(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply(team_, a, lda, tokens_, w, [&](int64_t row, int64_t p, float* c) {
+        multiply(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
-        team_.each(tokens_, 1, [&](int64_t first, int64_t last) {
+        me.each(tokens, 1, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++) {
                 float* x = &branch_[t * hidden_];
                 const float scale = inverse_rms(x, shape_.hidden, shape_.eps);
@@ -144,24 +146,25 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
     }
 
-    void attend(const Layer& layer, const Slab<T>& slab, Scratch& scratch) {
-        const int64_t kv = shape_.kv_heads;
-        if (step_->queries == 1) {
-            const int64_t tasks = tokens_ * kv, piece = std::max<int64_t>(1, tasks / (4 * team_.size()));
-            team_.each(tasks, piece, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; i++) attend_one(layer, slab, scratch, i, i + 1 < last);
+    void attend(Member& me, const Step& step, const Layer& layer, const Slab<T>* slab) {
+        const int64_t kv = shape_.kv_heads, tokens = step.rows * step.queries;
+        Scratch& scratch = scratch_[me.id];
+        if (step.queries == 1) {
+            const int64_t tasks = tokens * kv, piece = std::max<int64_t>(1, tasks / (4 * me.team));
+            me.each(tasks, piece, [&](int64_t first, int64_t last) {
+                for (int64_t i = first; i < last; i++) attend_one(layer, *slab, scratch, i, i + 1 < last);
             });
             return;
         }
-        team_.each(tokens_, 1, [&](int64_t first, int64_t last) {
+        me.each(tokens, 1, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
-                for (int64_t h = 0; h < kv; h++) finish(layer, slab, t, h, &queries_[t * attended_] + own(h), 0);
+                for (int64_t h = 0; h < kv; h++) finish(layer, *slab, t, h, &queries_[t * attended_] + own(h), 0);
         });
-        const int64_t blocks = (step_->queries + kQueries - 1) / kQueries;
-        team_.each(step_->rows * kv * blocks, 1, [&](int64_t first, int64_t last) {
+        const int64_t blocks = (step.queries + kQueries - 1) / kQueries, pairs = step.rows * kv;
+        me.each(pairs * blocks, 1, [&](int64_t first, int64_t last) {
             // The last blocks see the most keys: they go first, so that nobody waits for a long one at the end.
             for (int64_t i = first; i < last; i++)
-                attend_many(slab, scratch, i % (step_->rows * kv), blocks - 1 - i / (step_->rows * kv));
+                attend_many(*slab, scratch, i % pairs, blocks - 1 - i / pairs);
         });
     }
 
@@ -234,13 +237,13 @@ template <class T> class Decoder {
         scratch.many.run({&queries_[at], &mixed_[at], attended_, count, first_key, slab.window, seen}, attention_);
     }
 
-    void head() {
-        const int64_t rows = step_->rows, width = padded(shape_.vocab);
-        team_.each(rows, 1, [&](int64_t first, int64_t last) {
+    void head(Member& me, const Step& step) {
+        const int64_t rows = step.rows, width = padded(shape_.vocab);
+        me.each(rows, 1, [&](int64_t first, int64_t last) {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[((r + 1) * step_->queries - 1) * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply(team_, normed_.data(), hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
+        multiply(me, normed_.data(), hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_->logits + row * width + p * kPanel + i,
@@ -251,7 +254,6 @@ template <class T> class Decoder {
     const Shape shape_;
     const Weights weights_;
     const std::vector<Layer> layers_;
-    Team team_;
     std::vector<Scratch> scratch_;
     AttentionShape attention_;
     int64_t hidden_, attended_, qkv_, inner_;  // widths in whole panels
@@ -260,6 +262,7 @@ template <class T> class Decoder {
     int64_t tokens_ = 0;
     std::vector<float> stream_, branch_, projected_;
     std::vector<T> normed_, queries_, mixed_, gated_;
+    Team<Step> team_;  // last: its threads use all of the above
 };
 
 }  // namespace native

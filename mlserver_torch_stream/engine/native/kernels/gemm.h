@@ -82,13 +82,13 @@ inline Fetch fetch_for(const Word* panel, int64_t words, int64_t tile, int64_t t
     return {panel + (kPanel + tile * kPanel / 2) * words, kPanel / 2};
 }
 
-// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w; ends with the team's barrier.
+// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w.
 template <class T, class Done>
-void multiply(Team& team, const T* a, int64_t lda, int64_t rows, const Matrix& w, Done&& done) {
+void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, Done&& done) {
     const int64_t words = w.k / per_word<T>, panels = panels_of(w.n);
-    const int64_t piece = std::max<int64_t>(1, panels / (8 * team.size()));
+    const int64_t piece = std::max<int64_t>(1, panels / (8 * me.team));
     const Tiling tiling(rows);
-    team.each(panels, piece, [&](int64_t first, int64_t last) {
+    me.each(panels, piece, [&](int64_t first, int64_t last) {
         alignas(64) float sums[kTileRows][kPanel];
         for (int64_t p = first; p < last; p++)
             for (int64_t t = 0; t < tiling.count; t++) {

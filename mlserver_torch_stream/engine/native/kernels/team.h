@@ -1,10 +1,12 @@
-// A few threads that work through one list of pieces after another, with a barrier behind each list.
+// A few threads that work through one list of pieces after another; a list begins when the one before it is done.
+// Nobody waits for a thread that has no piece: one that the system has put aside costs its help and no more.
 // Knows nothing of what a piece is.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 #if defined(__linux__)
@@ -58,9 +60,61 @@ class Bell {
     std::atomic<int> sleepers_{0};
 };
 
-class Team {
+// All threads run the same function on the same job, and so come to the same lists in the same order.
+class Lists {
   public:
-    explicit Team(int size) : size_(size) {
+    uint32_t current() const { return (uint32_t)(ticket_.load(std::memory_order_acquire) >> 32); }
+
+    // body(piece) for pieces of list `list` until all of them are done, by whomever; at once if they are done already.
+    template <class Body> void work(uint32_t list, uint32_t pieces, Body&& body) {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while ((uint32_t)(ticket >> 32) == list && (uint32_t)ticket < pieces) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+            body((uint32_t)ticket);
+            if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == pieces) return open(list + 1);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        for (uint32_t seen = opened_.rung(); current() == list; seen = opened_.rung()) opened_.await(seen);
+    }
+
+  private:
+    void open(uint32_t list) {
+        done_.store(0, std::memory_order_relaxed);
+        ticket_.store((uint64_t)list << 32, std::memory_order_seq_cst);
+        opened_.ring();
+    }
+
+    alignas(64) std::atomic<uint64_t> ticket_{0};  // the list, and its next piece
+    alignas(64) std::atomic<uint32_t> done_{0};
+    alignas(64) Bell opened_;
+};
+
+// One thread's place in the sequence of lists.
+class Member {
+  public:
+    Member(Lists& lists, int id, int team, uint32_t list) : id(id), team(team), lists_(lists), list_(list) {}
+
+    // body(first, last) over 0..total, in pieces; returns when all of them are done.
+    template <class Body> void each(int64_t total, int64_t piece, Body&& body) {
+        const auto pieces = (uint32_t)((total + piece - 1) / piece);
+        if (pieces == 0) return;
+        lists_.work(list_++, pieces, [&](uint32_t i) { body(i * piece, std::min((i + 1) * piece, total)); });
+    }
+
+    const int id, team;
+
+  private:
+    Lists& lists_;
+    uint32_t list_;
+};
+
+// A member that is late for a job finds its lists done, goes through them and takes the newest job: so a job is copied,
+// and which lists it has must follow from the copy alone.
+template <class Job> class Team {
+  public:
+    using Work = std::function<void(Member&, const Job&)>;
+
+    Team(int size, Work work) : size_(size), work_(std::move(work)) {
         for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { serve(id); });
     }
 
@@ -70,54 +124,40 @@ class Team {
         for (auto& thread : threads_) thread.join();
     }
 
-    int size() const { return size_; }
-
-    // Runs job(id) on every thread, the caller's being 0. All of them must make the same calls of `each`.
-    void run(const std::function<void(int)>& job) {
-        job_ = &job;
-        start_.ring();
-        job(0);
-        barrier();  // nobody still reads job_
-    }
-
-    // body(first, last) over 0..total in pieces: whoever is free takes the next one, so that a thread which the
-    // system has put aside holds up one piece and not its whole share.
-    template <class Body> void each(int64_t total, int64_t piece, Body&& body) {
-        for (;;) {
-            const int64_t first = next_.fetch_add(piece, std::memory_order_relaxed);
-            if (first >= total) break;
-            body(first, std::min(first + piece, total));
+    // The caller is member 0. Returns when all lists of the job are done.
+    void run(const Job& job) {
+        Member me(lists_, 0, size_, lists_.current());
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            job_ = job;
+            first_list_ = lists_.current();
         }
-        barrier();
+        start_.ring();
+        work_(me, job);
     }
 
   private:
-    void barrier() {
-        const uint32_t seen = passed_.rung();
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) return passed_.await(seen);
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        passed_.ring();
-    }
-
     void serve(int id) {
-        uint32_t seen = 0;
-        for (;;) {
-            start_.await(seen++);
-            if (stopping_) return;
-            (*job_)(id);
-            barrier();
+        for (uint32_t seen = 0; !stopping_;) {
+            start_.await(seen);
+            seen = start_.rung();
+            std::unique_lock<std::mutex> lock(mutex_);
+            const Job job = job_;
+            Member me(lists_, id, size_, first_list_);
+            lock.unlock();
+            if (!stopping_) work_(me, job);
         }
     }
 
     const int size_;
+    const Work work_;
     std::vector<std::thread> threads_;
-    const std::function<void(int)>* job_ = nullptr;
     std::atomic<bool> stopping_{false};
+    Lists lists_;
     alignas(64) Bell start_;
-    alignas(64) Bell passed_;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
+    std::mutex mutex_;
+    Job job_{};
+    uint32_t first_list_ = 0;
 };
 
 }  // namespace native
