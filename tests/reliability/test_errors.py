@@ -1,0 +1,37 @@
+"""What everybody sees first: an unknown model and a bad parameter, through every door."""
+
+from __future__ import annotations
+
+import grpc
+import httpx
+import pytest
+
+from tests.reliability.calls import DOORS, PLAIN_DOORS, Door, ask
+from tests.server import v2
+from tests.server.harness import Server
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_unknown_model_is_404_and_not_found(plain: Server, door: Door) -> None:
+    result = ask(door, plain, "unknown")
+    assert result.code == (404 if door.rest else grpc.StatusCode.NOT_FOUND)
+    assert "unknown" in result.said and not result.replies
+    if door.rest:
+        assert result.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("door", PLAIN_DOORS)
+@pytest.mark.parametrize(("key", "value"), [("max_tokenz", 3), ("temperature", "hot"), ("top_k", -7), ("n", 0)])
+def test_a_bad_parameter_is_422_and_invalid_argument(plain: Server, door: Door, key: str, value: object) -> None:
+    result = ask(door, plain, "recite", **{key: value})
+    assert result.code == (422 if door.rest else grpc.StatusCode.INVALID_ARGUMENT)
+    assert key in result.said and not result.replies
+
+
+@pytest.mark.parametrize("path", ["infer", "infer_stream", "generate", "generate_stream"])
+def test_every_route_says_it_in_json(plain: Server, path: str) -> None:
+    for model, parameters, status, said in (("nobody", {}, 404, "nobody"), ("recite", {"seeed": 1}, 422, "seeed")):
+        url = f"{plain.url}/v2/models/{model}/{path}"
+        response = httpx.post(url, json=v2.rest_body("Hello", **parameters), timeout=v2.TIMEOUT_S)
+        assert response.status_code == status and said in response.json()["error"]
+        assert response.headers["content-type"] == "application/json"

@@ -1,0 +1,86 @@
+"""A client that is killed at token 0, 1 or 7: its row and cache are free at once, and no step is spent on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.calls import PLAIN_DOORS, Door, calling
+from tests.reliability.counts import Counts, counts, idle, until
+from tests.reliability.wire import wired
+from tests.server.harness import Server
+
+_LONG = {"max_tokens": 2000, "ignore_eos": True}
+_TOKENS = (0, 1, 7)
+_BOUND_S = 60.0
+_CLIENT = """
+import sys
+from pathlib import Path
+from tests.reliability.calls import Door, calling
+from tests.server.harness import Server
+
+http, grpc = map(int, sys.argv[2:4])
+server = Server(http, grpc, 0, Path(), None)
+with calling(Door(sys.argv[1]), server, "recite", max_tokens=2000, ignore_eos=True) as call:
+    call.end()
+"""
+
+
+def _kill(server: Server, door: Door, token: int) -> None:
+    """The connection breaks, as it does when its process is killed, once so many tokens have been generated."""
+    before = idle(server, "recite")
+    with wired(server) as (far, rest, grpc_wire), calling(door, far, "recite", **_LONG) as call:
+        if token and door.streams:
+            call.read(token)
+        else:
+            until(server, "recite", lambda now: _began(now, before, token))
+        (rest if door.rest else grpc_wire).cut()
+        _is_forgotten(server, before)
+
+
+def _began(now: Counts, before: Counts, token: int) -> bool:
+    arrived = now["waiting_jobs"] or now["prefilling_jobs"] or now["running_rows"]
+    return bool(arrived) and now["generated_tokens"] - before["generated_tokens"] >= token
+
+
+def _is_forgotten(server: Server, before: Counts) -> None:
+    after = until(server, "recite", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 1)
+    # The same figures: whoever is counted as cancelled holds nothing any more.
+    assert after["running_rows"] == after["waiting_jobs"] == after["prefilling_jobs"] == 0
+    assert after["kv_cache_bytes"] == 0
+    assert after["zombie_steps"] == before["zombie_steps"] == 0
+    assert after["generated_tokens"] - before["generated_tokens"] < _LONG["max_tokens"]
+    until(server, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1)
+
+
+@pytest.mark.parametrize("door", PLAIN_DOORS)
+@pytest.mark.parametrize("token", _TOKENS)
+def test_a_killed_client_holds_nothing(slow: Server, door: Door, token: int) -> None:
+    for _ in range(2):
+        _kill(slow, door, token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", PLAIN_DOORS)
+@pytest.mark.parametrize("token", _TOKENS)
+def test_two_hundred_killed_clients_hold_nothing(slow: Server, door: Door, token: int) -> None:
+    for _ in range(17):  # times twelve
+        _kill(slow, door, token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", PLAIN_DOORS)
+def test_a_process_that_is_killed_holds_nothing(slow: Server, door: Door) -> None:
+    """With SIGKILL, so that nothing of the client can say farewell."""
+    before = counts(slow, "recite")
+    command = [sys.executable, "-c", _CLIENT, door.value, str(slow.http_port), str(slow.grpc_port)]
+    client = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    try:
+        until(slow, "recite", lambda now: now["running_rows"] == 1, _BOUND_S)
+    finally:
+        client.kill()
+        client.wait(_BOUND_S)
+    _is_forgotten(slow, before)

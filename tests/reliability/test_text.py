@@ -1,0 +1,73 @@
+"""Characters of several bytes and stop strings, cut everywhere, through the whole server.
+
+The model says a byte per token, so every character and every stop string is cut at every place.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.reliability.calls import PLAIN_DOORS, Door, Result, ask
+from tests.reliability.reciter import LOOP, TEXT, recital
+from tests.server.harness import Server
+
+_WHOLE = recital(2 * LOOP)
+_LENGTHS = (1, 2, 3, 7)
+
+
+def _ask(server: Server, door: Door, **parameters: object) -> Result:
+    result = ask(door, server, "recite", ignore_eos=True, **parameters)
+    assert result.code is None, result.said
+    for reply in result.replies:
+        assert "�" not in reply.text or reply is result.replies[-1], "no character is ever split"
+    return result
+
+
+@pytest.mark.parametrize("door", PLAIN_DOORS)
+def test_an_answer_may_end_inside_any_character(plain: Server, door: Door) -> None:
+    for tokens in range(1, LOOP + 1):
+        result = _ask(plain, door, max_tokens=tokens)
+        assert (result.text, result.reasons) == (recital(tokens), ["length"])
+        assert result.replies[-1].outputs["num_output_tokens"] == [tokens]
+
+
+@pytest.mark.parametrize("door", PLAIN_DOORS)
+def test_an_answer_may_begin_after_any_character(plain: Server, door: Door) -> None:
+    for character in TEXT:
+        result = ask(door, plain, "recite", character, max_tokens=LOOP, ignore_eos=True)
+        assert result.text == recital(LOOP, after=character)
+
+
+@pytest.mark.parametrize("length", _LENGTHS)
+@pytest.mark.parametrize("door", [Door.REST_STREAM, Door.GRPC_STREAM])
+def test_a_stop_string_anywhere_ends_the_answer_before_it(plain: Server, door: Door, length: int) -> None:
+    for begin in range(len(TEXT)):
+        stop = _WHOLE[begin : begin + length]
+        result = _ask(plain, door, max_tokens=2 * LOOP, stop=stop)
+        assert (result.text, result.reasons) == (_WHOLE[: _WHOLE.index(stop)], ["stop"]), stop
+
+
+@pytest.mark.parametrize("door", [Door.REST_UNARY, Door.GRPC_UNARY])
+def test_a_stop_string_ends_an_answer_at_once_too(plain: Server, door: Door) -> None:
+    for begin in range(len(TEXT)):
+        stop = _WHOLE[begin : begin + 3]
+        result = _ask(plain, door, max_tokens=2 * LOOP, stop=stop)
+        assert (result.text, result.reasons) == (_WHOLE[: _WHOLE.index(stop)], ["stop"]), stop
+
+
+@pytest.mark.parametrize("door", [Door.REST_STREAM, Door.GRPC_STREAM])
+def test_what_only_begins_like_a_stop_string_is_said(plain: Server, door: Door) -> None:
+    for begin, length in itertools.product(range(0, len(TEXT), 3), (2, 5)):
+        near = _WHOLE[begin : begin + length] + "≠"  # shares the lead byte of € too
+        result = _ask(plain, door, max_tokens=LOOP, stop=near)
+        assert (result.text, result.reasons) == (recital(LOOP), ["length"]), near
+
+
+@pytest.mark.parametrize("door", [Door.REST_STREAM, Door.GRPC_STREAM])
+def test_a_stop_string_may_be_said_if_asked_for(plain: Server, door: Door) -> None:
+    for begin in range(0, len(TEXT), 4):
+        stop = _WHOLE[begin : begin + 2]
+        result = _ask(plain, door, max_tokens=2 * LOOP, stop=stop, include_stop_str_in_output=True)
+        assert result.text == _WHOLE[: _WHOLE.index(stop) + 2]
