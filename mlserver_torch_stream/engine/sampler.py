@@ -127,7 +127,7 @@ _BLOCK = 64
 
 
 def _max_by_blocks(work: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``work.max(dim=-1)``, the first of equals included, in 0.2 instead of 0.7 ms for 32 rows of 49,152 on one core.
+    """As ``work.max(dim=-1)``, the first of equals included, in 0.2 instead of 0.7 ms for 32 rows of 49,152.
 
     Only a maximum without its index is vectorised: that of each block first, then the index within one block.
     """

@@ -210,3 +210,33 @@ def test_kernels_that_compute_something_else_are_found_out(
         assert take_fast_path(model, 1, folder) is None
         assert check_forward(model, ModelForward(model)) is None
     assert "no fast path" in caplog.text and "differ" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: torch.dtype, folder: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).to(dtype)
+    seen: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 32)):
+            forward = NativeForward(model, threads, folder)
+            batch = RowCache(CacheLayout(model.config), rows=rows, capacity=40)
+            for row in range(rows):
+                prompt = prompt_of(5, 5) if row == rows - 1 else prompt_of(3 + 5 * row % 17, row)
+                batch.join(prefilled(forward, model, prompt, 8)[1])
+            for token in (3, 1, 4):
+                logits = forward([[(7 * row) % 250] for row in range(rows - 1)] + [[token]], batch)
+            seen.append(logits[-1].clone())
+    assert all(torch.equal(logits, seen[0]) for logits in seen[1:])
+
+
+def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder: Path) -> None:
+    """Threads that are put aside in the middle of a step must neither lose a piece nor do one of another step."""
+    model = tiny_model()
+    seen: set[bytes] = set()
+    with torch.inference_mode():
+        forward = NativeForward(model, 8, folder)
+        for _ in range(150):
+            _, cache = prefilled(forward, model, prompt_of(20, 1), 9)
+            logits = forward([[7]], cache)
+            seen.add(logits.numpy().tobytes())
+    assert len(seen) == 1
