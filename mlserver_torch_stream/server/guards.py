@@ -18,7 +18,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import ending, readiness, routes, telemetry, turnover
+from mlserver_torch_stream.server import ending, grpc_messages, readiness, routes, telemetry, turnover
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import extend_grpc_codes
 from mlserver_torch_stream.server.weights_metrics import WEIGHTS
@@ -27,13 +27,14 @@ _MARK = "_torch_stream_guarded"
 
 
 def install() -> None:
-    """Extends MLServer's table of gRPC codes and puts our routes before its own when it registers a model of ours.
+    """Extends MLServer's gRPC side and puts our routes before its own when it registers a model of ours.
 
     Idempotent.
     """
     extend_grpc_codes()
     ending.install()
     readiness.install()
+    grpc_messages.install()
     turnover.install()
     WEIGHTS.show()
     original = RESTServer.add_custom_handlers
