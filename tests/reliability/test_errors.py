@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import httpx
 import pytest
@@ -22,7 +24,7 @@ def test_an_unknown_model_is_404_and_not_found(plain: Server, door: Door) -> Non
 
 @pytest.mark.parametrize("door", PLAIN_DOORS)
 @pytest.mark.parametrize(("key", "value"), [("max_tokenz", 3), ("temperature", "hot"), ("top_k", -7), ("n", 0)])
-def test_a_bad_parameter_is_422_and_invalid_argument(plain: Server, door: Door, key: str, value: object) -> None:
+def test_a_bad_parameter_is_422_and_invalid_argument(plain: Server, door: Door, key: str, value: Any) -> None:
     result = ask(door, plain, "recite", **{key: value})
     assert result.code == (422 if door.rest else grpc.StatusCode.INVALID_ARGUMENT)
     assert key in result.said and not result.replies
@@ -30,7 +32,11 @@ def test_a_bad_parameter_is_422_and_invalid_argument(plain: Server, door: Door, 
 
 @pytest.mark.parametrize("path", ["infer", "infer_stream", "generate", "generate_stream"])
 def test_every_route_says_it_in_json(plain: Server, path: str) -> None:
-    for model, parameters, status, said in (("nobody", {}, 404, "nobody"), ("recite", {"seeed": 1}, 422, "seeed")):
+    cases: list[tuple[str, dict[str, Any], int, str]] = [
+        ("nobody", {}, 404, "nobody"),
+        ("recite", {"seeed": 1}, 422, "seeed"),
+    ]
+    for model, parameters, status, said in cases:
         url = f"{plain.url}/v2/models/{model}/{path}"
         response = httpx.post(url, json=v2.rest_body("Hello", **parameters), timeout=v2.TIMEOUT_S)
         assert response.status_code == status and said in response.json()["error"]

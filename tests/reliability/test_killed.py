@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.reliability.counts import Counts, counts, idle, until
 from tests.reliability.wire import wired
 from tests.server.harness import Server
 
-_LONG = {"max_tokens": 2000, "ignore_eos": True}
+_LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 _TOKENS = (0, 1, 7)
 _BOUND_S = 60.0
 _CLIENT = """

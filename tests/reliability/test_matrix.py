@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -21,7 +22,7 @@ from tests.server.harness import Model, Server, serve
 
 each_door = pytest.mark.parametrize("door", DOORS)
 _ENOUGH = 3 * LOOP
-_LONG = {"max_tokens": 2000, "ignore_eos": True}
+_LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 _TIME_S = 1.0
 _FAULTY_STEP = 30
 

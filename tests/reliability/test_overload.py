@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import httpx
@@ -102,7 +103,7 @@ def _sampling(server: Server) -> Iterator[list[int]]:
 def _full(server: Server) -> Iterator[None]:
     """The only row of ``narrow`` and the only place in its queue are taken."""
     idle(server, "narrow")
-    parameters = {"max_tokens": 2000, "ignore_eos": True}
+    parameters: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
     with calling(Door.REST_STREAM, server, "narrow", **parameters) as running:
         running.read(1)
         with calling(Door.REST_STREAM, server, "narrow", **parameters):

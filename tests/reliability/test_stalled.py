@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.server.harness import Server
 
 _STREAMS = [door for door in DOORS if door.streams]
 # A kilobyte and more per token: more than the sockets between the two take.
-_HEAVY = {"max_tokens": 2000, "ignore_eos": True, "return_logprobs": True, "top_logprobs": 20}
+_HEAVY: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "return_logprobs": True, "top_logprobs": 20}
 
 
 @pytest.mark.parametrize("door", _STREAMS)

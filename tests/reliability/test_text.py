@@ -6,6 +6,7 @@ The model says a byte per token, so every character and every stop string is cut
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ _WHOLE = recital(2 * LOOP)
 _LENGTHS = (1, 2, 3, 7)
 
 
-def _ask(server: Server, door: Door, **parameters: object) -> Result:
+def _ask(server: Server, door: Door, **parameters: Any) -> Result:
     result = ask(door, server, "recite", ignore_eos=True, **parameters)
     assert result.code is None, result.said
     for reply in result.replies:
