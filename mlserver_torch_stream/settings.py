@@ -5,14 +5,16 @@ Knows nothing of torch, MLServer's classes or how a model is loaded; it reads th
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -143,7 +145,7 @@ def parse_settings(
     _refuse_misplaced(parameter_level_extras or {}, environ)
     from_environment = _environment_extra(environ)
     in_file = _file_parameters(source_folder)
-    values = dict(from_environment if extra is None else extra)
+    values = _typed(from_environment if extra is None else extra)
 
     _refuse_unknown(values)
     origins = dict.fromkeys(KNOWN_KEYS, "default")
@@ -168,6 +170,32 @@ def parse_settings(
     settings = _validate(values)
     assert settings.model is not None
     return ResolvedSettings(settings, resolve_source(settings.model, source_folder), origins)
+
+
+def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads strings as JSON where a key is not for text: Seldon's ``spec.parameters`` hold nothing but strings."""
+    typed = dict(values)
+    for key, value in values.items():
+        field = EngineSettings.model_fields.get(key)
+        if isinstance(value, str) and field is not None and _reads_as_json(value, field.annotation):
+            with contextlib.suppress(ValueError):  # validation will say what is wrong with it
+                typed[key] = json.loads(value)
+    return typed
+
+
+def _reads_as_json(value: str, annotation: Any) -> bool:
+    kinds = set(_kinds(annotation))
+    return not kinds & {str, Literal} or (dict in kinds and value.lstrip().startswith("{"))
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The plain types that a field may hold."""
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType, Annotated):
+        for part in get_args(annotation)[: 1 if origin is Annotated else None]:
+            yield from _kinds(part)
+    else:
+        yield origin or annotation
 
 
 def _validate(values: Mapping[str, Any]) -> EngineSettings:

@@ -43,7 +43,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: obj
         ("trust_remote_code", "yes"),
         ("engine", "fast"),
         ("max_context", 0),
-        ("max_batch_rows", "32"),
+        ("max_batch_rows", "many"),
         ("max_batch_rows", True),
         ("max_queue", -1),
         ("prefill_chunk", 1.5),
@@ -187,3 +187,26 @@ def test_the_settings_files_that_we_ship_are_valid() -> None:
     assert server["gzip_enabled"] is False
     assert server["debug"] is False
     assert not [key for key in server if "port" in key], "a port in the file would beat its variable"
+
+
+def test_strings_are_read_as_what_a_key_wants() -> None:
+    """Seldon's Model.spec.parameters can hold nothing but strings."""
+    given = {
+        "model": "embedded://smollm2-135m-instruct",
+        "max_context": "2048",
+        "trust_remote_code": "true",
+        "request_timeout": "2.5",
+        "kv_cache_memory": "1GiB",
+        "default_sampling": '{"temperature": 0.5}',
+        "device_map": '{"": "cpu"}',
+        "dtype": "float32",
+    }
+    settings = parse_settings(extra=given, environ={}).settings
+    assert (settings.max_context, settings.trust_remote_code, settings.request_timeout) == (2048, True, 2.5)
+    assert (settings.kv_cache_memory, settings.default_sampling) == (2**30, {"temperature": 0.5})
+    assert (settings.device_map, settings.dtype) == ({"": "cpu"}, "float32")
+    assert (
+        parse_settings(extra={"model": given["model"], "device_map": "auto"}, environ={}).settings.device_map == "auto"
+    )
+    with pytest.raises(SettingsError, match="max_context"):
+        parse_settings(extra={**given, "max_context": "many"}, environ={})
