@@ -9,14 +9,14 @@ from tests.server.harness import Model, serve
 from tests.server.inflight import flights, rest_unary
 from tests.server.test_lifecycle_drain import exit_code, get_ready
 
-_FATAL = {"max_tokens": 40, "ignore_eos": True}  # gets to the twentieth decode step of an engine
+_FATAL = {"max_tokens": 80, "ignore_eos": True}  # gets to the fortieth decode step of an engine
 _SHORT = {"max_tokens": 2, "ignore_eos": True}
 _DEATHS_SURVIVED = 3
 
 
 def test_an_engine_is_started_anew_and_when_it_stays_dead_the_process_fails(tiny_model: Path, tmp_path: Path) -> None:
     models = [Model("mortal", str(tiny_model)), Model("other", str(tiny_model))]
-    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:20:death"}
+    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:40:death,decode:1:slow=0.03"}
     with (
         serve(tmp_path / "models", models, settings=QUIET, environment=environment) as server,
         flights(server) as start,
