@@ -1,0 +1,33 @@
+"""The same kernels compiled for lesser CPUs than this one: without bf16 products, without 512-bit registers."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.native import compile as compiling
+from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.selfcheck import check_forward
+from tests.engine.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are x86's"),
+]
+
+
+@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_the_kernels_are_right_on_lesser_cpus(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}.get(cpu, "")
+    if needed not in compiling._cpu():
+        pytest.skip(f"this CPU has no {needed}")
+    flags = tuple(flag.replace("native", cpu) for flag in compiling._FLAGS)
+    monkeypatch.setattr(compiling, "_FLAGS", flags)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model("qwen3", head_dim=20).to(dtype)
+        with torch.inference_mode():
+            assert check_forward(model, NativeForward(model, 2, tmp_path)) is None
