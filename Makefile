@@ -9,7 +9,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -77,6 +77,9 @@ bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory, growt
 
 bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, and ratios
 	$(BIN)/python benchmarks/bench_peers.py $(BENCH)
+
+bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py $(BENCH)
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
