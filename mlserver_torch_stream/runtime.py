@@ -108,7 +108,8 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: Session | None = None
         try:
-            session = Session(self.generator(Entrance.GRPC_STREAM), self._model_name(), payloads, self.visits)
+            patience = read_options().stalled_reader_timeout
+            session = Session(self.generator(Entrance.GRPC_STREAM), self._model_name(), payloads, self.visits, patience)
             async for response in await session.open():
                 yield response
         except RequestError as error:

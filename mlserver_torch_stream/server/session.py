@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from uuid import uuid4
 
+from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 
 from mlserver_torch_stream.errors import InvalidInput
@@ -16,6 +17,7 @@ from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.v2_pieces import decode_piece
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server.answers import Answers
+from mlserver_torch_stream.server.unread import Unread
 from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
 from mlserver_torch_stream.server.visits import Visits, until
 from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
@@ -26,10 +28,16 @@ class Session:
 
     MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. At
     most as many requests are open at once as a batch has rows; the next message is read when one of them has ended.
+    A reader that takes no response for ``stalled_after`` seconds is given up (0: never).
     """
 
     def __init__(
-        self, generator: Generator, model: ModelName, payloads: AsyncIterator[InferenceRequest], visits: Visits
+        self,
+        generator: Generator,
+        model: ModelName,
+        payloads: AsyncIterator[InferenceRequest],
+        visits: Visits,
+        stalled_after: float = 0.0,
     ) -> None:
         self._generator = generator
         self._model = model
@@ -37,6 +45,8 @@ class Session:
         self._visits = visits
         self._request_id = ""
         self._running: Answers[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = None
+        self._stalled_after = stalled_after
+        self._unread: Unread[InferenceResponse] | None = None
 
     async def open(self) -> AsyncIterator[InferenceResponse]:
         """The responses. Raises RequestError if the first message is wrong."""
@@ -47,14 +57,25 @@ class Session:
         request = self._decode(first, self._request_id)
         if request.stream_mode is StreamMode.PROMPT:
             self._running = V2Answer(request, self._model, partial(self._assemble, request))
-            return self._running.replies()
+            return self._watched(self._running.replies())
         self._running = Answers(self._messages(request), self._answer, self._generator.info.max_rows)
-        return self._running
+        return self._watched(self._running)
 
     def close(self) -> None:
         """Cancels what still runs. Synchronous and idempotent."""
+        if self._unread is not None:
+            self._unread.close()
         if self._running is not None:
             self._running.close()
+
+    def _watched(self, replies: AsyncIterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
+        self._unread = Unread(replies, self._stalled_after, self._stalled)
+        return self._unread
+
+    def _stalled(self) -> None:
+        seconds = self._stalled_after
+        logger.warning(f"A client of model '{self._model.name}' has read nothing for {seconds:g} s: its stream is cut")
+        self.close()
 
     def _decode(self, payload: InferenceRequest, request_id: str, mode: StreamMode | None = None) -> GenerationRequest:
         with self._generator.decoding(request_id):

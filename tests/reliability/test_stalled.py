@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from tests.reliability.calls import DOORS, Door, ask, calling
+from tests.reliability.conftest import QUIET
 from tests.reliability.counts import idle, until
 from tests.reliability.reciter import recital
 from tests.reliability.usage import MIB, rss_of
 from tests.reliability.wire import wired
-from tests.server.harness import Server
+from tests.server.harness import Model, Server, serve
 
 _STREAMS = [door for door in DOORS if door.streams]
 # A kilobyte and more per token: more than the sockets between the two take.
@@ -46,15 +51,55 @@ def test_a_stalled_stream_is_cut(slow: Server) -> None:
         assert "has read nothing" in slow.log
 
 
-def test_a_slow_but_steady_reader_is_not_cut(slow: Server) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [Door.GRPC_STREAM, Door.GRPC_BIDI])
+def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Path, door: Door) -> None:
+    """gRPC takes some megabytes before it makes a writer wait; the client's machine is well and answers all along."""
+    environment = {"MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "1"}
+    with serve(tmp_path / "models", [Model("recite", str(recite))], settings=QUIET, environment=environment) as server:
+        before = idle(server, "recite")
+        with calling(door, server, "recite", **{**_HEAVY, "n": 8, "max_tokens": 4000}) as stalled:
+            stalled.read(1)
+            until(server, "recite", lambda now: now.requests("cancelled") == door.requests, 60)
+            after = idle(server, "recite")
+            assert after["generated_tokens"] - before["generated_tokens"] < door.requests * 8 * 4000
+            assert after["zombie_steps"] == 0
+            assert server.log.count("has read nothing") == 1
+            result = stalled.end()
+        assert result.code is grpc.StatusCode.DEADLINE_EXCEEDED and "nothing was read for 1 s" in result.said
+
+
+@pytest.mark.parametrize("door", _STREAMS)
+def test_a_slow_but_steady_reader_is_not_cut(slow: Server, door: Door) -> None:
     """Slower than the stream, never as slow as the bound."""
     begun = time.monotonic()
-    with wired(slow) as (far, rest, _), calling(Door.REST_STREAM, far, "recite", max_tokens=200) as call:
+    with wired(slow) as (far, rest, grpc_wire), calling(door, far, "recite", max_tokens=200) as call:
+        wire = rest if door.rest else grpc_wire
         for _ in range(6):
-            rest.stop_reading()
+            wire.stop_reading()
             time.sleep(0.4)
-            rest.read_on()
+            wire.read_on()
             call.read(1)
         result = call.end()
     assert time.monotonic() - begun > 2
-    assert (result.reasons, result.text) == (["length"], recital(200))
+    assert (result.reasons, result.texts) == (["length"] * door.requests, [recital(200)] * door.requests)
+
+
+@pytest.mark.slow
+def test_readers_that_stall_do_not_hold_up_the_end(recite: Path, tmp_path: Path) -> None:
+    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01", "MLSERVER_TORCH_STREAM_DRAIN_GRACE": "1"}
+    with (
+        serve(tmp_path / "models", [Model("recite", str(recite))], settings=QUIET, environment=environment) as server,
+        wired(server) as (far, rest, grpc_wire),
+        ExitStack() as stack,
+    ):
+        calls = [stack.enter_context(calling(door, far, "recite", **_HEAVY)) for door in _STREAMS]
+        for call in calls:
+            call.read(1)
+        rest.stop_reading()
+        grpc_wire.stop_reading()
+        time.sleep(2)  # both directions fill
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert time.monotonic() - begun < 30  # grace and five seconds, and room for a busy machine

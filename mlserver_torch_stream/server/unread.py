@@ -1,0 +1,59 @@
+"""A stream whose reader may stall: what is not asked for in time is given up.
+
+Knows nothing of what is read, nor of what giving up means: it is told whom to call. Only for readers that ask for the
+next item when the last one has been sent, as gRPC's does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+from mlserver_torch_stream.errors import TimedOut
+
+T = TypeVar("T")
+
+
+class Unread(Generic[T]):
+    """The items. If one is not taken within ``seconds`` (0: for ever) ``stalled`` is called, and asking is an error."""
+
+    def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:
+        self._items = items
+        self._seconds = seconds
+        self._stalled = stalled
+        self._given_up = False
+        self._loop = asyncio.get_running_loop()
+        self._given_at: float | None = None  # while the reader has an item
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        self._given_at = None
+        if self._given_up:
+            raise TimedOut(f"nothing was read for {self._seconds:g} s")
+        item = await anext(self._items)
+        self._given_at = self._loop.time()
+        if self._seconds and self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, self._check)
+        return item
+
+    def close(self) -> None:
+        """Nobody watches any more. Idempotent."""
+        self._seconds = 0.0
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        """One timer for many items: it looks when it was set for the oldest, and again if a later one is out."""
+        self._timer = None
+        if self._given_at is None:
+            return
+        left = self._given_at + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        else:
+            self._given_up = True
+            self._stalled()
