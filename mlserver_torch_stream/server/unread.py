@@ -22,6 +22,7 @@ class Unread(Generic[T]):
         self._items = items
         self._seconds = seconds
         self._stalled = stalled
+        self._watching = seconds > 0
         self._given_up = False
         self._loop = asyncio.get_running_loop()
         self._given_at: float | None = None  # while the reader has an item
@@ -36,13 +37,13 @@ class Unread(Generic[T]):
             raise TimedOut(f"nothing was read for {self._seconds:g} s")
         item = await anext(self._items)
         self._given_at = self._loop.time()
-        if self._seconds and self._timer is None:
+        if self._watching and self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._check)
         return item
 
     def close(self) -> None:
         """Nobody watches any more. Idempotent."""
-        self._seconds = 0.0
+        self._watching = False
         if self._timer is not None:
             self._timer.cancel()
 

@@ -24,7 +24,11 @@ def _read(seconds: float, pauses: list[float], *, every_s: float = 0.0, closed: 
     given_up = []
 
     async def read() -> list[int]:
-        unread = Unread(_items(len(pauses), every_s), seconds, lambda: given_up.append(1))
+        def give_up() -> None:
+            given_up.append(1)
+            unread.close()
+
+        unread = Unread(_items(len(pauses), every_s), seconds, give_up)
         got = []
         for pause in pauses:
             got.append(await anext(unread))
