@@ -198,6 +198,6 @@ def _first_label(figures: Mapping[str, float]) -> str:
 
 
 def _against(mine: float, theirs: Mapping[str, Any] | None, key: str) -> str:
-    if theirs is None or key not in theirs["best"]:
+    if theirs is None or not theirs["best"].get(key):
         return _NONE
     return f"{mine / theirs['best'][key]:.2f} ({_figure(theirs['best'][key])})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench, report
+from benchmarks import bench, chart, report
 from benchmarks.sweep import Measured
 
 
@@ -48,6 +48,13 @@ def test_text_markdown_and_json_say_the_same(result: dict[str, Any], tmp_path: P
     assert markdown.startswith("# Beside others\n")
     assert "| c1 | 200 (150) | 10.0 |" in markdown
     assert "200 (150)" in report.as_text(result)
+
+
+def test_a_chart_is_drawn_of_what_is_there(result: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result["servers"][1]["cases"] = {}
+    chart.draw(result, tmp_path / "docs" / "chart.png")
+    assert (tmp_path / "docs" / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--parts", "all,x"], ["--doors", "telnet"]])

@@ -1,3 +1,4 @@
+import asyncio
 from threading import Thread
 
 from mlserver import MLModel
@@ -12,9 +13,8 @@ def count(name, value):
 
 class Runtime(MLModel):
     async def load(self):
-        folder = self.settings.parameters.uri
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16")
+        self.tokenizer = AutoTokenizer.from_pretrained(self.settings.parameters.uri)
+        self.model = AutoModelForCausalLM.from_pretrained(self.settings.parameters.uri, dtype="bfloat16")
         return True
 
     def generate(self, done, **options):
@@ -32,6 +32,7 @@ class Runtime(MLModel):
             for text in streamer:
                 piece = StringCodec.encode_output("text_output", [text])
                 yield InferenceResponse(model_name=self.name, outputs=[piece])
+                await asyncio.sleep(0)  # or else nothing is written before the end
             thread.join()
             read = encoded["input_ids"].shape[1]
             usage = [count("num_input_tokens", read), count("num_output_tokens", done["ids"].shape[1] - read)]
