@@ -72,6 +72,7 @@ def _known_sampling(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+BytesOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 DeviceMap = Annotated[str | int | dict[str, str | int], BeforeValidator(_number_devices)]
 MaxMemory = Annotated[dict[str | int, str | int], BeforeValidator(_number_keys)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_known_sampling)]
@@ -106,6 +107,7 @@ class EngineSettings(BaseModel):
     request_timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
     prefill_chunk: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
     kv_cache_memory: Bytes | None = None
+    prefix_cache_memory: BytesOrNone | None = None  # of it, for prompts that later ones begin with; 0: none
     threads: int | None = Field(default=None, gt=0)
     default_sampling: Sampling = Field(default_factory=dict)
     cache_dir: str | None = None  # converted GGUF files, compiled kernels

@@ -42,8 +42,10 @@ class EngineStats:
     prefilling_jobs: int = 0
     kv_cache_bytes: int = 0  # reserved by running and prefilling rows
     kv_cache_budget: int = 0
+    prefix_cache_bytes: int = 0  # of prompts that are kept for later ones that begin alike
     decode_steps: int = 0
     prefill_tokens: int = 0
+    prefix_hit_tokens: int = 0  # of prompts, copied instead of prefilled
     generated_tokens: int = 0
     cancelled_sequences: int = 0  # their stream was closed
     timed_out_sequences: int = 0
@@ -57,6 +59,7 @@ class EngineStats:
 COUNTERS = (
     "decode_steps",
     "prefill_tokens",
+    "prefix_hit_tokens",
     "generated_tokens",
     "cancelled_sequences",
     "timed_out_sequences",

@@ -17,6 +17,7 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.prefixes import PrefixStore
 from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
 from mlserver_torch_stream.engine.sampler import Choice, sample
 from mlserver_torch_stream.engine.sampling import SamplerFactory
@@ -27,6 +28,9 @@ from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
+
+# Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
+_MOST_KEPT_PER_STEP = 2
 
 
 class BatchedBackend:
@@ -41,6 +45,7 @@ class BatchedBackend:
         cache_bytes: int,
         max_rows: int,
         prefill_tokens: int | None,
+        prefix_bytes: int = 0,
         forward: Forward | None = None,
         faults: Faults | None = None,
     ) -> None:
@@ -52,6 +57,7 @@ class BatchedBackend:
         self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of))
         self._max_rows = max_rows
         self._cache_bytes = cache_bytes
+        self._prefixes = PrefixStore(prefix_bytes, cost)
         self._prefills: dict[Job, RowCache] = {}
         self._batches: dict[Group, RowCache] = {}
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
@@ -115,13 +121,23 @@ class BatchedBackend:
         if job.started_at is None:
             job.started_at = time.monotonic()
         if job.prefilled == 0:
-            self._prefills[job] = RowCache(self._layout, capacity=len(job.prompt))
-            self._prefills[job].begin_row()
+            self._prefills[job] = self._begin(job)
         ids = job.prompt[job.prefilled : job.prefilled + count]
         logits = self._prefill_forward([ids], self._prefills[job])
-        job.prefilled += count
-        self._count(prefill_tokens=count)
+        job.prefilled += len(ids)
+        self._count(prefill_tokens=len(ids))
         return logits
+
+    def _begin(self, job: Job) -> RowCache:
+        """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
+        found = self._prefixes.begin(job.prompt) if self._prefixes.wanted and job.sealed else None
+        if found is not None:
+            cache, job.prefilled = found
+            self._count(prefix_hit_tokens=job.prefilled)
+            return cache
+        cache = RowCache(self._layout, capacity=len(job.prompt))
+        cache.begin_row()
+        return cache
 
     def _start(self, job: Job, logits: torch.Tensor, deliver: Deliver) -> None:
         """The prompt is in: samples the first token of each of its sequences and joins them to a batch."""
@@ -129,11 +145,14 @@ class BatchedBackend:
         choices = self._choose(logits.expand(job.rows, -1), job.sequences)
         group = self._scheduler.place(job)
         first = len(group.rows) - job.rows
+        cache = self._prefills.pop(job)
         try:
-            self._join(group, self._prefills.pop(job), job.rows)
+            self._join(group, cache, job.rows)
         except BaseException:
             self._scheduler.keep(group, list(range(first)))
             raise
+        if self._prefixes.wanted:
+            self._prefixes.keep(job.prompt, cache)
         self._gauge()
         self._accept(group, range(first, len(group.rows)), choices, deliver)
 
@@ -187,9 +206,20 @@ class BatchedBackend:
         self._count(generated_tokens=len(answers))
         finished = {row for row, answer in zip(rows, answers, strict=True) if answer.finish_reason is not None}
         if finished:
+            self._keep_conversations(group, finished)
             self._remove(group, finished)
             self._retire()  # before the last events: who reads them finds the gauges true
         deliver(answers)
+
+    def _keep_conversations(self, group: Group, finished: set[int]) -> None:
+        """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
+        if not self._prefixes.wanted:
+            return
+        for row in sorted(finished)[:_MOST_KEPT_PER_STEP]:
+            answer = group.rows[row]
+            if answer.finish_reason is not FinishReason.ERROR:
+                cache = self._batches[group].extract(row)
+                self._prefixes.keep([*answer.job.prompt, *answer.tokens][: cache.lengths[0]], cache)
 
     def _choose(self, logits: torch.Tensor, answers: Sequence[Answer]) -> list[Choice | GenerationFailed]:
         """The next token of each; where sampling raises, of each alone, so that only the culprit fails."""
@@ -263,4 +293,5 @@ class BatchedBackend:
             waiting_tokens=scheduler.waiting.tokens,
             prefilling_jobs=len(scheduler.prefilling),
             kv_cache_bytes=scheduler.reserved_bytes,
+            prefix_cache_bytes=self._prefixes.bytes,
         )

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_TOKENS = 256
 # Of a GPU's free memory after loading; the rest is for activations and the allocator's fragments.
 GPU_CACHE_SHARE = 0.8
+# Of the host's memory, for kept prompts: what is used of it stays used.
+HOST_PREFIX_BYTES = 256 * 2**20
 
 
 OnDeath = Callable[[BaseException], None]
@@ -212,12 +214,14 @@ def _choose_backend(
         serial = partial(SerialBackend, loaded.model, samplers, max_rows=settings.max_batch_rows)
         return serial, loaded.max_context, f"one request at a time ({findings.problem})"
     budget = _cache_budget(prepared.device, settings.kv_cache_memory, shares, codec, host)
+    prefix_bytes = _prefix_bytes(budget, settings.prefix_cache_memory, prepared.device)
     batched = partial(
         BatchedBackend,
         loaded.model,
         samplers,
         cost=findings.cost,
-        cache_bytes=budget,
+        cache_bytes=budget - prefix_bytes,
+        prefix_bytes=prefix_bytes,
         max_rows=settings.max_batch_rows,
         prefill_tokens=settings.prefill_chunk if findings.chunked else None,
         forward=prepared.forward,
@@ -246,6 +250,16 @@ def _cache_budget(device: torch.device, asked: int | None, shares: Shares, owner
     if device.type == "cuda":
         return asked or int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
     return shares.promise(owner, asked, host.available_bytes)
+
+
+def _prefix_bytes(budget: int, asked: int | None, device: torch.device) -> int:
+    """The part of the KV cache's memory that kept prompts may take."""
+    if asked is None:
+        share = budget // 8
+        return share if device.type == "cuda" else min(share, HOST_PREFIX_BYTES)
+    if asked >= budget:
+        raise LoadFailed(f"prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows")
+    return asked
 
 
 def _faults() -> Faults | None:

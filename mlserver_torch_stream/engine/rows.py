@@ -208,6 +208,25 @@ class RowCache:
         twin.lengths = [length]
         return twin
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the single row of this cache still has the keys and values of all its tokens."""
+        whole = all(slab.first_visible() == self.columns.begin >= slab.base for slab in self.slabs)
+        return whole and not self.layout.has_states
+
+    def head(self, length: int, capacity: int) -> RowCache:
+        """A copy of the first ``length`` tokens of the single row, with room for ``capacity`` tokens in all."""
+        twin = RowCache(self.layout, rows=1, capacity=capacity)
+        twin.columns.end = length
+        for target, given in zip(twin.slabs, self.slabs, strict=True):
+            if given.is_initialized:
+                target.lazy_initialization(given.keys, given.values)
+                start = self.columns.begin - given.base
+                columns = slice(start, start + length)
+                target.write(0, given.keys[0, :, columns], given.values[0, :, columns])
+        twin.lengths = [length]
+        return twin
+
     def cost(self) -> CacheCost:
         """What a row of this model costs, read off a cache that has been written to."""
         columns = {None: 0}

@@ -20,6 +20,7 @@ GAUGES = (
     "prefilling_jobs",
     "kv_cache_bytes",
     "kv_cache_budget",
+    "prefix_cache_bytes",
 )
 
 

@@ -27,6 +27,10 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefilling_jobs": ("Prompts that are in prefill", lambda now: now.prefilling_jobs),
     "kv_cache_bytes": ("KV cache reserved by running and prefilling rows", lambda now: now.kv_cache_bytes),
     "kv_cache_budget_bytes": ("KV cache that may be reserved at most", lambda now: now.kv_cache_budget),
+    "prefix_cache_bytes": (
+        "KV cache of prompts kept for later ones that begin alike",
+        lambda now: now.prefix_cache_bytes,
+    ),
     "kv_cache_use_ratio": (
         "Share of the KV cache's budget that is reserved",
         lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
@@ -35,6 +39,7 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 _ENGINE_COUNTERS = {
     "decode_steps": "Decode steps of the whole batch",
     "prefill_tokens": "Prompt tokens prefilled",
+    "prefix_hit_tokens": "Prompt tokens that were copied from an earlier prompt instead",
     "generated_tokens": "Tokens generated, also those that nobody read",
     "cancelled_sequences": "Sequences that ended because their client left",
     "timed_out_sequences": "Sequences that ended because their time was over, in the queue or later",

@@ -10,7 +10,7 @@ of ``inter_token_latency_seconds``. Their label is ``model_name``, so the versio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -38,13 +38,20 @@ _HISTOGRAMS = {
 }
 
 
+_TOKENS: dict[str, Callable[[EngineStats], float]] = {
+    "prompt_tokens": lambda stats: stats.prefill_tokens + stats.prefix_hit_tokens,
+    "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_hit_tokens,
+    "prefix_cache_hits": lambda stats: stats.prefix_hit_tokens,
+    "generation_tokens": lambda stats: stats.generated_tokens,
+}
+
+
 def families(
     gauges: dict[Labels, EngineStats], counters: dict[Labels, EngineStats], requests: list[tuple[Labels, ModelRequests]]
 ) -> Iterator[Metric]:
     yield from _gauges(gauges)
-    for name, field in (("prompt_tokens", "prefill_tokens"), ("generation_tokens", "generated_tokens")):
-        tokens = {labels: getattr(stats, field) for labels, stats in counters.items()}
-        yield _counter(name, _by_name(tokens))
+    for name, count in _TOKENS.items():
+        yield _counter(name, _by_name({labels: count(stats) for labels, stats in counters.items()}))
     yield _request_success(requests)
     for name, field in _HISTOGRAMS.items():
         yield _histogram(name, field, requests)

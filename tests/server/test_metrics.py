@@ -180,7 +180,7 @@ def test_the_endpoint_picker_finds_vllms_names_where_they_are_asked_for(observed
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert shown.value(f"vllm:{name}", model_name="tiny") >= 0
     same = {
-        "vllm:prompt_tokens_total": "torch_stream_prefill_tokens_total",
+        "vllm:prefix_cache_hits_total": "torch_stream_prefix_hit_tokens_total",
         "vllm:generation_tokens_total": "torch_stream_generated_tokens_total",
         "vllm:time_to_first_token_seconds_count": "torch_stream_time_to_first_token_seconds_count",
         "vllm:inter_token_latency_seconds_sum": "torch_stream_inter_token_latency_seconds_sum",
@@ -189,6 +189,8 @@ def test_the_endpoint_picker_finds_vllms_names_where_they_are_asked_for(observed
     }
     for theirs, ours in same.items():
         assert shown.value(theirs, model_name="tiny") == shown.value(ours, model="tiny")
+    prompts = (shown.value(f"torch_stream_{kind}_tokens_total", model="tiny") for kind in ("prefill", "prefix_hit"))
+    assert shown.value("vllm:prompt_tokens_total", model_name="tiny") == sum(prompts) > 0
     finished = shown.by("finished_reason", "vllm:request_success_total", model_name="tiny")
     assert finished["length"] == shown.value("torch_stream_sequences_total", model="tiny", reason="length")
     assert not on_rest_port(server).names("vllm:")

@@ -1,0 +1,84 @@
+"""Prompts whose keys and values are kept, so that a later prompt that begins alike is not prefilled twice.
+
+Knows nothing of jobs or batches; what is kept is never changed, only copied from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlserver_torch_stream.engine.rows import CacheCost, RowCache
+
+Ids = NDArray[np.int64]
+
+# A shorter beginning is prefilled faster than it is looked for and copied; chat templates share about that much.
+_LEAST = 16
+
+
+class PrefixStore:
+    """Caches of single rows by their token ids, the least recently used of them given up for newer ones.
+
+    Bounded by bytes. A row that keeps states, or a window that has lost its beginning, cannot be cut to a shorter
+    prefix and is not kept.
+    """
+
+    def __init__(self, max_bytes: int, cost: CacheCost) -> None:
+        self._max_bytes = max_bytes
+        self._cost = cost
+        self._kept: OrderedDict[int, tuple[Ids, RowCache]] = OrderedDict()
+        self._next = 0
+        self.bytes = 0
+
+    @property
+    def wanted(self) -> bool:
+        return self._max_bytes > 0
+
+    def begin(self, prompt: Sequence[int]) -> tuple[RowCache, int] | None:
+        """A cache that begins as ``prompt`` does, for the caller to fill on, and how many of its ids are in it.
+
+        At least one id is left out, for the logits at the end.
+        """
+        ids = np.asarray(prompt, dtype=np.int64)
+        best, shared = None, _LEAST - 1
+        for key, (kept, _) in self._kept.items():
+            length = min(_common(kept, ids), len(ids) - 1)
+            if length > shared:
+                best, shared = key, length
+        if best is None:
+            return None
+        self._kept.move_to_end(best)
+        return self._kept[best][1].head(shared, len(ids)), shared
+
+    def keep(self, ids: Sequence[int], cache: RowCache) -> None:
+        """Takes a single-row cache of exactly these ids, which nobody writes to any more."""
+        held = np.asarray(ids, dtype=np.int64)
+        size = self._cost.of(1, len(held))
+        if len(held) < _LEAST or size > self._max_bytes or not cache.can_be_cut:
+            return
+        for key, (kept, _) in list(self._kept.items()):
+            shared = _common(kept, held)
+            if shared == len(held):  # nothing new
+                self._kept.move_to_end(key)
+                return
+            if shared == len(kept):
+                self._drop(key)
+        while self.bytes + size > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+        self._kept[self._next] = (held, cache)
+        self._next += 1
+        self.bytes += size
+
+    def _drop(self, key: int) -> None:
+        kept, _ = self._kept.pop(key)
+        self.bytes -= self._cost.of(1, len(kept))
+
+
+def _common(one: Ids, other: Ids) -> int:
+    """How many ids two sequences have in common at their beginnings."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
