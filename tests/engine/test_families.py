@@ -10,9 +10,18 @@ from mlserver_torch_stream.engine.selfcheck import check_batching
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
-from tests.engine.tiny import FAMILIES, SERIAL_FAMILIES, VOCAB, byte_tokenizer, greedy, reference, run, running
+from tests.engine.tiny import (
+    FAMILIES,
+    SERIAL_FAMILIES,
+    VOCAB,
+    byte_tokenizer,
+    greedy,
+    reference,
+    run,
+    running,
+    tokens_of,
+)
 from tests.engine.tiny import tiny_model as make
-from tests.engine.tiny import tokens_of
 
 # (prompt length, answer length): short and long prompts, some longer than any window, answers that end in turn.
 REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (2, 5)]
