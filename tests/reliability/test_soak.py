@@ -133,15 +133,15 @@ def test_twenty_thousand_requests_and_two_thousand_that_are_left(server: Server)
         assert max(values) - min(values) <= 2 and abs(slopes[name]) <= 1, (name, values)
 
 
-def test_hundreds_of_requests_leave_no_task_and_no_descriptor(server: Server) -> None:
-    client = _Client(server, 99)
+def test_hundreds_of_requests_leave_no_task_and_no_descriptor(plain: Server) -> None:
+    client = _Client(plain, 99)
     try:
         client.run(100)
-        idle(server, "tiny")
-        before = usage_of(server)
+        idle(plain, "tiny")
+        before = usage_of(plain)
         client.run(300)
-        idle(server, "tiny")
-        after = usage_of(server)
+        idle(plain, "tiny")
+        after = usage_of(plain)
     finally:
         client.close()
     assert abs(after.tasks - before.tasks) <= 2
