@@ -68,8 +68,8 @@ class Case:
         match = _match(self.name)
         return bool(match["mix"] or match["late"])
 
-    async def run(self, door: Door, pid: int, sweep: int) -> Figures:
-        """Raises WrongCount or BadAnswer where a stream is not what was asked for."""
+    async def run(self, door: Door, pid: int, sweep: object) -> Figures:
+        """``sweep`` names this run: no other has its prompts. Raises WrongCount or BadAnswer."""
         match = _match(self.name)
         if match["mix"]:
             return await self._mix(door, pid, sweep)
@@ -91,7 +91,7 @@ class Case:
         waves = [_read(door, asks, recordings) for asks, recordings in zip(asked, recorded, strict=True)]
         return {**summarize(waves), **usage.figures}
 
-    async def _late(self, door: Door, pid: int, sweep: int, streams: int, late_tokens: int) -> Figures:
+    async def _late(self, door: Door, pid: int, sweep: object, streams: int, late_tokens: int) -> Figures:
         size = self.scale.prompt_tokens
         asks = [self._ask(size, sweep, index, new=self.scale.running_new_tokens) for index in range(streams - 1)]
         late = self._ask(late_tokens, sweep, "late", new=self.scale.late_new_tokens)
@@ -100,7 +100,7 @@ class Case:
         answers, late_answer = _read(door, asks, recordings), _read(door, [late], [intruder])[0]
         return {**disturbance(answers, late_answer), **usage.figures}
 
-    async def _again(self, door: Door, pid: int, sweep: int, tokens: int) -> Figures:
+    async def _again(self, door: Door, pid: int, sweep: object, tokens: int) -> Figures:
         """Two prompts that differ in their last tokens only."""
         text, _ = self.prompts.text(tokens, self.name, sweep)
         endings = [f"{text} {ending}" for ending in ("And then it rained.", "The next day was dry.")]
@@ -108,7 +108,7 @@ class Case:
         _read(door, [first], await load.together(door, [first]))
         return await self._waves(door, pid, [[second]])
 
-    async def _mix(self, door: Door, pid: int, sweep: int) -> Figures:
+    async def _mix(self, door: Door, pid: int, sweep: object) -> Figures:
         scale = self.scale
         dice = random.Random(7)  # the same lengths and arrivals in every sweep and for every server
         asks, offsets, now = [], [], 0.0

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import ModelForward
-from mlserver_torch_stream.engine.host import read_host
-from mlserver_torch_stream.engine.loader import load_model
+from mlserver_torch_stream.engine.loading.host import read_host
+from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.rows import CacheLayout, RowCache
 from mlserver_torch_stream.settings import parse_settings
 
 ROWS = (1, 4, 16, 32)

@@ -107,7 +107,8 @@ async def _run_cases(contender: Contender, live: Live, plan: Plan, sweep: int, m
                 if contender.one_at_a_time and case.needs_batching:
                     measured.failures[case.name] = "answers one request at a time"
                     continue
-                figures = await _attempt(case, door, live.pid, sweep, measured, plan.lenient)
+                label = (sweep, door_name)  # else the second door would find the prompts of the first one cached
+                figures = await _attempt(case, door, live.pid, label, measured, plan.lenient)
                 if figures is not None:
                     measured.add(door_name, case.name, figures)
                     plan.say(f"  {door_name} {case.name}: {_brief(figures)}")
@@ -120,9 +121,9 @@ async def _run_cases(contender: Contender, live: Live, plan: Plan, sweep: int, m
             await door.close()
 
 
-async def _attempt(case: Case, door: Any, pid: int, sweep: int, measured: Measured, lenient: bool) -> Figures | None:
+async def _attempt(case: Case, door: Any, pid: int, label: object, measured: Measured, lenient: bool) -> Figures | None:
     try:
-        return await case.run(door, pid, sweep)
+        return await case.run(door, pid, label)
     except (WrongCount, BadAnswer, OSError, asyncio.TimeoutError) as error:
         if not lenient:
             raise type(error)(f"case {case.name}: {error}") from error

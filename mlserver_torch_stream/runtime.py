@@ -22,16 +22,16 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server import guards
-from mlserver_torch_stream.server.metrics import ENGINES, REQUESTS
+from mlserver_torch_stream.server.life.stay import OnDeath, Stay
+from mlserver_torch_stream.server.life.threads import in_thread
+from mlserver_torch_stream.server.life.visits import Visits
+from mlserver_torch_stream.server.observe.metrics import ENGINES, REQUESTS
+from mlserver_torch_stream.server.observe.request_record import Entrance
+from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.request_record import Entrance
-from mlserver_torch_stream.server.request_watch import RequestWatcher
-from mlserver_torch_stream.server.session import Session
 from mlserver_torch_stream.server.status import as_server_error
-from mlserver_torch_stream.server.stay import OnDeath, Stay
-from mlserver_torch_stream.server.threads import in_thread
-from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
-from mlserver_torch_stream.server.visits import Visits
+from mlserver_torch_stream.server.streams.session import Session
+from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
+from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
+from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
-from mlserver_torch_stream.engine.prefixes import PrefixStore
-from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
-from mlserver_torch_stream.engine.sampler import Choice, sample
-from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
 from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer

@@ -18,10 +18,10 @@ from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
-from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.forward import Forward, input_device
-from mlserver_torch_stream.engine.host import Host, read_host
-from mlserver_torch_stream.engine.loader import (
+from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
+from mlserver_torch_stream.engine.loading.host import Host, read_host
+from mlserver_torch_stream.engine.loading.loader import (
     LoadedModel,
     Place,
     Weights,
@@ -31,13 +31,13 @@ from mlserver_torch_stream.engine.loader import (
     locate,
     set_threads,
 )
+from mlserver_torch_stream.engine.loading.pool import Lease
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.native.take import take_fast_path
-from mlserver_torch_stream.engine.pool import Lease
-from mlserver_torch_stream.engine.sampling import SamplerFactory
-from mlserver_torch_stream.engine.selfcheck import Findings, check_batching
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings

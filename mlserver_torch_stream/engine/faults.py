@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.forward import Forward
-from mlserver_torch_stream.engine.rows import RowCache
 from mlserver_torch_stream.errors import LoadFailed
 
 VARIABLE = "MLSERVER_TORCH_STREAM_FAULTS"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.rows import RowCache
+from mlserver_torch_stream.engine.cache.rows import RowCache
 
 
 class Forward(Protocol):

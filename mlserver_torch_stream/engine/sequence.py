@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, PromptJob
-from mlserver_torch_stream.engine.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.stops import StopMatcher
+from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
+from mlserver_torch_stream.engine.text.stops import StopMatcher
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.sampler import RowSampler
-    from mlserver_torch_stream.engine.tokenizer import TextCodec
+    from mlserver_torch_stream.engine.sampling.sampler import RowSampler
+    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 
 class Sequence:

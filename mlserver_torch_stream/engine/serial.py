@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.forward import input_device
-from mlserver_torch_stream.engine.sampler import RowSampler, sample
-from mlserver_torch_stream.engine.sampling import SamplerFactory
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.waiting import WaitingJobs

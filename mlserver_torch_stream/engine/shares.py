@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mlserver_torch_stream.engine.host import default_kv_budget
-from mlserver_torch_stream.engine.pool import Pool
+from mlserver_torch_stream.engine.loading.host import default_kv_budget
+from mlserver_torch_stream.engine.loading.pool import Pool
 
 
 class Shares:

@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.shares import Turns
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
 

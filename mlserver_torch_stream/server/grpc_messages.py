@@ -17,8 +17,8 @@ from mlserver.types import InferenceRequest
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.refusal import as_invalid_input
-from mlserver_torch_stream.server.routes import find_model
+from mlserver_torch_stream.server.rest.refusal import as_invalid_input
+from mlserver_torch_stream.server.rest.routes import find_model
 from mlserver_torch_stream.server.status import as_server_error
 
 _MARK = "_torch_stream_messages"

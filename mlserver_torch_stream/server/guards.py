@@ -18,10 +18,13 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import ending, grpc_messages, readiness, routes, telemetry, turnover
+from mlserver_torch_stream.server import grpc_messages
+from mlserver_torch_stream.server.life import ending, readiness, turnover
+from mlserver_torch_stream.server.observe import telemetry
+from mlserver_torch_stream.server.observe.weights_metrics import WEIGHTS
 from mlserver_torch_stream.server.options import ServerOptions, read_options
+from mlserver_torch_stream.server.rest import routes
 from mlserver_torch_stream.server.status import extend_grpc_codes
-from mlserver_torch_stream.server.weights_metrics import WEIGHTS
 
 _MARK = "_torch_stream_guarded"
 

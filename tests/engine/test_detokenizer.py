@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.detokenizer import Detokenizer
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine import tiny_tokenizers
 
 _BUILDERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {

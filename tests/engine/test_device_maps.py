@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.forward import input_device
-from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.settings import parse_settings

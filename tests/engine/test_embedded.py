@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.engine.embedded import EMBEDDED, find_embedded
-from mlserver_torch_stream.engine.loader import load_model
+from mlserver_torch_stream.engine.loading.embedded import EMBEDDED, find_embedded
+from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.rows import RowCache
+from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.tiny import (
     Watch,

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.cache.rows import RowCache
+from mlserver_torch_stream.engine.cache.slab import SlabLayer
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.rows import RowCache
-from mlserver_torch_stream.engine.slab import SlabLayer
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
@@ -453,5 +453,3 @@ def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrained
     with running(model) as engine:
         run(walk_away(engine))
         run(scenario(engine))
-
-

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import SamplingParameters, TokenEvent
 from tests.engine.tiny import (

@@ -8,9 +8,9 @@ import torch
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.faults import VARIABLE, read_faults
-from mlserver_torch_stream.engine.sampling import SamplerFactory
-from mlserver_torch_stream.engine.selfcheck import check_batching
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, reference, run, running, tiny_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.engine.host import default_kv_budget, read_host
+from mlserver_torch_stream.engine.loading.host import default_kv_budget, read_host
 
 CORES = len(os.sched_getaffinity(0))
 GIB = 1 << 30

@@ -11,16 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
 from mlserver_torch_stream.engine.native import take
 from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
 from mlserver_torch_stream.engine.native.take import take_fast_path
-from mlserver_torch_stream.engine.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.sampling import SamplerFactory
-from mlserver_torch_stream.engine.selfcheck import check_batching, check_forward
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine.test_families import REQUESTS, prompt_of, staggered
 from tests.engine.tiny import FAMILIES, VOCAB, byte_tokenizer, reference, run, running, tiny_model
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native import compile as compiling
 from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.selfcheck import check_forward
 from tests.engine.tiny import tiny_model
 
 pytestmark = [

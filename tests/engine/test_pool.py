@@ -17,8 +17,8 @@ import pytest
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.fingerprint import weights_key
-from mlserver_torch_stream.engine.pool import Pool
+from mlserver_torch_stream.engine.loading.fingerprint import weights_key
+from mlserver_torch_stream.engine.loading.pool import Pool
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings

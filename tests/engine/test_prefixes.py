@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.prefixes import PrefixStore
-from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache
-from mlserver_torch_stream.engine.sampling import SamplerFactory
-from mlserver_torch_stream.engine.selfcheck import check_batching
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
+from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.tiny import VOCAB, byte_tokenizer, greedy, reference, run, running, tiny_model, tokens_of
 

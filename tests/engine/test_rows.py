@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache, window_capacity
+from mlserver_torch_stream.engine.cache.slab import Columns, SlabLayer
 from mlserver_torch_stream.engine.forward import ModelForward
-from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache, window_capacity
-from mlserver_torch_stream.engine.slab import Columns, SlabLayer
 from tests.engine.tiny import FAMILIES, prompt_of, tiny_model
 
 

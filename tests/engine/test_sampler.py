@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from mlserver_torch_stream.engine import candidates, sampler
-from mlserver_torch_stream.engine.sampler import Choice, RowSampler, sample
+from mlserver_torch_stream.engine.sampling import candidates, sampler
+from mlserver_torch_stream.engine.sampling.sampler import Choice, RowSampler, sample
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters
 

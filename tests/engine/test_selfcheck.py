@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.selfcheck import Findings, check_batching
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
 
 Kwargs = dict[str, Any]

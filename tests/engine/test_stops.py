@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.stops import StopMatcher
+from mlserver_torch_stream.engine.text.stops import StopMatcher
 
 
 def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, TextPrompt, TokensPrompt
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level, word_piece

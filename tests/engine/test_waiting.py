@@ -10,7 +10,7 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.bounds import Deadlines, Pace
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.sequence import Job
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.waiting import WaitingJobs
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import byte_tokenizer

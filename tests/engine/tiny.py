@@ -17,11 +17,11 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
-from mlserver_torch_stream.engine.sampling import SamplerFactory
-from mlserver_torch_stream.engine.selfcheck import check_batching
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import Turns
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from mlserver_torch_stream.errors import RequestError
-from mlserver_torch_stream.server.body import ClientLeft, read_object
+from mlserver_torch_stream.server.rest.body import ClientLeft, read_object
 from tests.server import raw, v2
 from tests.server.conftest import SMALL_BODY
 from tests.server.harness import Server

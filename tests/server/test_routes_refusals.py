@@ -6,7 +6,7 @@ import pytest
 from mlserver.errors import MLServerError, ModelNotFound, ModelNotReady
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, TimedOut
-from mlserver_torch_stream.server.refusal import as_refusal
+from mlserver_torch_stream.server.rest.refusal import as_refusal
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 from mlserver.settings import Settings
 from starlette.applications import Starlette
 
-from mlserver_torch_stream.server import telemetry
-from mlserver_torch_stream.server.metrics import METRICS
+from mlserver_torch_stream.server.observe import telemetry
+from mlserver_torch_stream.server.observe.metrics import METRICS
+from mlserver_torch_stream.server.observe.request_watch import Sinks
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.request_watch import Sinks
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mlserver_torch_stream.errors import TimedOut
-from mlserver_torch_stream.server.unread import Unread
+from mlserver_torch_stream.server.streams.unread import Unread
 
 _PATIENCE_S = 0.05
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.compile import compiled_library
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
-from mlserver_torch_stream.engine.rows import RowCache
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512

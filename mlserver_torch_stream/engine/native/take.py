@@ -11,10 +11,10 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native.compile import NoKernels
 from mlserver_torch_stream.engine.native.forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import Unsupported
-from mlserver_torch_stream.engine.selfcheck import check_forward
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
-from mlserver_torch_stream.engine.noise import gumbel
+from mlserver_torch_stream.engine.sampling.noise import gumbel
 
 FAILED = -1  # no finite logit to choose
 _WIDER = -2  # the filters reach beyond the candidates

@@ -13,7 +13,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 import mlserver_torch_stream
-from mlserver_torch_stream.server.request_record import RequestRecord
+from mlserver_torch_stream.server.observe.request_record import RequestRecord
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest
 
 _NAME = "mlserver_torch_stream"

@@ -30,14 +30,14 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
 from mlserver_torch_stream.protocol.v2_outputs import Body
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.server.body import ClientLeft, read_object
-from mlserver_torch_stream.server.connection import abort, notice_lag_early, watched
+from mlserver_torch_stream.server.observe.request_record import Entrance
+from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.refusal import as_invalid_input, as_refusal, send_json
-from mlserver_torch_stream.server.request_record import Entrance
-from mlserver_torch_stream.server.request_watch import RequestWatcher
-from mlserver_torch_stream.server.sse import EventStream
-from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.rest.body import ClientLeft, read_object
+from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
+from mlserver_torch_stream.server.rest.refusal import as_invalid_input, as_refusal, send_json
+from mlserver_torch_stream.server.rest.sse import EventStream
+from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 
 
 class TokenModel(Protocol):

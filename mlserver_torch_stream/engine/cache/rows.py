@@ -19,8 +19,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from mlserver_torch_stream.engine import states
-from mlserver_torch_stream.engine.slab import Columns, SlabLayer
+from mlserver_torch_stream.engine.cache import states
+from mlserver_torch_stream.engine.cache.slab import Columns, SlabLayer
 
 
 class UnsupportedCache(Exception):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mlserver_torch_stream.engine.embedded import find_embedded
-from mlserver_torch_stream.engine.gguf import converted_folder, load_gguf, load_gguf_tokenizer
-from mlserver_torch_stream.engine.host import Host, read_host
+from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.host import Host, read_host
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 

@@ -15,7 +15,7 @@ import uvicorn
 from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
-from mlserver_torch_stream.server.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.options import read_options
 
 _MARK = "_torch_stream_ending"

@@ -16,8 +16,8 @@ from mlserver.logging import logger
 
 from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.threads import in_thread
-from mlserver_torch_stream.server.visits import Moment, Visits
+from mlserver_torch_stream.server.life.threads import in_thread
+from mlserver_torch_stream.server.life.visits import Moment, Visits
 
 T = TypeVar("T")
 

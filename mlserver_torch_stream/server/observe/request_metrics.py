@@ -6,8 +6,8 @@ figures that are one request apart.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.server.engine_metrics import Labels
-from mlserver_torch_stream.server.histogram import Histogram
+from mlserver_torch_stream.server.observe.engine_metrics import Labels
+from mlserver_torch_stream.server.observe.histogram import Histogram
 from mlserver_torch_stream.types import FinishReason
 
 CANCELLED = "cancelled"  # its client left

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlserver_torch_stream.server.metrics import METRICS
+from mlserver_torch_stream.server.observe.metrics import METRICS
+from mlserver_torch_stream.server.observe.request_log import RequestLog, join_mlservers_log
+from mlserver_torch_stream.server.observe.request_watch import SINKS
+from mlserver_torch_stream.server.observe.tracing import tracer_of
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.request_log import RequestLog, join_mlservers_log
-from mlserver_torch_stream.server.request_watch import SINKS
-from mlserver_torch_stream.server.tracing import tracer_of
 
 _HEALTH = "/health"
 

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.server import vllm_names
-from mlserver_torch_stream.server.engine_metrics import EngineMetrics, Labels
-from mlserver_torch_stream.server.request_metrics import ModelRequests, RequestMetrics
+from mlserver_torch_stream.server.observe import vllm_names
+from mlserver_torch_stream.server.observe.engine_metrics import EngineMetrics, Labels
+from mlserver_torch_stream.server.observe.request_metrics import ModelRequests, RequestMetrics
 
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")

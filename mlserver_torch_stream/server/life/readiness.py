@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.routes import find_model
+from mlserver_torch_stream.server.rest.routes import find_model
 
 _MARK = "_torch_stream_readiness"
 _NAME = "torch_stream:ready"

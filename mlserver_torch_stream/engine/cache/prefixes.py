@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mlserver_torch_stream.engine.rows import CacheCost, RowCache
+from mlserver_torch_stream.engine.cache.rows import CacheCost, RowCache
 
 Ids = NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache, UnsupportedCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward, input_device
-from mlserver_torch_stream.engine.rows import CacheCost, CacheLayout, RowCache, UnsupportedCache
 
 # Largest error, in standard deviations of the reference logits. A wrong mask, position or state is off by about one;
 # float32 rounding stays under 1e-4 and bfloat16 under 0.1 on every family of the test matrix.

@@ -14,8 +14,8 @@ from typing import Any
 from mlserver import ModelSettings
 from mlserver.registry import MultiModelRegistry
 
-from mlserver_torch_stream.server.lifecycle import LIFECYCLE
-from mlserver_torch_stream.server.visits import Moment
+from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.life.visits import Moment
 
 _MARK = "_torch_stream_turnover"
 _OURS = "mlserver_torch_stream."

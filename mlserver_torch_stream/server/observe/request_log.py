@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.request_record import RequestRecord
+from mlserver_torch_stream.server.observe.request_record import RequestRecord
 from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt
 
 _PACKAGE = "mlserver_torch_stream"

@@ -16,10 +16,10 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.v2_pieces import decode_piece
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.server.answers import Answers
-from mlserver_torch_stream.server.unread import Unread
-from mlserver_torch_stream.server.v2_answer import ModelName, V2Answer
-from mlserver_torch_stream.server.visits import Visits, until
+from mlserver_torch_stream.server.life.visits import Visits, until
+from mlserver_torch_stream.server.streams.answers import Answers
+from mlserver_torch_stream.server.streams.unread import Unread
+from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
 
 

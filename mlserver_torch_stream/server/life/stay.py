@@ -11,9 +11,9 @@ from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.lifecycle import LIFECYCLE
-from mlserver_torch_stream.server.threads import in_thread
-from mlserver_torch_stream.server.visits import Moment, Visits
+from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.life.threads import in_thread
+from mlserver_torch_stream.server.life.visits import Moment, Visits
 
 OnDeath = Callable[[BaseException], None]
 

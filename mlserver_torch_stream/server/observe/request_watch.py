@@ -13,11 +13,11 @@ from mlserver.errors import MLServerError, ModelNotReady
 from opentelemetry.trace import Span, Tracer
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
-from mlserver_torch_stream.server import tracing
-from mlserver_torch_stream.server.metrics import REQUESTS
-from mlserver_torch_stream.server.request_log import RequestLog
-from mlserver_torch_stream.server.request_metrics import CANCELLED, REFUSED, ModelRequests
-from mlserver_torch_stream.server.request_record import CLIENT_LEFT, Entrance, RequestRecord
+from mlserver_torch_stream.server.observe import tracing
+from mlserver_torch_stream.server.observe.metrics import REQUESTS
+from mlserver_torch_stream.server.observe.request_log import RequestLog
+from mlserver_torch_stream.server.observe.request_metrics import CANCELLED, REFUSED, ModelRequests
+from mlserver_torch_stream.server.observe.request_record import CLIENT_LEFT, Entrance, RequestRecord
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
 # What a request ended with if its sequences ended differently: the first of these.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
-from mlserver_torch_stream.engine.embedded import find_embedded
+from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.settings import ResolvedSettings
 
 _SHAPING = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mlserver_torch_stream.engine.candidates import FAILED, draw
-from mlserver_torch_stream.engine.noise import derive_key
-from mlserver_torch_stream.engine.penalties import LogitAdjuster
+from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
+from mlserver_torch_stream.engine.sampling.noise import derive_key
+from mlserver_torch_stream.engine.sampling.penalties import LogitAdjuster
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.server.engine_metrics import Labels
-from mlserver_torch_stream.server.request_metrics import ModelRequests
+from mlserver_torch_stream.server.observe.engine_metrics import Labels
+from mlserver_torch_stream.server.observe.request_metrics import ModelRequests
 from mlserver_torch_stream.types import FinishReason
 
 _PREFIX = "vllm:"

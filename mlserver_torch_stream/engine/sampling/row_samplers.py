@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import secrets
 
-from mlserver_torch_stream.engine.sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.sampler import RowSampler
 from mlserver_torch_stream.engine.sequence import Job
-from mlserver_torch_stream.engine.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 
 class SamplerFactory:

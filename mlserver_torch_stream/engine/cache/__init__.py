@@ -1,0 +1,1 @@
+"""Keys, values and states of rows, and those kept of earlier prompts."""

@@ -1,0 +1,1 @@
+"""What operators see: metrics, one log line and one span per request."""
