@@ -6,7 +6,7 @@
 
 namespace native {
 
-constexpr int kQueries = 48;  // of one head in a task: four tiles, so that packing keys is 7 % of the work
+constexpr int kQueries = 64;  // of one head in a task, so that packing keys is 7 % of the work
 constexpr int kKeys = 256;    // packed keys (32 KiB of 64 bf16 dimensions) stay in the first-level cache with the tiles
 
 inline void transpose(U16 (&x)[16]) {
@@ -36,13 +36,14 @@ template <class T> class AttendMany {
 
     void run(const Task& task, const AttentionShape& shape) {
         begin(shape);
+        Tiles<T> tiles;
         const int64_t stop = task.first_key + task.queries;
         for (int64_t key = oldest(task, 0); key < stop; key += kKeys) {
             pack(task.live, key, std::min<int64_t>(kKeys, stop - key), shape);
             for (int g = 0; g < shape.group; g++) {
-                const Tiling tiling(task.queries);
+                const Tiling tiling(task.queries, tiles.rows(words_));
                 for (int64_t t = 0; t < tiling.count; t++)
-                    advance(task, shape, g, tiling.first(t), tiling.first(t + 1), key);
+                    advance(tiles, task, shape, g, tiling.first(t), tiling.first(t + 1), key);
             }
         }
         for (int g = 0; g < shape.group; g++)
@@ -110,21 +111,22 @@ template <class T> class AttendMany {
     }
 
     // A tile of queries of head g meets the packed keys.
-    void advance(const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t stop, int64_t key) {
+    void advance(Tiles<T>& tiles, const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t stop,
+                 int64_t key) {
         const int64_t newest = task.first_key + stop - key;  // keys of this block that the last query sees
         if (newest <= 0 || oldest(task, query) >= key + kKeys) return;
         const int64_t panels = panels_of(std::min<int64_t>(newest, kKeys));
         const int rows = (int)(stop - query);
         const Word* q = reinterpret_cast<const Word*>(task.q + query * task.stride + g * shape.head_dim);
         for (int64_t p = 0; p < panels; p++)
-            kTiles<T>[rows](q, task.stride / per_word<T>, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel,
-                            kKeys, {q, 0});
+            tiles.run(rows, q, task.stride / per_word<T>, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel,
+                      kKeys, {q, 0});
         float fading[kTileRows];
         for (int r = 0; r < rows; r++) fading[r] = soften(task, shape, g, query + r, key, panels * kPanel, r);
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             alignas(64) float fresh[kTileRows][kPanel];
-            kTiles<T>[rows](reinterpret_cast<const Word*>(chances_[0]), kKeyWords, &values_[panel * kKeyWords * kPanel],
-                            panels * kPanel / per_word<T>, fresh[0], kPanel, {q, 0});
+            tiles.run(rows, reinterpret_cast<const Word*>(chances_[0]), kKeyWords,
+                      &values_[panel * kKeyWords * kPanel], panels * kPanel / per_word<T>, fresh[0], kPanel, {q, 0});
             for (int r = 0; r < rows; r++) {
                 float* to = sums(g, query + r) + panel * kPanel;
                 store(to, load_f(to) * fading[r] + load_f(fresh[r]));

@@ -1,0 +1,122 @@
+// The CPU's matrix unit (Intel AMX): sixteen rows of bf16 against sixteen outputs in one instruction, on the very
+// panels that the vector tiles read. Where it was not compiled in, or Linux does not lend it, it is not there.
+// Knows nothing of matrices larger than a tile's.
+#pragma once
+#include "simd.h"
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define NATIVE_MATRIX_UNIT 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace native {
+
+// What to fetch while a tile computes: with word k of the panel, the two cache lines at start + k * stride. Memory is
+// then read while the registers work, and by one stream that crosses pages, which the hardware's own does not.
+struct Fetch {
+    const Word* start;
+    int64_t stride;
+    void word(int64_t k) const {
+        const Word* ahead = start + k * stride;
+        __builtin_prefetch(ahead), __builtin_prefetch(ahead + 16);
+    }
+};
+
+#if defined(NATIVE_MATRIX_UNIT)
+
+constexpr int kUnitRows = 32;   // of a tile: two registers of 16
+constexpr int kUnitWords = 16;  // of a row in one register
+
+// The kernel keeps 8 KiB of tile registers per thread only for processes that asked.
+inline bool lent_matrix_unit() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool lent = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return lent;
+}
+
+// A thread's use of the unit, from the first tile to the object's end: released, a switch of threads costs no more.
+class MatrixUnit {
+  public:
+    MatrixUnit() = default;
+    MatrixUnit(const MatrixUnit&) = delete;
+    ~MatrixUnit() {
+        if (rows_ != 0) _tile_release();
+    }
+
+    // out[rows][32] = a[rows][words] x panel[words][32]; rows up to 32, words a multiple of 16.
+    void tile(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
+              Fetch fetch) {
+        shape(rows);
+        if (rows <= 16) {
+            product<false>(a, lda, panel, words, out, ldo, fetch);
+        } else {
+            product<true>(a, lda, panel, words, out, ldo, fetch);
+        }
+    }
+
+  private:
+    // Registers 0 to 3: sums, of two halves of rows by two halves of a panel. 4 and 5: rows. 6 and 7: the panel.
+    template <bool kBoth>
+    static void product(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
+                        Fetch fetch) {
+        constexpr int64_t kPanelBytes = 32 * sizeof(Word);
+        const int64_t row_bytes = lda * (int64_t)sizeof(Word), out_bytes = ldo * (int64_t)sizeof(float);
+        // GCC's intrinsics do not say that they read memory: what was written before must be there.
+        __asm__ volatile("" ::: "memory");
+        _tile_zero(0);
+        _tile_zero(1);
+        if (kBoth) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t k = 0; k < words; k += kUnitWords) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kUnitWords; i++) fetch.word(k + i);
+            _tile_loadd(6, panel + 32 * k, kPanelBytes);
+            _tile_loadd(4, a + k, row_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panel + 32 * k + 16, kPanelBytes);
+            _tile_dpbf16ps(1, 4, 7);
+            if (kBoth) {
+                _tile_loadd(5, a + 16 * lda + k, row_bytes);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, out, out_bytes);
+        _tile_stored(1, out + 16, out_bytes);
+        if (kBoth) {
+            _tile_stored(2, out + 16 * ldo, out_bytes);
+            _tile_stored(3, out + 16 * ldo + 16, out_bytes);
+        }
+    }
+
+    void shape(int rows) {
+        if (rows == rows_) return;
+        rows_ = rows;
+        const uint8_t first = (uint8_t)(rows < 16 ? rows : 16), second = (uint8_t)(rows <= 16 ? 1 : rows - 16);
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {};
+        } config;
+        const uint8_t of_each[8] = {first, first, second, second, first, second, 16, 16};
+        memcpy(config.rows, of_each, sizeof of_each);
+        _tile_loadconfig(&config);
+    }
+
+    int rows_ = 0;
+};
+
+#else
+
+constexpr int kUnitRows = 0, kUnitWords = 1;
+inline bool lent_matrix_unit() { return false; }
+class MatrixUnit {
+  public:
+    void tile(int, const Word*, int64_t, const Word*, int64_t, float*, int64_t, Fetch) {}
+};
+
+#endif
+
+}  // namespace native
