@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -34,7 +35,10 @@ _MOST_KEPT_PER_STEP = 2
 
 
 class BatchedBackend:
-    """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished."""
+    """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished.
+
+    ``prefix_bytes``: the part of ``cache_bytes`` that kept prompts may take, if the model can go on from one.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,9 @@ class BatchedBackend:
         self._decode_forward = faults.wrap("decode", forward) if faults else forward
         self._layout = CacheLayout(model.config)
         self._samplers = samplers
+        # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
+        prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
+        cache_bytes -= prefix_bytes
         self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of))
         self._max_rows = max_rows
         self._cache_bytes = cache_bytes
@@ -109,13 +116,17 @@ class BatchedBackend:
         job = piece.job
         try:
             logits = self._advance(job, piece.count)
-            if job.sealed and job.ready_ids == 0:
-                self._start(job, logits, deliver)
+            started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
         except Exception as error:
             logger.exception("prefill failed")
             self._drop(job)
             job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {error}"))
             deliver(job.sequences)
+            return
+        if started is not None:
+            group, choices = started
+            self._gauge()
+            self._accept(group, range(len(group.rows) - job.rows, len(group.rows)), choices, deliver)
 
     def _advance(self, job: Job, count: int) -> torch.Tensor:
         if job.started_at is None:
@@ -139,8 +150,8 @@ class BatchedBackend:
         cache.begin_row()
         return cache
 
-    def _start(self, job: Job, logits: torch.Tensor, deliver: Deliver) -> None:
-        """The prompt is in: samples the first token of each of its sequences and joins them to a batch."""
+    def _start(self, job: Job, logits: torch.Tensor) -> tuple[Group, list[Choice | GenerationFailed]]:
+        """The prompt is in: samples the first token of each of its sequences and joins them to a batch, at its end."""
         self._samplers.begin(job)
         choices = self._choose(logits.expand(job.rows, -1), job.sequences)
         group = self._scheduler.place(job)
@@ -151,10 +162,9 @@ class BatchedBackend:
         except BaseException:
             self._scheduler.keep(group, list(range(first)))
             raise
-        if self._prefixes.wanted:
-            self._prefixes.keep(job.prompt, cache)
-        self._gauge()
-        self._accept(group, range(first, len(group.rows)), choices, deliver)
+        if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
+            self._keep(job.prompt, cache, 0, cache.compact)
+        return group, choices
 
     def _join(self, group: Group, cache: RowCache, rows: int) -> None:
         batch = self._batches.get(group)
@@ -203,7 +213,7 @@ class BatchedBackend:
             except Exception as error:
                 logger.exception("a token could not be taken")
                 answer.finish(FinishReason.ERROR, GenerationFailed(f"token {choice.token_id} failed: {error}"))
-        self._count(generated_tokens=len(answers))
+        self._count(generated_tokens=sum(isinstance(choice, Choice) for choice in choices))
         finished = {row for row, answer in zip(rows, answers, strict=True) if answer.finish_reason is not None}
         if finished:
             self._keep_conversations(group, finished)
@@ -213,13 +223,21 @@ class BatchedBackend:
 
     def _keep_conversations(self, group: Group, finished: set[int]) -> None:
         """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
-        if not self._prefixes.wanted:
-            return
+        batch = self._batches[group]
         for row in sorted(finished)[:_MOST_KEPT_PER_STEP]:
             answer = group.rows[row]
             if answer.finish_reason is not FinishReason.ERROR:
-                cache = self._batches[group].extract(row)
-                self._prefixes.keep([*answer.job.prompt, *answer.tokens][: cache.lengths[0]], cache)
+                ids = [*answer.job.prompt, *answer.tokens][: batch.lengths[row]]
+                self._keep(ids, batch, row, partial(batch.extract, row, spare=0))
+
+    def _keep(self, ids: list[int], cache: RowCache, row: int, take: Callable[[], RowCache]) -> None:
+        """For later prompts that begin with these ids of a row; where there is no memory for it nobody is hurt."""
+        if not (self._prefixes.wanted and cache.is_whole(row)):
+            return
+        try:
+            self._prefixes.keep(ids, take)
+        except RuntimeError as error:
+            logger.warning("a prompt could not be kept: %s", error)
 
     def _choose(self, logits: torch.Tensor, answers: Sequence[Answer]) -> list[Choice | GenerationFailed]:
         """The next token of each; where sampling raises, of each alone, so that only the culprit fails."""

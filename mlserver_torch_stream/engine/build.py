@@ -220,7 +220,7 @@ def _choose_backend(
         loaded.model,
         samplers,
         cost=findings.cost,
-        cache_bytes=budget - prefix_bytes,
+        cache_bytes=budget,
         prefix_bytes=prefix_bytes,
         max_rows=settings.max_batch_rows,
         prefill_tokens=settings.prefill_chunk if findings.chunked else None,

@@ -9,7 +9,9 @@ from random import Random
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache
@@ -17,14 +19,27 @@ from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
-from tests.engine.tiny import VOCAB, byte_tokenizer, greedy, reference, run, running, tiny_model, tokens_of
+from tests.engine.tiny import (
+    VOCAB,
+    byte_tokenizer,
+    greedy,
+    reference,
+    run,
+    running,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
 
 SYSTEM = [(5 * i + 3) % 250 for i in range(60)]
 
 
 @contextmanager
-def keeping(family: str = "llama", prefix_bytes: int = 2**22) -> Iterator[EngineWorker]:
-    model = tiny_model(family)
+def keeping(
+    family: str = "llama", prefix_bytes: int = 2**22, chunked: bool = True, model: PreTrainedModel | None = None
+) -> Iterator[EngineWorker]:
+    model = model or tiny_model(family)
     with torch.inference_mode():
         findings = check_batching(model)
     assert findings.cost is not None
@@ -34,7 +49,7 @@ def keeping(family: str = "llama", prefix_bytes: int = 2**22) -> Iterator[Engine
         cost=findings.cost,
         cache_bytes=2**24,
         max_rows=8,
-        prefill_tokens=8 if findings.chunked else None,
+        prefill_tokens=8 if findings.chunked and chunked else None,
         prefix_bytes=prefix_bytes,
     )
     with running(model, backend=backend) as engine:
@@ -105,18 +120,18 @@ def test_what_is_kept_is_bounded_and_the_least_used_goes_first() -> None:
 
     first, second, third = ([n] * 40 for n in (1, 2, 3))
     for ids in (first, second):
-        store.keep(ids, cache(40))
+        store.keep(ids, lambda: cache(40))
     assert store.bytes == 800
     assert store.begin([*first, 9]) is not None  # used: the other one is now the oldest
-    store.keep(third, cache(40))
+    store.keep(third, lambda: cache(40))
     assert store.bytes == 800
     assert store.begin([*second, 9]) is None
     assert store.begin([*first, 9]) is not None and store.begin([*third, 9]) is not None
-    store.keep([4] * 200, cache(200))  # larger than all there is
+    store.keep([4] * 200, lambda: cache(200))  # larger than all there is
     assert store.bytes == 800
-    store.keep([*first, 5, 5], cache(42))  # holds all of the first
+    store.keep([*first, 5, 5], lambda: cache(42))  # holds all of the first
     assert store.bytes == 820
-    store.keep(first, cache(40))
+    store.keep(first, lambda: cache(40))
     assert store.bytes == 820
 
 
@@ -134,3 +149,75 @@ def test_kept_bytes_stay_below_their_bound_under_many_prompts() -> None:
             run(tokens_of(engine, [random.randrange(250) for _ in range(40)], greedy(3)))
             assert engine.stats().prefix_cache_bytes <= 2**15
         assert engine.stats().prefix_cache_bytes > 0
+
+
+def test_how_many_are_kept_is_bounded_too() -> None:
+    """Each is compared with every new prompt: ten thousand short ones would hold up a step by 30 ms."""
+    store = PrefixStore(2**40, CacheCost(per_row=0, per_column=10))
+    layout = CacheLayout(tiny_model().config)
+    for number in range(600):
+        store.keep([*divmod(number, 250), *([1] * 15)], lambda: RowCache(layout))
+    assert store.bytes == 512 * 17 * 10
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_model_that_cannot_go_on_from_a_prefix_is_not_asked_to(family: str) -> None:
+    """Neither one whose prompts must go in whole, nor one with states; nor are their rows copied in vain."""
+    model = tiny_model(family)
+    with keeping(family, chunked=family != "llama", model=model) as engine, watched(model) as watch:
+        for _ in range(2):
+            run(tokens_of(engine, SYSTEM, greedy(4)))
+        assert engine.stats().prefix_hit_tokens == 0 and engine.stats().prefix_cache_bytes == 0
+        assert engine.stats().kv_cache_budget == 2**24, "its memory is for rows"
+        if family == "llama":
+            assert [len(call[0]) for call in watch.calls if len(call[0]) > 1] == [len(SYSTEM)] * 2
+
+
+def test_no_memory_for_what_would_be_kept_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+
+    def scarce(self: RowCache, row: int, spare: int = 1) -> RowCache:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(RowCache, "extract", scarce)
+    with keeping(model=model) as engine:
+        for count in (1, 8):
+            assert run(tokens_of(engine, SYSTEM, greedy(count))) == reference(model, SYSTEM, count)
+        assert engine.alive
+
+
+def test_what_holds_nan_is_not_kept() -> None:
+    """Logits that are not finite once, by a fault that passes, would come back with every prompt that begins alike."""
+    model = tiny_model()
+    broken = False
+
+    def spoil(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output.mul(torch.nan) if broken else output
+
+    hook = model.model.layers[0].mlp.register_forward_hook(spoil)
+    with keeping(model=model) as engine:
+        broken = True
+        with pytest.raises(AssertionError, match="not finite"):
+            run(tokens_of(engine, SYSTEM, greedy(4)))
+        assert engine.stats().generated_tokens == 0
+        broken = False
+        assert run(tokens_of(engine, SYSTEM, greedy(4))) == reference(model, SYSTEM, 4)
+    hook.remove()
+
+
+def test_a_prompt_that_came_in_pieces_is_kept_without_its_spare_columns() -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([PromptJob((), greedy(1), open=True)])
+        for end in range(10, 61, 10):
+            stream.extend(SYSTEM[end - 10 : end])
+            await until(lambda end=end: engine.stats().prefill_tokens == end - 1)  # type: ignore[misc]
+        stream.seal(SYSTEM)
+        assert [event async for event in stream][-1].error is None
+        backend = engine._backend
+        assert isinstance(backend, BatchedBackend)
+        held = [slab for _, cache in backend._prefixes._kept.values() for slab in cache.slabs]
+        assert held
+        assert sum(slab.keys.nbytes + slab.values.nbytes for slab in held) == engine.stats().prefix_cache_bytes
+
+    with keeping() as engine:
+        run(scenario(engine))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,36 @@ def test_the_cost_of_a_row_is_what_its_tensors_take(family: str) -> None:
             states = getattr(layer, name, {}).values()
             held += sum(state.numel() * state.element_size() for state in states if state is not None)
     assert cost.of(3, 40) == held
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "lfm2"])
+def test_a_cache_knows_its_size_whatever_its_layers_are(family: str) -> None:
+    """Else every join would move all rows of a model whose layers are windowed."""
+    bench = Bench(family, rows=4, capacity=32)
+    bench.join(5, 1)
+    assert bench.batch.allocated == (4, 32)
+    bench.batch.resize(8, 64)
+    assert bench.batch.allocated == (8, 64)
+
+
+def test_a_resize_that_found_no_memory_half_way_is_known_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("llama", rows=2, capacity=32)
+    bench.join(5, 1)
+    moved, calls = SlabLayer._moved, iter(range(100))
+
+    def scarce(self: SlabLayer, *args: Any) -> torch.Tensor:
+        if next(calls) == 2:  # the second layer
+            raise torch.OutOfMemoryError("no memory")
+        return moved(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabLayer, "_moved", scarce)
+        with pytest.raises(torch.OutOfMemoryError):
+            bench.batch.resize(4, 64)
+    assert bench.batch.allocated not in ((2, 32), (4, 64))
+    bench.batch.resize(4, 64)
+    bench.join(50, 2, copies=3)
+    bench.check()
 
 
 def test_the_cost_counts_windows_once_they_are_full() -> None:

@@ -6,7 +6,7 @@ Knows nothing of jobs or batches; what is kept is never changed, only copied fro
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,14 @@ Ids = NDArray[np.int64]
 
 # A shorter beginning is prefilled faster than it is looked for and copied; chat templates share about that much.
 _LEAST = 16
+# Each is compared with every new prompt, which takes some 3 us.
+_MOST = 512
 
 
 class PrefixStore:
     """Caches of single rows by their token ids, the least recently used of them given up for newer ones.
 
-    Bounded by bytes. A row that keeps states, or a window that has lost its beginning, cannot be cut to a shorter
-    prefix and is not kept.
+    Bounded by bytes and in number.
     """
 
     def __init__(self, max_bytes: int, cost: CacheCost) -> None:
@@ -53,24 +54,31 @@ class PrefixStore:
         self._kept.move_to_end(best)
         return self._kept[best][1].head(shared, len(ids)), shared
 
-    def keep(self, ids: Sequence[int], cache: RowCache) -> None:
-        """Takes a single-row cache of exactly these ids, which nobody writes to any more."""
+    def keep(self, ids: Sequence[int], take: Callable[[], RowCache]) -> None:
+        """Keeps what ``take`` returns: a cache of exactly these ids (``RowCache.is_whole``) that nobody writes to.
+
+        Called when there is room, and only if there is anything new in it.
+        """
         held = np.asarray(ids, dtype=np.int64)
         size = self._cost.of(1, len(held))
-        if len(held) < _LEAST or size > self._max_bytes or not cache.can_be_cut:
+        if len(held) < _LEAST or size > self._max_bytes or self._holds(held):
             return
-        for key, (kept, _) in list(self._kept.items()):
-            shared = _common(kept, held)
-            if shared == len(held):  # nothing new
-                self._kept.move_to_end(key)
-                return
-            if shared == len(kept):
-                self._drop(key)
-        while self.bytes + size > self._max_bytes:
+        while self.bytes + size > self._max_bytes or len(self._kept) >= _MOST:
             self._drop(next(iter(self._kept)))
-        self._kept[self._next] = (held, cache)
+        self._kept[self._next] = (held, take())
         self._next += 1
         self.bytes += size
+
+    def _holds(self, ids: Ids) -> bool:
+        """Whether these ids are the beginning of a kept prompt; drops those that are a beginning of them."""
+        for key, (kept, _) in list(self._kept.items()):
+            shared = _common(kept, ids)
+            if shared == len(ids):
+                self._kept.move_to_end(key)
+                return True
+            if shared == len(kept):
+                self._drop(key)
+        return False
 
     def _drop(self, key: int) -> None:
         kept, _ = self._kept.pop(key)

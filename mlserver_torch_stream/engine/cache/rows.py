@@ -81,6 +81,7 @@ class RowCache:
 
     def __init__(self, layout: CacheLayout, rows: int = 1, capacity: int = 1) -> None:
         self.layout = layout
+        self.allocated = (rows, capacity)
         self.columns = Columns()
         self.cache = layout.build(self.columns, rows, capacity)
         self.lengths: list[int] = []
@@ -88,12 +89,6 @@ class RowCache:
     @property
     def slabs(self) -> list[SlabLayer]:
         return [layer for layer in self.cache.layers if isinstance(layer, SlabLayer)]
-
-    @property
-    def allocated(self) -> tuple[int, int]:
-        """Rows and columns of the full-attention slabs."""
-        full = [slab for slab in self.slabs if slab.window is None]
-        return (full[0].rows, full[0].capacity) if full else (len(self.lengths), 0)
 
     def begin_row(self) -> None:
         """Adds the one row of an empty cache that a prefill fills."""
@@ -126,12 +121,14 @@ class RowCache:
             slab.commit()
 
     def resize(self, rows: int, capacity: int) -> None:
+        self.allocated = (0, 0)  # unknown, should there be no memory half-way
         for slab in self.slabs:
             columns = capacity if slab.window is None else min(capacity, window_capacity(slab.window))
             columns = max(columns, self.columns.end - slab.first_visible())
             if slab.is_initialized:
                 slab.relocate(rows, columns, slab.first_visible())
             slab.rows, slab.capacity = rows, columns
+        self.allocated = (rows, capacity)
 
     def join(self, source: RowCache, copies: int = 1) -> None:
         """Appends the single row of ``source`` ``copies`` times; the slabs must have room for the rows.
@@ -208,11 +205,15 @@ class RowCache:
         twin.lengths = [length]
         return twin
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether the single row of this cache still has the keys and values of all its tokens."""
-        whole = all(slab.first_visible() == self.columns.begin >= slab.base for slab in self.slabs)
-        return whole and not self.layout.has_states
+    def is_whole(self, row: int) -> bool:
+        """Whether this row still has the keys and values of all its tokens, so that it can be cut to fewer."""
+        oldest = self.columns.end - self.lengths[row]
+        return not self.layout.has_states and all(slab.first_visible() <= oldest for slab in self.slabs)
+
+    def compact(self) -> RowCache:
+        """This single row without room for more; itself if it has none."""
+        length = self.lengths[0]
+        return self if all(slab.capacity <= length for slab in self.slabs) else self.extract(0, spare=0)
 
     def head(self, length: int, capacity: int) -> RowCache:
         """A copy of the first ``length`` tokens of the single row, with room for ``capacity`` tokens in all."""
