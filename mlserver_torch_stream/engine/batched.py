@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
+from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
-from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
@@ -38,6 +39,7 @@ class BatchedBackend:
     """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished.
 
     ``prefix_bytes``: the part of ``cache_bytes`` that kept prompts may take, if the model can go on from one.
+    ``check_devices`` raises if one is lost, which no request is to blame for: that ends the thread.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BatchedBackend:
         prefix_bytes: int = 0,
         forward: Forward | None = None,
         faults: Faults | None = None,
+        check_devices: Callable[[], None] = lambda: None,
     ) -> None:
         forward = forward or ModelForward(model)
         self._prefill_forward = faults.wrap("prefill", forward) if faults else forward
@@ -63,6 +66,7 @@ class BatchedBackend:
         cache_bytes -= prefix_bytes
         self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of))
         self._max_rows = max_rows
+        self._check_devices = check_devices
         self._cache_bytes = cache_bytes
         self._prefixes = PrefixStore(prefix_bytes, cost)
         self._prefills: dict[Job, RowCache] = {}
@@ -119,6 +123,7 @@ class BatchedBackend:
             started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
         except Exception as error:
             logger.exception("prefill failed")
+            self._check_devices()
             self._drop(job)
             job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {error}"))
             deliver(job.sequences)
@@ -247,11 +252,13 @@ class BatchedBackend:
             if len(answers) > 1:
                 return [self._choose(logits[row : row + 1], [answer])[0] for row, answer in enumerate(answers)]
             logger.exception("sampling failed")
+            self._check_devices()
             return [GenerationFailed(f"sampling failed: {error}")]
 
     def _isolate(self, group: Group, error: Exception, deliver: Deliver) -> None:
         """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
         logger.error("a decode step of %d rows failed: %s", len(group.rows), error)
+        self._check_devices()
         batch = self._batches[group]
         failures = dict.fromkeys(range(len(group.rows)), error)
         if not self._layout.has_states and len(group.rows) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,8 @@ import torch
 from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.cache.cost import shares as device_shares
+from mlserver_torch_stream.engine.devices import check_devices, spread_budget
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
 from mlserver_torch_stream.engine.forward import Forward, input_device
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
@@ -50,6 +52,7 @@ DEFAULT_MAX_TOKENS = 256
 GPU_CACHE_SHARE = 0.8
 # Of the host's memory, for kept prompts: what is used of it stays used.
 HOST_PREFIX_BYTES = 256 * 2**20
+_HOST = torch.device("cpu")
 
 
 OnDeath = Callable[[BaseException], None]
@@ -62,8 +65,12 @@ class Prepared:
     weights: Weights
     findings: Findings
     forward: Forward | None
-    device: torch.device
+    device: torch.device  # of the token ids
     turns: Turns
+
+    def check_devices(self) -> None:
+        """Raises what a device raises that is lost."""
+        check_devices({self.device, *self.findings.costs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +195,7 @@ def _start(
         # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
         threads=threads if prepared.forward is None else 1,
         turns=prepared.turns,
-        rebuild=partial(_rebuild, new_backend, prepared.device),
+        rebuild=partial(_rebuild, new_backend, prepared),
         on_death=on_death,
         name=resolved.source.name,
     )
@@ -211,10 +218,17 @@ def _choose_backend(
     if findings.cost is None:
         if settings.engine == "batched":
             raise LoadFailed(f"this model cannot be batched: {findings.problem}")
-        serial = partial(SerialBackend, loaded.model, samplers, max_rows=settings.max_batch_rows)
+        serial = partial(
+            SerialBackend,
+            loaded.model,
+            samplers,
+            max_rows=settings.max_batch_rows,
+            check_devices=prepared.check_devices,
+        )
         return serial, loaded.max_context, f"one request at a time ({findings.problem})"
-    budget = _cache_budget(prepared.device, settings.kv_cache_memory, shares, codec, host)
-    prefix_bytes = _prefix_bytes(budget, settings.prefix_cache_memory, prepared.device)
+    parts = device_shares(findings.costs, loaded.max_context)
+    budget = _cache_budget(parts, settings.kv_cache_memory, shares, codec, host)
+    prefix_bytes = _prefix_bytes(budget, settings.prefix_cache_memory, on_host=_HOST in parts)
     batched = partial(
         BatchedBackend,
         loaded.model,
@@ -226,6 +240,7 @@ def _choose_backend(
         prefill_tokens=settings.prefill_chunk if findings.chunked else None,
         forward=prepared.forward,
         faults=_faults(),
+        check_devices=prepared.check_devices,
     )
     context = batched().longest_row(loaded.max_context)
     if context < 2:
@@ -239,24 +254,37 @@ def _choose_backend(
     return batched, context, how
 
 
-def _rebuild(new_backend: Callable[[], Backend], device: torch.device) -> Backend:
-    """A fresh backend over the weights in memory. Raises what the device raises if it is lost."""
-    torch.zeros(1, device=device).item()
+def _rebuild(new_backend: Callable[[], Backend], prepared: Prepared) -> Backend:
+    """A fresh backend over the weights in memory. Raises what a device raises that is lost."""
+    prepared.check_devices()
     return new_backend()
 
 
-def _cache_budget(device: torch.device, asked: int | None, shares: Shares, owner: object, host: Host) -> int:
-    """Bytes. A GPU's own free memory already lacks what other engines on it have taken."""
-    if device.type == "cuda":
-        return asked or int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
-    return shares.promise(owner, asked, host.available_bytes)
+def _cache_budget(
+    parts: Mapping[torch.device, float], asked: int | None, shares: Shares, owner: object, host: Host
+) -> int:
+    """Bytes in all, of which the devices hold these parts.
+
+    A GPU's own free memory already lacks what other engines on it have taken.
+    """
+    if asked is None:
+        room = {
+            device: shares.promise(owner, None, host.available_bytes)
+            if device == _HOST
+            else int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
+            for device in parts
+        }
+        asked = spread_budget(room, parts)
+    if _HOST in parts:
+        shares.promise(owner, int(asked * parts[_HOST]), host.available_bytes)
+    return asked
 
 
-def _prefix_bytes(budget: int, asked: int | None, device: torch.device) -> int:
+def _prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
     """The part of the KV cache's memory that kept prompts may take."""
     if asked is None:
         share = budget // 8
-        return share if device.type == "cuda" else min(share, HOST_PREFIX_BYTES)
+        return min(share, HOST_PREFIX_BYTES) if on_host else share
     if asked >= budget:
         raise LoadFailed(f"prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows")
     return asked

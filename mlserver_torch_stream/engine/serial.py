@@ -31,13 +31,21 @@ logger = logging.getLogger(__name__)
 class SerialBackend:
     """First come, first served; the sampling, the stops and the events are those of the batched engine."""
 
-    def __init__(self, model: PreTrainedModel, samplers: SamplerFactory, *, max_rows: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samplers: SamplerFactory,
+        *,
+        max_rows: int,
+        check_devices: Callable[[], None] = lambda: None,
+    ) -> None:
         self._model = model
         # Its defaults have gone into the requests' parameters; here they would apply a second time.
         model.generation_config = GenerationConfig(pad_token_id=0)
         self._device = input_device(model)
         self._samplers = samplers
         self._max_rows = max_rows
+        self._check_devices = check_devices
         self._waiting = WaitingJobs()
         self._growing: list[Job] = []  # open prompts: nobody waits for them
         self._running = 0
@@ -107,6 +115,7 @@ class SerialBackend:
             )
         except Exception as error:
             logger.exception("generation failed")
+            self._check_devices()
             answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {error}"))
             deliver([answer])
 

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
-from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

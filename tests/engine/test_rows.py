@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache, window_capacity
+from mlserver_torch_stream.engine.cache.cost import CacheCost, cost_by_device, shares, window_capacity
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.cache.slab import Columns, SlabLayer
 from mlserver_torch_stream.engine.forward import ModelForward
 from tests.engine.tiny import FAMILIES, prompt_of, tiny_model
@@ -180,7 +181,7 @@ def test_windows_keep_only_their_window() -> None:
 def test_the_cost_of_a_row_is_what_its_tensors_take(family: str) -> None:
     bench = Bench(family, rows=3, capacity=40)
     single = bench.prefilled(list(prompt_of(20, 1)))
-    cost = single.cost()
+    cost = sum(cost_by_device(single.cache.layers).values(), CacheCost())
     bench.batch.join(single, 3)
     held = sum(t.numel() * t.element_size() for slab in bench.batch.slabs for t in (slab.keys, slab.values))
     for layer in bench.batch.cache.layers:
@@ -225,6 +226,22 @@ def test_the_cost_counts_windows_once_they_are_full() -> None:
     assert cost.of(1, 3) == 100 + 24 + 6 + 3
     assert cost.of(2, 1000) == 2 * (100 + 8000 + 64 + 8)
     assert cost.of(0, 10) == 0
+
+
+def test_each_device_holds_the_layers_that_are_on_it() -> None:
+    """``meta`` stands for the second device: its tensors have a size and no place."""
+
+    def layer(device: str, heads: int, window: int | None = None) -> SlabLayer:
+        slab = SlabLayer(Columns(), rows=1, capacity=4, window=window)
+        slab.lazy_initialization(*(torch.empty(1, heads, 1, 8, device=device) for _ in range(2)))
+        return slab
+
+    here, there = torch.device("cpu"), torch.device("meta")
+    costs = cost_by_device([layer("cpu", 1), layer("meta", 2), layer("meta", 1)])
+    assert costs == {here: CacheCost(per_column=64), there: CacheCost(per_column=192)}
+    assert shares(costs, 100) == {here: 0.25, there: 0.75}
+    costs = cost_by_device([layer("cpu", 1), layer("meta", 1, window=5)])
+    assert shares(costs, 100) == {here: 100 / 110, there: 0.5}
 
 
 def test_a_slab_moves_once_in_many_steps() -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mlserver_torch_stream.engine.cache.rows import CacheCost, RowCache
+from mlserver_torch_stream.engine.cache.cost import CacheCost
+from mlserver_torch_stream.engine.cache.rows import RowCache
 
 Ids = NDArray[np.int64]
 

@@ -6,7 +6,6 @@ Knows nothing of requests, sampling or scheduling; a row is an index and a lengt
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,29 +19,12 @@ from transformers.cache_utils import (
 )
 
 from mlserver_torch_stream.engine.cache import states
+from mlserver_torch_stream.engine.cache.cost import window_capacity
 from mlserver_torch_stream.engine.cache.slab import Columns, SlabLayer
 
 
 class UnsupportedCache(Exception):
     """A layer keeps a state that cannot be batched here; the serial engine takes such models."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCost:
-    """What a row costs, in bytes: constant states, a column of every full layer, and of every windowed one."""
-
-    per_row: int
-    per_column: int
-    windows: tuple[tuple[int, int], ...] = ()  # (window in columns, bytes per column)
-
-    def of(self, rows: int, columns: int) -> int:
-        windowed = sum(min(columns, window_capacity(window)) * size for window, size in self.windows)
-        return rows * (self.per_row + columns * self.per_column + windowed)
-
-
-def window_capacity(window: int) -> int:
-    # Twice the window: what has left it is moved out once in `window` steps instead of at every step.
-    return 2 * window
 
 
 class CacheLayout:
@@ -227,20 +209,3 @@ class RowCache:
                 target.write(0, given.keys[0, :, columns], given.values[0, :, columns])
         twin.lengths = [length]
         return twin
-
-    def cost(self) -> CacheCost:
-        """What a row of this model costs, read off a cache that has been written to."""
-        columns = {None: 0}
-        windows: dict[int, int] = {}
-        for slab in self.slabs:
-            if not slab.is_initialized:
-                continue
-            size = sum(t.shape[1] * t.shape[3] * t.element_size() for t in (slab.keys, slab.values))
-            if slab.window is None:
-                columns[None] += size
-            else:
-                windows[slab.window] = windows.get(slab.window, 0) + size
-        constant = sum(
-            states.bytes_per_row(layer) for layer in self.cache.layers if isinstance(layer, LinearAttentionLayer)
-        )
-        return CacheCost(per_row=constant, per_column=columns[None], windows=tuple(sorted(windows.items())))

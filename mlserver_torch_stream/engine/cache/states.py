@@ -53,5 +53,8 @@ def join(target: LinearAttentionLayer, source: LinearAttentionLayer, copies: int
     return newcomers
 
 
-def bytes_per_row(layer: LinearAttentionLayer) -> int:
-    return sum(states[i].numel() * states[i].element_size() // states[i].shape[0] for states, i in _slots(layer))
+def bytes_per_row(layer: LinearAttentionLayer) -> Iterator[tuple[torch.device, int]]:
+    """Of each state, with its device."""
+    for states, index in _slots(layer):
+        state = states[index]
+        yield state.device, state.numel() * state.element_size() // state.shape[0]

@@ -5,13 +5,14 @@ Knows no family by name: it runs the real model on a few tokens, with rows that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cache.rows import CacheCost, CacheLayout, RowCache, UnsupportedCache
+from mlserver_torch_stream.engine.cache.cost import CacheCost, cost_by_device
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache, UnsupportedCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward, input_device
 
 # Largest error, in standard deviations of the reference logits. A wrong mask, position or state is off by about one;
@@ -29,11 +30,19 @@ _KERNEL_LENGTHS = (6, 50, 3)
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """``chunked``: a prompt may be prefilled in pieces. ``problem``: why rows cannot be batched, or None."""
+    """``chunked``: a prompt may be prefilled in pieces. ``problem``: why rows cannot be batched, or None.
+
+    ``costs``: of a row's cache, by the devices that it is on.
+    """
 
     problem: str | None
     chunked: bool = False
-    cost: CacheCost | None = None
+    costs: Mapping[torch.device, CacheCost] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> CacheCost | None:
+        """In all; None if rows cannot be batched."""
+        return sum(self.costs.values(), CacheCost()) if self.problem is None else None
 
 
 def check_batching(model: PreTrainedModel) -> Findings:
@@ -51,7 +60,7 @@ def check_batching(model: PreTrainedModel) -> Findings:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         if trial.worst <= trial.tolerance:
-            return Findings(problem=None, chunked=chunked, cost=trial.cost)
+            return Findings(problem=None, chunked=chunked, costs=trial.costs)
         problem = f"batched logits differ from single ones by {trial.worst:.3g} standard deviations"
     return Findings(problem=problem)
 
@@ -82,7 +91,7 @@ class _Trial:
         self.worst = 0.0
         self._means: list[float] = []
         self.tolerance = _HALF_TOLERANCE
-        self.cost: CacheCost | None = None
+        self.costs: Mapping[torch.device, CacheCost] = {}
 
     @property
     def mean(self) -> float:
@@ -107,7 +116,7 @@ class _Trial:
         for piece in pieces:
             logits = self._forward([piece], single)
         self._compare(logits[0], ids)
-        self.cost = single.cost()
+        self.costs = cost_by_device(single.cache.layers)
         self._batch.join(single)
         self._rows.append(ids)
 

@@ -1,0 +1,112 @@
+"""A device that is lost ends the engine, whatever was running on it; several devices share one budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.backend import Backend
+from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.cache.cost import CacheCost, shares
+from mlserver_torch_stream.engine.devices import check_devices, spread_budget
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.types import FinishReason
+from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, prompt_of, run, running, tiny_model, until
+
+GIB = 2**30
+
+
+class Device:
+    """What a GPU is like after an illegal access: every later call raises, also one that only asks how it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.lost = False
+        self.fail: Callable[[int], bool] = lambda queries: False  # loses the device at a forward of so many tokens
+        model.get_input_embeddings().register_forward_pre_hook(self._forward)
+
+    def _forward(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.lost = self.lost or self.fail(args[0].shape[1])
+        self.check()
+
+    def check(self) -> None:
+        if self.lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+@pytest.fixture(params=["batched", "serial"])
+def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tuple[EngineWorker, Device]]:
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    with torch.inference_mode():
+        cost = check_batching(model).cost
+    assert cost is not None
+    device = Device(model)
+    backend: Backend = SerialBackend(model, samplers, max_rows=8, check_devices=device.check)
+    if request.param == "batched":
+        backend = BatchedBackend(
+            model,
+            samplers,
+            cost=cost,
+            cache_bytes=2**24,
+            max_rows=8,
+            prefill_tokens=8,
+            check_devices=device.check,
+        )
+    with running(model, backend=backend) as engine:
+        yield engine, device
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_lost_device_ends_the_engine(lent: tuple[EngineWorker, Device], phase: str) -> None:
+    """Else it would stay alive, and ready, and fail every request."""
+    engine, device = lent
+
+    async def scenario() -> None:
+        device.fail = lambda queries: (queries == 1) == (phase == "decode")
+        both = await asyncio.gather(*(collect(engine, [PromptJob(prompt_of(5), greedy(20))]) for _ in range(2)))
+        for events in both:
+            assert events[0].finish_reason is FinishReason.ERROR
+            assert "the engine died: CUDA error" in str(events[0].error)
+        await until(lambda: not engine.alive, "its end")
+
+    run(scenario())
+
+
+def test_what_fails_on_a_device_that_answers_costs_its_request_only(lent: tuple[EngineWorker, Device]) -> None:
+    engine, device = lent
+
+    async def scenario() -> None:
+        device.fail = lambda queries: (_ for _ in ()).throw(RuntimeError("once"))
+        assert (await collect(engine, [PromptJob(prompt_of(5), greedy(3))]))[0].finish_reason is FinishReason.ERROR
+        device.fail = lambda queries: False
+        assert (await collect(engine, [PromptJob(prompt_of(5), greedy(3))]))[0].finish_reason is FinishReason.LENGTH
+
+    run(scenario())
+
+
+def test_a_host_is_never_lost() -> None:
+    check_devices([torch.device("cpu"), torch.device("meta")])
+
+
+def test_the_device_with_the_least_room_for_its_layers_decides() -> None:
+    """A full device fails every request, however much is free on the one that takes the token ids."""
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    costs = {one: CacheCost(per_column=300), other: CacheCost(per_column=100)}
+    parts = shares(costs, 1000)
+    assert spread_budget({one: 30 * GIB, other: 30 * GIB}, parts) == 40 * GIB
+    assert spread_budget({one: 30 * GIB, other: 1 * GIB}, parts) == 4 * GIB
+    for device, room in ((one, 30 * GIB), (other, 1 * GIB)):
+        assert spread_budget({one: 30 * GIB, other: 1 * GIB}, parts) * parts[device] <= room
