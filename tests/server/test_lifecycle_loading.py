@@ -10,11 +10,12 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import httpx
+import pytest
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
@@ -25,17 +26,20 @@ from tests.server.inflight import grpc_refusal, grpc_unary, rest_unary
 from tests.server.test_lifecycle_drain import exit_code, get_ready, wait_until
 
 _CODE = """
-import os, time
+import os, time, torch
 from transformers import LlamaForCausalLM
 
 open({arrived!r}, "w").close()
+some = torch.ones(300, 300)
 while not os.path.exists({gate!r}):
-    time.sleep(0.02)
+    {wait}
 
 
 class GatedLlama(LlamaForCausalLM):
     pass
 """
+_IDLE = "time.sleep(0.02)"
+_BUSY = "some @ some"
 _NEVER_READY = """
 from mlserver import MLModel
 
@@ -47,7 +51,9 @@ class NeverReady(MLModel):
 
 
 @contextmanager
-def loading_server(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+def loading_server(
+    tiny_model: Path, tmp_path: Path, drain_delay: float = 0.0, wait: str = _IDLE
+) -> Iterator[tuple[Server, Path]]:
     """A server that loads ``gated`` until somebody creates the file, beside two foreign models."""
     gate, arrived = tmp_path / "gate", tmp_path / "arrived"
     folder = tmp_path / "gated"
@@ -55,7 +61,7 @@ def loading_server(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, P
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "gated.GatedLlama"}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "gated.py").write_text(_CODE.format(gate=str(gate), arrived=str(arrived)))
+    (folder / "gated.py").write_text(_CODE.format(gate=str(gate), arrived=str(arrived), wait=wait))
     models = [
         Model("gated", str(folder), version="v1", extra={"trust_remote_code": True}),
         Model("foreign", None, implementation="foreign.Foreign"),
@@ -65,7 +71,11 @@ def loading_server(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, P
     python_path.mkdir()
     shutil.copy(foreign.__file__, python_path / "foreign.py")
     (python_path / "never.py").write_text(_NEVER_READY)
-    environment = {"PYTHONPATH": f"{python_path}:{Path(__file__).parents[2]}", "HF_MODULES_CACHE": str(tmp_path / "hf")}
+    environment = {
+        "PYTHONPATH": f"{python_path}:{Path(__file__).parents[2]}",
+        "HF_MODULES_CACHE": str(tmp_path / "hf"),
+        "MLSERVER_TORCH_STREAM_DRAIN_DELAY": str(drain_delay),
+    }
     with serve(tmp_path / "models", models, settings=QUIET, environment=environment, ready=False) as server:
         end = time.monotonic() + 120
         while not arrived.exists():
@@ -114,7 +124,26 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
         assert get_ready(server).status_code == 400, "only the foreign model is not ready: MLServer's own answer"
 
 
-def test_a_server_that_still_loads_can_be_stopped(tiny_model: Path, tmp_path: Path) -> None:
-    with loading_server(tiny_model, tmp_path) as (server, _):
+@pytest.mark.parametrize("wait", [_IDLE, _BUSY])
+def test_a_server_that_still_loads_can_be_stopped(tiny_model: Path, tmp_path: Path, wait: str) -> None:
+    with loading_server(tiny_model, tmp_path, wait=wait) as (server, _):
         server.process.send_signal(signal.SIGTERM)
+        assert exit_code(server) == 0, server.log
+
+
+@pytest.mark.parametrize("loads_meanwhile", [False, True])
+def test_a_server_that_is_stopped_while_it_loads_is_never_ready(
+    tiny_model: Path, tmp_path: Path, loads_meanwhile: bool
+) -> None:
+    with loading_server(tiny_model, tmp_path, drain_delay=3.0) as (server, gate):
+        server.process.send_signal(signal.SIGTERM)
+        if loads_meanwhile:
+            gate.touch()
+        answers: list[int] = []
+        with suppress(httpx.NetworkError, httpx.RemoteProtocolError):  # it has closed its listeners
+            while True:
+                answers += [get_ready(server).status_code, get_ready(server, "models/gated").status_code]
+                answers.append(rest_unary(server, "gated").code)
+        assert len(answers) >= 3
+        assert set(answers) == {503}
         assert exit_code(server) == 0, server.log

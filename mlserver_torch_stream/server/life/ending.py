@@ -5,6 +5,7 @@ Knows nothing of engines. A server without our models ends as it always did.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import signal
@@ -16,6 +17,7 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.life.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
 
 _MARK = "_torch_stream_ending"
@@ -40,9 +42,11 @@ def install() -> None:
             if sig is not None:
                 LIFECYCLE.hurry()
             return
-        if sig is not None and LIFECYCLE.members():
-            LIFECYCLE.ending = True
-            await _end(server, signal.Signals(sig).name)
+        if LIFECYCLE.members():
+            atexit.register(lambda: exit_from_work(0 if LIFECYCLE.failure is None else 1))
+            if sig is not None:
+                LIFECYCLE.ending = True
+                await _end(server, signal.Signals(sig).name)
         await original(server, sig)
 
     setattr(stop, _MARK, True)
@@ -79,8 +83,7 @@ async def _end(server: MLServer, why: str) -> None:
         await server._grpc_server._server.stop(_GRPC_TAIL)
         rest.config.timeout_graceful_shutdown = _REST_TAIL
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
-    if LIFECYCLE.failure is not None:
-        _fail_after_shutdown(rest, LIFECYCLE.failure)
+    _see_to_shutdown(rest)
 
 
 async def _only_ours(server: MLServer) -> bool:
@@ -88,12 +91,17 @@ async def _only_ours(server: MLServer) -> bool:
     return all(getattr(model, "streams_tokens", False) for model in models)
 
 
-def _fail_after_shutdown(listener: Any, why: str) -> None:
-    """MLServer's main task waits for this listener and raises what it raises, so the process ends with an error."""
+def _see_to_shutdown(listener: Any) -> None:
+    """Loads that were interrupted fail when nobody can ask for their models any more.
+
+    MLServer's main task waits for this listener and raises what it raises: so the process ends with an error.
+    """
     shutdown = listener.shutdown
 
     async def shutdown_and_fail(*args: Any, **options: Any) -> None:
+        LIFECYCLE.close()
         await shutdown(*args, **options)
-        raise EngineLost(why)
+        if LIFECYCLE.failure is not None:
+            raise EngineLost(LIFECYCLE.failure)
 
     listener.shutdown = shutdown_and_fail

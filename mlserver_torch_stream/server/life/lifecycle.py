@@ -10,16 +10,13 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Collection, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from mlserver.logging import logger
 
 from mlserver_torch_stream.engine.api import Engine
-from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.life.threads import in_thread
 from mlserver_torch_stream.server.life.visits import Moment, Visits
-
-T = TypeVar("T")
 
 # After the aborts: for the step that runs, and for the last responses to leave.
 _LAST_WORDS = 2.0
@@ -51,6 +48,7 @@ class Lifecycle:
         self._leaving: str | None = None
         self._left = Moment()
         self._impatient = Moment()
+        self._closed = Moment()
         self.ending = False  # somebody is seeing everybody off
         self.failure: str | None = None
 
@@ -84,12 +82,20 @@ class Lifecycle:
         """Whoever waits for streams to finish waits no longer."""
         self._impatient.come()
 
-    async def unless_leaving(self, work: Awaitable[T]) -> T:
-        """The result of ``work``, which is left to itself when the process is to end. Raises NotServing then."""
+    def close(self) -> None:
+        """Nobody can ask for anything any more."""
+        self._closed.come()
+
+    async def closed(self) -> None:
+        await self._closed.wait()
+
+    async def unless_leaving(self, work: Awaitable[Any]) -> None:
+        """Waits for ``work``, and raises what it raises, unless the process is to end: then it is left to itself."""
         task = asyncio.ensure_future(work)
         if await _first(self._left.wait(), until=task):
-            raise NotServing(self._leaving or "")
-        return task.result()
+            task.cancel()
+        else:
+            task.result()
 
     async def linger(self, seconds: float) -> None:
         """Lets time pass in which requests are still taken."""

@@ -6,7 +6,7 @@ Knows nothing of why a model is not ready. Other models' readiness and requests 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from mlserver import MLModel
@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.rest.routes import find_model
 
 _MARK = "_torch_stream_readiness"
@@ -34,7 +35,7 @@ def install() -> None:
     """Lets requests to our models in whether they are ready or not: they refuse with a status of their own. Idempotent.
 
     MLServer refuses with 400, at which Seldon Core 2 loads the model anew; and it knows no model that still takes
-    requests but wants no new ones to be routed to it.
+    requests but wants no new ones to be routed to it. A process that is to end is not ready, whatever models it has.
     """
     original = DataPlane._infer_contextmanager
     if getattr(original, _MARK, False):
@@ -58,6 +59,15 @@ def install() -> None:
 
     setattr(enter, _MARK, True)
     DataPlane._infer_contextmanager = enter
+    DataPlane.ready = _unless_leaving(DataPlane.ready)
+
+
+def _unless_leaving(ready: Callable[[DataPlane], Awaitable[bool]]) -> Callable[[DataPlane], Awaitable[bool]]:
+    @functools.wraps(ready)
+    async def is_ready(data_plane: DataPlane) -> bool:
+        return LIFECYCLE.leaving is None and await ready(data_plane)
+
+    return is_ready
 
 
 def add_routes(server: RESTServer) -> None:
@@ -91,6 +101,8 @@ class _ReadyRoute(Route):
         if "model_name" in path:
             asked = [find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))]
         else:
+            if LIFECYCLE.leaving is not None:
+                return LIFECYCLE.leaving
             asked = _all_models(self._data_plane)
         ours = (model for model in asked if model is not None and is_ours(model))
         return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)

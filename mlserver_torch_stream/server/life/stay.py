@@ -52,7 +52,7 @@ class Stay(Generic[B]):
     def built(self) -> B:
         """Raises NotServing."""
         if self._built is None or self.over:
-            raise NotServing(f"model '{self.name}' is {'unloaded' if self.over else 'loading'}")
+            raise NotServing(f"model '{self.name}': {self.trouble}")
         return self._built
 
     @property
@@ -67,13 +67,19 @@ class Stay(Generic[B]):
         return None if self._built.engine.alive else "its engine died"
 
     async def begin(self, build: Callable[[OnDeath], B]) -> B:
-        """Builds the engine. Raises what ``build`` does, or NotServing if the process is to end before it is done."""
+        """Builds the engine. Raises what ``build`` does, or NotServing if the process is to end before it is done.
+
+        But not before nobody can ask any more: MLServer forgets a model whose load fails, and one that it does not know
+        is 404, not 503.
+        """
         loop = asyncio.get_running_loop()
         LIFECYCLE.join(self)
         building = in_thread(lambda: build(lambda error: LIFECYCLE.engine_died(self.name, error, loop)))
         building.add_done_callback(self._take)
         try:
             await LIFECYCLE.unless_leaving(asyncio.shield(building))
+            if self._built is None:
+                await LIFECYCLE.closed()
             return self.built
         except BaseException:
             self.over = True  # what is built too late is given back at once
@@ -99,7 +105,7 @@ class Stay(Generic[B]):
         if building.cancelled() or building.exception() is not None:
             return
         built = building.result()
-        if not self.over:
+        if not self.over and LIFECYCLE.leaving is None:
             self._built = built
         elif built.give_back():
             in_thread(built.shutdown)

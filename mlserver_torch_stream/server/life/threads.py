@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+_NAME = "mlserver-torch-stream work"
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
@@ -34,8 +38,20 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         else:
             _post(loop, lambda: settle(lambda: future.set_result(result)))
 
-    threading.Thread(target=run, name="model", daemon=True).start()
+    threading.Thread(target=run, name=_NAME, daemon=True).start()
     return future
+
+
+def exit_from_work(status: int) -> None:
+    """Ends the process at once if work still runs, for ``atexit``.
+
+    A thread that comes back from torch while the interpreter goes down aborts the whole process (SIGABRT).
+    """
+    if any(thread.name == _NAME for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
