@@ -14,6 +14,7 @@ from itertools import count
 from mlserver_torch_stream.engine.sequence import Job
 
 _FEW = 64
+_FAR = 3600.0  # seconds; a thread cannot wait for the 300 years that somebody may set
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Deadlines:
         self._most = max(_FEW, 2 * len(self._heap))
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the next deadline; None without one."""
-        return max(0.0, self._heap[0][0] - now) if self._heap else None
+        """Until the next deadline, as far as it is worth planning; None without one."""
+        return min(_FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[Job, bool]]:
         """Takes out the jobs whose time is over and that have not met it, each with whether it was still waiting."""

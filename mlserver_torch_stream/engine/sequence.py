@@ -30,6 +30,7 @@ class Sequence:
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.told = False  # its last event was taken
         self.sampler: RowSampler | None = None
         self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
@@ -72,7 +73,9 @@ class Sequence:
             self.finish(FinishReason.LENGTH)
 
     def _push(self, token_ids: Ids[int]) -> None:
-        text = self._stops.push(self._detokenizer.push(token_ids))
+        text = self._detokenizer.push(token_ids)
+        if len(self.tokens) > self.job.params.min_tokens:  # as with the tokens that end an answer
+            text = self._stops.push(text)
         if text:
             self._text.append(text)
 
@@ -89,10 +92,14 @@ class Sequence:
             self._text.append(self._stops.flush())
 
     def take_event(self) -> TokenEvent | None:
-        """What there is to say since the last call; None while a character or a possible stop string is held back."""
+        """What there is to say since the last call, nothing after the last event.
+
+        None also while a character or a possible stop string is held back.
+        """
         text = "".join(self._text)
-        if not text and self.finish_reason is None:
+        if self.told or (not text and self.finish_reason is None):
             return None
+        self.told = self.finish_reason is not None
         event = TokenEvent(
             index=self.index,
             text=text,

@@ -84,9 +84,13 @@ class SerialBackend:
         job.started_at = time.monotonic()
         self._running = 1
         self._gauge()
-        for answer, sampler in zip(job.sequences, self._samplers.begin(job), strict=True):
+        try:
+            self._samplers.begin(job)
+        except Exception as error:
+            self._fail(job.sequences, error, deliver)
+        for answer in job.sequences:
             if not _ended(answer):
-                self._answer(answer, sampler, deliver, poll)
+                self._answer(answer, deliver, poll)
         self._running = 0
         self._gauge()
         return True
@@ -102,8 +106,9 @@ class SerialBackend:
     def count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
-    def _answer(self, answer: Answer, sampler: RowSampler, deliver: Deliver, poll: Callable[[], object]) -> None:
-        job = answer.job
+    def _answer(self, answer: Answer, deliver: Deliver, poll: Callable[[], object]) -> None:
+        job, sampler = answer.job, answer.sampler
+        assert sampler is not None
         try:
             prompt = torch.tensor([job.prompt], device=self._device)
             self._model.generate(
@@ -114,10 +119,14 @@ class SerialBackend:
                 stopping_criteria=[_Ended(answer, poll)],
             )
         except Exception as error:
-            logger.exception("generation failed")
-            self._check_devices()
+            self._fail([answer], error, deliver)
+
+    def _fail(self, answers: Sequence[Answer], error: Exception, deliver: Deliver) -> None:
+        logger.error("generation failed", exc_info=error)
+        self._check_devices()
+        for answer in answers:
             answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {error}"))
-            deliver([answer])
+        deliver(answers)
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]

@@ -71,8 +71,8 @@ class EngineWorker:
         self._deadlines = Deadlines()
         self._deaths: list[float] = []
         self._pace = Pace()
-        self._submitted = 0  # jobs, written by the loop's thread
-        self._taken = 0  # of them, handed to the backend
+        self._submitted = self._submitted_tokens = 0  # jobs and their prompts, written by the loop's thread
+        self._taken = self._taken_tokens = 0  # of them, handed to the backend
         self._cancelled = 0  # sequences
         self._timed_out = 0
         self._before = EngineStats()  # what backends counted that died
@@ -96,15 +96,18 @@ class EngineWorker:
         self._admission.check(jobs, self._backend.refusal)
         stats = self._backend.stats()
         waiting = self._submitted - self._taken + stats.waiting_jobs
-        self._admission.check_queue(jobs, waiting, stats.waiting_tokens, self._pace.seconds_for(waiting))
+        waiting_tokens = self._submitted_tokens - self._taken_tokens + stats.waiting_tokens
+        self._admission.check_queue(jobs, waiting, waiting_tokens, self._pace.seconds_for(waiting))
         mailbox = Mailbox(asyncio.get_running_loop(), sum(job.sampling.n for job in jobs), self._closed)
         context = self.info.max_context
         accepted = [Job.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
         if any(job.open for job in jobs):
             self._open_prompt(mailbox, accepted)
         timeouts = [self._bounds.request_timeout if job.timeout_s is None else job.timeout_s for job in jobs]
+        tokens = sum(len(job.prompt_ids) for job in jobs)
         self._submitted += len(accepted)
-        if not self._post(lambda: self._accept(mailbox, accepted, timeouts)):
+        self._submitted_tokens += tokens
+        if not self._post(lambda: self._accept(mailbox, accepted, timeouts, tokens)):
             raise NotServing("the engine has just stopped")
         return mailbox
 
@@ -154,8 +157,9 @@ class EngineWorker:
     def _closed(self, mailbox: Mailbox) -> None:
         self._post(lambda: self._cancel(mailbox))
 
-    def _accept(self, mailbox: Mailbox, jobs: list[Job], timeouts: list[float | None]) -> None:
+    def _accept(self, mailbox: Mailbox, jobs: list[Job], timeouts: list[float | None], tokens: int) -> None:
         self._taken += len(jobs)
+        self._taken_tokens += tokens
         if mailbox.closed_at is not None:
             return
         self._open[mailbox] = jobs
@@ -175,13 +179,17 @@ class EngineWorker:
             self._timed_out += self._end([job], FinishReason.TIMEOUT, TimedOut(f"the request {what}"))
 
     def _end(self, jobs: Sequence[Job], reason: FinishReason, error: Exception | None) -> int:
-        """Ends jobs wherever they are, with the text they have; says how many sequences that were."""
-        answers = [answer for job in jobs for answer in job.sequences if answer.finish_reason is None]
+        """Ends jobs wherever they are, with the text they have; says how many sequences that were.
+
+        Tells also those of their end that had met it when the engine died.
+        """
+        answers = [answer for job in jobs for answer in job.sequences if not answer.told]
+        ended = sum(answer.finish_reason is None for answer in answers)
         for answer in answers:
             answer.finish(reason, error)
         self._backend.evict(jobs)
         self._deliver(answers)
-        return len(answers)
+        return ended
 
     def _end_all(self, reason: FinishReason, error: Exception) -> None:
         self._end([job for jobs in self._open.values() for job in jobs], reason, error)

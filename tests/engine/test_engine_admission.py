@@ -212,6 +212,26 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
         run(scenario(engine))
 
 
+def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model: PreTrainedModel, watch: Watch) -> None:
+    """A step may be long, and a burst of long prompts arrives within one."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        first = engine.submit([PromptJob(prompt_of(5), greedy(100))])
+        await anext(first)
+        await watch.hold()
+        waiting = [engine.submit([PromptJob(prompt_of(40, i), greedy(3))]) for i in range(2)]
+        with pytest.raises(QueueFull, match="prompt tokens"):
+            engine.submit([PromptJob(prompt_of(40), greedy(3))])
+        watch.let_go()
+        first.close()
+        for stream in waiting:
+            assert [event async for event in stream][-1].finish_reason is not None
+        assert len(await tokens_of(engine, prompt_of(90), greedy(3))) == 3  # nothing is left of them
+
+    with running(model, max_rows=1, max_queue_tokens=100) as engine:
+        run(scenario(engine))
+
+
 def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel, watch: Watch) -> None:
     """Also while the step that admitted it is still under way: a step may be long."""
 

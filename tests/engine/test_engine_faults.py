@@ -439,6 +439,40 @@ def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: 
         run(scenario(engine))
 
 
+def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        bad = SamplingParameters(max_tokens=5, seed="none")  # type: ignore[arg-type]
+        await failed(engine, prompt_of(5), bad)
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
+        await settled(engine)
+
+    expected = reference(model, prompt_of(9, 1), 12)
+    with running(model, backend=one_by_one(model)) as engine:
+        run(scenario(engine))
+
+
+def test_an_answer_that_cannot_leave_is_told_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with states, rows that stay are copied when others leave, for which there may be no memory."""
+    model = tiny_model("lfm2")
+
+    def broken(self: RowCache, leaving: set[int]) -> list[int]:
+        raise torch.OutOfMemoryError("no memory")
+
+    async def scenario(engine: EngineWorker) -> None:
+        stays = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+        await anext(stays)
+        monkeypatch.setattr(RowCache, "leave", broken)
+        ends: list[TokenEvent] = []
+        last = engine.submit([PromptJob(prompt_of(6), greedy(1, n=2))])
+        ends += [event async for event in last if event.finish_reason is not None]
+        await asyncio.sleep(0.1)
+        assert sorted(end.index for end in ends) == [0, 1] and not last._pending
+        assert [event async for event in stays][-1].finish_reason is FinishReason.ERROR
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
 def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrainedModel, watch: Watch) -> None:
     expected = reference(model, prompt_of(9, 1), 12)
 

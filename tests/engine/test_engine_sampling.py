@@ -166,6 +166,17 @@ def test_the_text_leaves_the_ending_token_out_unless_asked(model: PreTrainedMode
         run(scenario(engine))
 
 
+def test_no_stop_string_ends_an_answer_before_min_tokens(model: PreTrainedModel) -> None:
+    """Nor one that begins in those tokens: it was part of the answer when it was said."""
+    said = spelled("ab ab ab ab ab ")
+    with running(model) as engine, dictated(model, said, prompt=5):
+        params = greedy(15, min_tokens=7, stop=("ab",))
+        event = run(collect(engine, [PromptJob(prompt_of(5), params)]))[0]
+    assert event.text == "ab ab a" + "b "
+    assert event.finish_reason is FinishReason.STOP
+    assert len(event.token_ids) == 11
+
+
 def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
     tokens = reference(model, PROMPT, 40)
 

@@ -35,6 +35,15 @@ def drain(waiting: WaitingJobs) -> list[Job]:
     return order
 
 
+def test_a_deadline_that_no_thread_can_wait_for_is_waited_for_in_parts(codec: TextCodec) -> None:
+    for seconds in (1e300, float("inf")):
+        deadlines = Deadlines()
+        deadlines.add(job(codec, 1, 1), seconds, while_waiting=False)
+        left = deadlines.seconds_left(0.0)
+        assert left is not None and left <= 3600
+        assert not list(deadlines.due(1e9))
+
+
 def test_equal_jobs_are_first_come_first_served(codec: TextCodec) -> None:
     waiting, jobs = WaitingJobs(), [job(codec, 10, 10) for _ in range(5)]
     for each in jobs:

@@ -130,6 +130,7 @@ def running(
     cache_bytes: int = 2**24,
     max_rows: int = 8,
     max_queue: int = 64,
+    max_queue_tokens: int | None = None,
     context: int = CONTEXT,
     turns: Turns | None = None,
     eos_token_ids: tuple[int, ...] = (),
@@ -150,7 +151,8 @@ def running(
         )
         context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=Bounds(max_queue), turns=turns, name="test")
+    bounds = Bounds(max_queue, max_queue_tokens)
+    engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
     try:
         yield engine
     finally:
