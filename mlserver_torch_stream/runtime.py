@@ -6,7 +6,6 @@ module at any time, so it holds no state.
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,10 +18,11 @@ from mlserver.types import InferenceRequest, InferenceResponse
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, RequestError, SettingsError
 from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.loading import build, reclaim_memory, resolve
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server import guards
-from mlserver_torch_stream.server.life.stay import OnDeath, Stay
+from mlserver_torch_stream.server.life.stay import Stay
 from mlserver_torch_stream.server.life.threads import in_thread
 from mlserver_torch_stream.server.life.visits import Visits
 from mlserver_torch_stream.server.observe.metrics import ENGINES, REQUESTS
@@ -32,7 +32,6 @@ from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.streams.session import Session
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
-from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.build import BuiltEngine
@@ -73,13 +72,14 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def load(self) -> bool:
         try:
             guards.refuse_worker_process()
-            built = await self._stay.begin(partial(_build, self.settings))
+            resolved = resolve(self.settings)
+            built = await self._stay.begin(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         except (SettingsError, LoadFailed, NotServing) as error:
             logger.error(f"Cannot load model '{self.name}': {error}")
             raise MLServerError(str(error), 500) from None
         ENGINES.add(self.name, self.version, built.engine.stats)
         REQUESTS.of(self.name, self.version)  # all figures are there from now on, at 0
-        logger.info(f"Model '{self.name}': {built.summary}")
+        logger.info(f"Model '{self.name}': {built.summary}{resolved.told}")
         return True
 
     async def unload(self) -> bool:
@@ -87,13 +87,13 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
         if built is not None:
             ENGINES.remove(self.name, self.version, built.engine.stats)
             del built
-            await in_thread(_reclaim)
+            await in_thread(reclaim_memory)
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         answer: V2Answer | None = None
         try:
-            generator = self.generator(Entrance.GRPC_UNARY)
+            generator = self._entered(Entrance.GRPC_UNARY, payload.id or "")
             request_id = payload.id or str(uuid4())
             with generator.decoding(request_id):
                 request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
@@ -108,8 +108,9 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: Session | None = None
         try:
+            generator = self._entered(Entrance.GRPC_STREAM)
             patience = read_options().stalled_reader_timeout
-            session = Session(self.generator(Entrance.GRPC_STREAM), self._model_name(), payloads, self.visits, patience)
+            session = Session(generator, self._model_name(), payloads, self.visits, patience)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -122,27 +123,18 @@ class TorchStreamRuntime(MLModel):  # type: ignore[misc]
     def generator(self, entrance: Entrance) -> Generator:
         """What turns requests into token streams. Raises NotServing."""
         built = self._stay.built
-        return Generator(built.engine, built.codec, built.info, RequestWatcher(self.name, self.version, entrance))
+        return Generator(built.engine, built.codec, built.info, self._watcher(entrance))
+
+    def _entered(self, entrance: Entrance, request_id: str = "") -> Generator:
+        """``generator`` for gRPC, where nobody else notices that there is none."""
+        try:
+            return self.generator(entrance)
+        except NotServing as error:
+            self._watcher(entrance).refused(request_id, error)
+            raise
+
+    def _watcher(self, entrance: Entrance) -> RequestWatcher:
+        return RequestWatcher(self.name, self.version, entrance)
 
     def _model_name(self) -> ModelName:
         return ModelName(self.name, self.version)
-
-
-def _build(settings: ModelSettings, on_death: OnDeath) -> BuiltEngine:
-    from mlserver_torch_stream.engine.build import build_engine  # imports torch: seconds, so not on the event loop
-
-    return build_engine(_resolve(settings), f"{settings.name}/{settings.version or ''}", on_death)
-
-
-def _reclaim() -> None:
-    from mlserver_torch_stream.engine.build import reclaim_memory
-
-    reclaim_memory()
-
-
-def _resolve(settings: ModelSettings) -> ResolvedSettings:
-    source_folder = os.path.dirname(settings._source) if settings._source else None
-    parameters = settings.parameters
-    if parameters is None:  # MLServer found no parameters block: only the environment counts
-        return parse_settings(source_folder=source_folder)
-    return parse_settings(parameters.uri, parameters.extra, parameters.model_extra, source_folder)

@@ -10,13 +10,23 @@ import difflib
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.model_source import ModelSource, find_path, resolve_source
@@ -27,6 +37,7 @@ ENV_EXTRA = "MLSERVER_MODEL_EXTRA"
 ENV_URI = "MLSERVER_MODEL_URI"
 ENV_CACHE = "MLSERVER_TORCH_STREAM_CACHE"
 SETTINGS_FILE = "model-settings.json"
+_DEFAULT = "default"
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -78,6 +89,14 @@ MaxMemory = Annotated[dict[str | int, str | int], BeforeValidator(_number_keys)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_known_sampling)]
 
 
+_INT8_NEEDS: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "bfloat16"),
+    "quantization_config": (None,),
+    "engine": ("auto", "batched"),
+    "fast_path": ("auto",),
+}
+
+
 class EngineSettings(BaseModel):
     """Everything that ``parameters.extra`` may hold.
 
@@ -99,6 +118,7 @@ class EngineSettings(BaseModel):
     trust_remote_code: bool = False
     engine: Literal["auto", "batched", "serial"] = "auto"
     fast_path: Literal["auto", "off"] = "auto"  # our own kernels, where they give the model's logits
+    weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load, for our own kernels alone
     max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
     max_batch_rows: int = Field(default=32, gt=0)
     max_queue: int = Field(default=256, gt=0)  # prompts that wait; more are refused
@@ -111,6 +131,15 @@ class EngineSettings(BaseModel):
     threads: int | None = Field(default=None, gt=0)
     default_sampling: Sampling = Field(default_factory=dict)
     cache_dir: str | None = None  # converted GGUF files, compiled kernels
+
+    @field_validator("weights")
+    @classmethod
+    def _no_way_round_int8(cls, weights: str, info: ValidationInfo) -> str:
+        if weights == "int8":
+            for key, allowed in _INT8_NEEDS.items():
+                if info.data.get(key, allowed[0]) not in allowed:
+                    raise ValueError(f"int8 needs our own kernels on a bfloat16 model, not {key}: {info.data[key]!r}")
+        return weights
 
 
 KNOWN_KEYS = tuple(EngineSettings.model_fields)
@@ -128,6 +157,15 @@ class ResolvedSettings:
     def cache_dir(self) -> Path:
         assert self.settings.cache_dir is not None  # filled in by parse_settings
         return Path(self.settings.cache_dir)
+
+    @property
+    def told(self) -> str:
+        """What somebody has set, behind where it was, as the end of a line; the model is told by who loads it."""
+        places: dict[str, list[str]] = {}
+        for key, origin in self.origins.items():
+            if origin != _DEFAULT and key != "model":
+                places.setdefault(origin, []).append(f"{key}={reprlib.repr(getattr(self.settings, key))}")
+        return "".join(f"; {origin}: {', '.join(values)}" for origin, values in places.items())
 
 
 def parse_settings(
@@ -150,7 +188,7 @@ def parse_settings(
     values = _typed(from_environment if extra is None else extra)
 
     _refuse_unknown(values)
-    origins = dict.fromkeys(KNOWN_KEYS, "default")
+    origins = dict.fromkeys(KNOWN_KEYS, _DEFAULT)
     file_keys = in_file.get("extra") or {}
     for key in values:
         if key in file_keys:
@@ -217,7 +255,10 @@ def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
         path = find_path(template, source_folder)
         if path is None or not path.is_file():
             raise SettingsError(f"parameters.extra.chat_template: no such file: {template}")
-        values["chat_template"] = path.read_text(encoding="utf-8")
+        try:
+            values["chat_template"] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"parameters.extra.chat_template: cannot read {path}: {error}") from None
     tokenizer = values.get("tokenizer")
     if isinstance(tokenizer, str):
         path = find_path(tokenizer, source_folder)
@@ -301,4 +342,4 @@ def _default_cache(environ: Mapping[str, str]) -> tuple[str, str]:
     if folder := environ.get(ENV_CACHE):
         return folder, ENV_CACHE
     base = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "mlserver-torch-stream"), "default"
+    return os.path.join(base, "mlserver-torch-stream"), _DEFAULT

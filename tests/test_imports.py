@@ -26,12 +26,13 @@ _ALLOWED = {
     "engine": {"types", "errors", "settings", "model_source"},
     "generation": {"types", "errors", "engine"},
     "server": {"types", "errors", "settings", "protocol", "engine", "generation"},
-    "runtime": {"types", "errors", "settings", "protocol", "engine", "generation", "server"},
+    "loading": {"types", "errors", "settings", "protocol", "engine"},
+    "runtime": {"types", "errors", "settings", "protocol", "engine", "generation", "loading", "server"},
     "client": set(),
 }
 _TORCH = {"torch", "transformers", "accelerate", "tokenizers", "safetensors", "gguf"}
 _MAY_IMPORT_TORCH = {"engine"}
-_MAY_IMPORT_MLSERVER = {"runtime", "server", "protocol"}
+_MAY_IMPORT_MLSERVER = {"runtime", "loading", "server", "protocol"}
 _NO_ASYNCIO = {"types", "errors", "settings", "model_source", "protocol"}
 _LAZY = {"cli", "__init__"}  # may import everything, inside functions
 

@@ -6,7 +6,7 @@ Knows nothing of MLServer's types: a level is names and values, whatever carried
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
@@ -108,6 +108,7 @@ _BY_SPELLING: Mapping[str, Parameter] = {
 TENSORS: Mapping[str, Parameter] = {name: parameter for name, parameter in _BY_SPELLING.items() if parameter.tensor}
 
 _SAMPLING = "sampling_parameters"
+_DEFAULTS = "default_sampling"
 _BODIES = ("llm_parameters", "kwargs")
 SILENT = frozenset({"headers", "content_type", "binary_data_output"})
 # What an OpenAI body may also hold and no token depends on; usage is always sent, so stream_options asks for nothing.
@@ -163,17 +164,27 @@ def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = Fa
     fields["logprobs"], fields["top_logprobs"] = _logprobs(effective, need_logprobs)
     sampling = SamplingParameters(**fields)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        if "min_tokens" not in given:
+            return replace(sampling, min_tokens=sampling.max_tokens)
         raise InvalidInput(effective["min_tokens"].spelling, f"must be at most max_tokens ({sampling.max_tokens})")
     return sampling
 
 
+def check_defaults(info: ModelInfo) -> None:
+    """Raises InvalidInput where a request that says nothing would be refused: for ``load``, before any client asks."""
+    try:
+        resolve_sampling({}, info)
+    except InvalidInput as error:
+        raise error if error.field == _DEFAULTS else InvalidInput(_DEFAULTS, error.message) from None
+
+
 def read_defaults(info: ModelInfo) -> Merged:
-    """The model's default sampling, validated; ``load`` calls it once so that no request finds it wrong."""
+    """The model's default sampling, validated."""
     pairs = [(key, value) for key, value in info.default_sampling.items() if key != "do_sample"]
     try:
         return _read_level(pairs, info)
     except InvalidInput as err:
-        raise InvalidInput("default_sampling", err.message) from None
+        raise InvalidInput(_DEFAULTS, err.message) from None
 
 
 def read(parameter: Parameter, spelling: str, value: Any, info: ModelInfo) -> Any:

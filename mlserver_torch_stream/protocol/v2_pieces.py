@@ -12,17 +12,19 @@ from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import SILENT
 from mlserver_torch_stream.protocol.v2_prompt import prompt_source, read_prompts
 from mlserver_torch_stream.protocol.v2_tensors import parameters_of, read_tensors
+from mlserver_torch_stream.protocol.v2_unreadable import refuse_unreadable
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt
 
 
 def decode_piece(payload: InferenceRequest, first: GenerationRequest, info: ModelInfo) -> Prompt:
     """One further, non-empty piece of the prompt that ``first`` began: the same kind of tensor and nothing else."""
+    refuse_unreadable(payload)
     for key in parameters_of(payload.parameters):
         if key not in SILENT:
             raise InvalidInput(key, "only the first message of a prompt in pieces takes parameters")
     if payload.outputs:
         raise InvalidInput("outputs", "only the first message of a prompt in pieces names outputs")
-    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS)
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_context)
     source = prompt_source(tensors)
     allowed = names.TEXT_TENSORS if isinstance(first.prompts[0], TextPrompt) else (names.INPUT_IDS,)
     if source not in allowed:

@@ -17,6 +17,7 @@ from mlserver_torch_stream.protocol.refused import refuse
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.v2_prompt import read_prompts
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
+from mlserver_torch_stream.protocol.v2_unreadable import refuse_unreadable
 from mlserver_torch_stream.types import (
     ChatPrompt,
     GenerationRequest,
@@ -35,7 +36,8 @@ def decode_request(
     payload: InferenceRequest, info: ModelInfo, *, streaming: bool, request_id: str
 ) -> GenerationRequest:
     """``streaming``: the endpoint that received the request answers with a stream."""
-    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS)
+    refuse_unreadable(payload)
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_context)
     given = merge_parameters(
         parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
     )

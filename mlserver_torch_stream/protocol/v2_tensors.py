@@ -22,6 +22,10 @@ INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UIN
 NUMBERS = INTEGERS | {"FP16", "FP32", "FP64"}
 _DATATYPES = NUMBERS | {"BOOL", "BYTES"}
 _TENSOR_PARAMETERS = frozenset({"headers", "content_type"})
+# Nothing here needs more than two dimensions. The product of 40,000 would hold the event loop for 15 seconds.
+_MOST_DIMENSIONS = 8
+# Whatever the model's context: prompts, messages. Four million would hold the event loop for most of a minute.
+_MOST_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +48,18 @@ class Tensor:
         return self.elements[0]
 
 
-def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str]) -> dict[str, Tensor]:
-    """The tensors by name. One that is not known is refused by name, as is a name that comes twice."""
+def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_context: int) -> dict[str, Tensor]:
+    """The tensors by name. One that is not known is refused by name, as is a name that comes twice.
+
+    ``max_context``: tokens that the model takes, so that longer lists are not even looked at.
+    """
     tensors: dict[str, Tensor] = {}
     for given in inputs:
         if given.name not in known:
             refuse(given.name, ..., known, what="input tensor")
         if given.name in tensors:
             raise InvalidInput(given.name, "given twice")
-        tensors[given.name] = _read_tensor(given)
+        tensors[given.name] = _read_tensor(given, max(max_context, _MOST_ELEMENTS))
     return tensors
 
 
@@ -61,14 +68,18 @@ def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
     return (holder.model_extra or {}) if holder is not None else {}
 
 
-def _read_tensor(given: RequestInput) -> Tensor:
+def _read_tensor(given: RequestInput, most: int) -> Tensor:
     name = given.name
+    if len(given.shape) > _MOST_DIMENSIONS:
+        raise InvalidInput(name, f"shape must have at most {_MOST_DIMENSIONS} dimensions, got {len(given.shape)}")
     datatype = str(getattr(given.datatype, "value", given.datatype))
     if datatype not in _DATATYPES:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
     for key, value in parameters_of(given.parameters).items():
         refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
     elements = _flatten(name, getattr(given.data, "root", given.data), len(given.shape))
+    if len(elements) > most:
+        raise InvalidInput(name, f"must have at most {most} elements, got {len(elements)}")
     if any(size < 0 for size in given.shape) or math.prod(given.shape) != len(elements):
         raise InvalidInput(name, f"shape {values.shown(given.shape)} does not fit {len(elements)} elements")
     if datatype == "BYTES":

@@ -139,7 +139,10 @@ def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
     """One id or a list of them, which may be written as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value)
-    return tuple(token_id(element, info) for element in (value if isinstance(value, list) else [value]))
+    elements = value if isinstance(value, list) else [value]
+    if len(elements) > info.vocab_size:
+        raise ValueError(f"must be at most {info.vocab_size} token ids, got {len(elements)}")
+    return tuple(token_id(element, info) for element in elements)
 
 
 def strings(limit: int) -> Reader:

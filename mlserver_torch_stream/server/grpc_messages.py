@@ -1,54 +1,71 @@
-"""gRPC messages that are no request at all: refused as the bad input that they are.
+"""What MLServer makes of gRPC messages, and of their answers, that it cannot convert.
 
-MLServer reports what it cannot convert as a failure of its own, INTERNAL. Knows nothing of what a request means; other
-models' messages stay MLServer's own affair.
+A message that is no request is refused as the bad input that it is, where MLServer reports a failure of its own; and an
+id that metadata cannot carry fails no answer. Knows nothing of what a request means; other models' messages stay
+MLServer's own affair.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable
 
 import grpc
-from mlserver.errors import MLServerError
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.servicers import InferenceServicer
-from mlserver.types import InferenceRequest
+from mlserver.types import InferenceRequest, InferenceResponse
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
+from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input
 from mlserver_torch_stream.server.rest.routes import find_model
-from mlserver_torch_stream.server.status import as_server_error
 
 _MARK = "_torch_stream_messages"
 _RAW = "raw_input_contents"
 
 
 def install() -> None:
-    """Wraps the conversion of a message to our models. Idempotent."""
-    original = InferenceServicer._InsertHeaders
-    if getattr(original, _MARK, False):
+    """Wraps the conversion of messages to and answers from our models. Idempotent."""
+    if getattr(InferenceServicer._InsertHeaders, _MARK, False):
         return
+    InferenceServicer._InsertHeaders = _reading(InferenceServicer._InsertHeaders)
+    InferenceServicer._SetTrailingMetadata = _closing(InferenceServicer._SetTrailingMetadata)
 
+
+def _reading(original: Callable[..., InferenceRequest]) -> Callable[..., InferenceRequest]:
     @functools.wraps(original)
     def convert(
         servicer: InferenceServicer, request: pb.ModelInferRequest, context: grpc.ServicerContext
     ) -> InferenceRequest:
-        registry = servicer._data_plane._model_registry
-        model = find_model(registry, request.model_name, request.model_version)
-        if not getattr(model, "streams_tokens", False):
+        if not _is_ours(servicer, request.model_name, request.model_version):
             return original(servicer, request, context)
         try:
             _check_count(request)
             return original(servicer, request, context)
-        except MLServerError:
-            raise
         except Exception as error:
-            raise as_server_error(_explain(error), streaming=False) from None
+            return Unreadable.because(_explain(error), request.id)
 
     setattr(convert, _MARK, True)
-    InferenceServicer._InsertHeaders = convert
+    return convert
+
+
+def _closing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_metadata(servicer: InferenceServicer, result: InferenceResponse, context: grpc.ServicerContext) -> None:
+        parameters = result.parameters
+        if parameters is not None and parameters.headers and _is_ours(servicer, result.model_name, None):
+            parameters.headers = as_headers(parameters.headers)
+        original(servicer, result, context)
+
+    return set_metadata
+
+
+def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> bool:
+    model = find_model(servicer._data_plane._model_registry, name, version)
+    return bool(getattr(model, "streams_tokens", False))
 
 
 def _check_count(request: pb.ModelInferRequest) -> None:

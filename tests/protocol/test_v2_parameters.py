@@ -10,7 +10,7 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.parameters import read_defaults
+from mlserver_torch_stream.protocol.parameters import check_defaults, read_defaults
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 from tests.protocol.wire import T, Wire, over_grpc, over_rest, text
@@ -271,3 +271,19 @@ def test_top_logprobs_needs_logprobs(info: ModelInfo) -> None:
 def test_null_inside_a_body_means_not_given(info: ModelInfo) -> None:
     body = {"temperature": None, "stop": None, "n": None}
     assert with_parameters(info, sampling_parameters=body, llm_parameters=body) == SamplingParameters()
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 7}, {"n": 1000}, {"stop_token_ids": [10**9]}, {"top_logprobs": 3}])
+def test_defaults_that_no_request_could_be_served_with_are_found_without_one(
+    info: ModelInfo, wrong: dict[str, Any]
+) -> None:
+    check_defaults(info)
+    with pytest.raises(InvalidInput, match=rf"default_sampling: {next(iter(wrong))}: "):
+        check_defaults(replace(info, default_sampling=wrong))
+
+
+def test_a_default_min_tokens_gives_way_to_max_tokens(info: ModelInfo) -> None:
+    info = replace(info, default_sampling={"min_tokens": 50, "max_tokens": 100})
+    assert with_parameters(info, max_tokens=5).min_tokens == 5
+    assert with_parameters(info).min_tokens == 50
+    assert refused(info, min_tokens=101).field == "min_tokens"

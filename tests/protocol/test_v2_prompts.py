@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -214,3 +215,19 @@ def test_an_unknown_grpc_datatype_is_refused(info: ModelInfo) -> None:
     payload = over_grpc(text("a"))
     payload.inputs[0].datatype = "FP8"
     assert refused(payload, info).field == "text_input"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"shape": [2**62] * 400_000, "data": ["x"]},
+        {"shape": [1_000_000], "data": ["x"] * 1_000_000},
+        {"name": "input_ids", "datatype": "INT64", "shape": [1_000_000], "data": [1] * 1_000_000},
+    ],
+    ids=["dimensions", "prompts", "token ids"],
+)
+def test_what_is_far_too_large_is_refused_before_it_is_looked_at(info: ModelInfo, tensor: dict[str, Any]) -> None:
+    payload = raw_rest(**tensor)
+    begin = time.perf_counter()
+    assert "at most" in refused(payload, info).message
+    assert time.perf_counter() - begin < 0.5, "the event loop waits meanwhile"

@@ -80,6 +80,33 @@ def test_a_bad_message_ends_alone(stub: Stub) -> None:
     assert v2.joined(_of(replies, 0)) == v2.joined(_of(replies, 2)) == _unary(stub, good).text
 
 
+def test_a_message_that_cannot_be_converted_ends_alone(stub: Stub) -> None:
+    good = v2.grpc_request("tiny", _PROMPT, max_tokens=30)
+    cut = v2.grpc_request("tiny", _PROMPT, raw=True)
+    cut.raw_input_contents[0] = b"\xff\0\0\0x"
+    replies = _stream(stub, good, cut, good)
+    (refused,) = _of(replies, 1)
+    assert refused.final and refused.finish_reason == "error"
+    assert v2.joined(_of(replies, 0)) == v2.joined(_of(replies, 2)) == _unary(stub, good).text
+
+
+@pytest.mark.parametrize("request_id", ["line\nbreak \x00", "日本語 🙂", "x" * 100_000, "🙂" * 5_000])
+def test_any_id_comes_back_as_it_was(server: Server, stub: Stub, request_id: str) -> None:
+    request = v2.grpc_request("tiny", _PROMPT, id=request_id, max_tokens=2)
+    assert _unary(stub, request).id == _stream(stub, request)[-1].id == request_id
+    body = {**v2.rest_body(_PROMPT, max_tokens=2), "id": request_id}
+    unary = v2.rest_unary(server.url, "/v2/models/tiny/infer", body)
+    streamed = v2.rest_stream(server.url, "/v2/models/tiny/infer_stream", body)
+    assert unary.id == streamed[-1].id == request_id
+
+
+def test_an_id_that_metadata_cannot_carry_is_percent_encoded_in_it(server: Server, stub: Stub) -> None:
+    _, call = stub.ModelInfer.with_call(v2.grpc_request("tiny", _PROMPT, id="é\n", max_tokens=2))
+    assert dict(call.trailing_metadata())["ce-id"] == "%C3%A9%0A"
+    body = {**v2.rest_body(_PROMPT, max_tokens=2), "id": "é\n"}
+    assert httpx.post(f"{server.url}/v2/models/tiny/infer", json=body).headers["ce-id"] == "%C3%A9%0A"
+
+
 def _pieces(stream: bool | None = None) -> list[pb.ModelInferRequest]:
     how: dict[str, Any] = {} if stream is None else {"stream": stream}
     first = v2.grpc_request("tiny", "The quick ", **how, stream_mode="prompt", max_tokens=_ENOUGH)

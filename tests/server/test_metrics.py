@@ -101,9 +101,15 @@ def test_refusals_are_counted_by_their_status(observed: Server, observed_stub: S
         list(observed_stub.ModelStreamInfer(iter([bad]), timeout=v2.TIMEOUT_S))
     good = v2.grpc_request("tiny", "Hello", max_tokens=1)
     list(observed_stub.ModelStreamInfer(iter([good, bad]), timeout=v2.TIMEOUT_S))
-    after = _of(observed, before, 8)
-    assert _growth(_errors(after), _errors(before)) == {"422": 6, "413": 1}
-    assert _growth(_requests(after), _requests(before))["refused"] == 7
+    malformed = v2.grpc_request("tiny", "Hello", raw=True)
+    malformed.raw_input_contents[0] = b"Hello"
+    with pytest.raises(grpc.RpcError):
+        observed_stub.ModelInfer(malformed, timeout=v2.TIMEOUT_S)
+    with pytest.raises(grpc.RpcError):
+        list(observed_stub.ModelStreamInfer(iter([malformed]), timeout=v2.TIMEOUT_S))
+    after = _of(observed, before, 10)
+    assert _growth(_errors(after), _errors(before)) == {"422": 8, "413": 1}
+    assert _growth(_requests(after), _requests(before))["refused"] == 9
     assert _histogram(after, "request") - _histogram(before, "request") == 1  # the good one's
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from urllib.parse import quote
 from uuid import uuid4
 
 import orjson
@@ -30,6 +29,7 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
 from mlserver_torch_stream.protocol.v2_outputs import Body
 from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import ServerOptions
@@ -121,8 +121,9 @@ class _Visit:
                 whole = await answer.whole_body()
         finally:
             answer.close()
-        headers = _as_http(self._cloud_events(model, whole["id"]))
-        await send_json(self._send, 200, _speller(flat)(whole), headers)
+        headers = as_headers(self._cloud_events(model, whole["id"]))
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send_json(self._send, 200, _speller(flat)(whole), encoded)
 
     async def _stream(self, model: TokenModel, body: dict[str, Any]) -> None:
         answer, flat = self._open(model, body)
@@ -205,12 +206,3 @@ def _first_with(headers: Mapping[str, str], flat: bool) -> Callable[[Body], byte
         return orjson.dumps(body)
 
     return spell
-
-
-def _as_http(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """A client's own id may hold anything, a header may not: such values are percent-encoded, as CloudEvents says."""
-    return [(name.lower().encode(), _header_value(value)) for name, value in headers.items()]
-
-
-def _header_value(value: str) -> bytes:
-    return (value if value.isascii() and value.isprintable() else quote(value)).encode()

@@ -1,0 +1,48 @@
+"""From the settings that MLServer read to a running engine, checked against what requests may say.
+
+Knows nothing of servers. ``build`` and ``reclaim_memory`` import torch and block: they are for a thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mlserver_torch_stream.errors import InvalidInput, SettingsError
+from mlserver_torch_stream.protocol.parameters import check_defaults
+from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
+
+if TYPE_CHECKING:
+    from mlserver import ModelSettings
+
+    from mlserver_torch_stream.engine.build import BuiltEngine
+
+
+def resolve(settings: ModelSettings) -> ResolvedSettings:
+    """Raises SettingsError."""
+    source_folder = os.path.dirname(settings._source) if settings._source else None
+    parameters = settings.parameters
+    if parameters is None:  # MLServer found no parameters block: only the environment counts
+        return parse_settings(source_folder=source_folder)
+    return parse_settings(parameters.uri, parameters.extra, parameters.model_extra, source_folder)
+
+
+def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
+    """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
+    from mlserver_torch_stream.engine.build import build_engine
+
+    built = build_engine(resolved, owner, on_death)
+    try:
+        check_defaults(built.info)
+    except InvalidInput as error:
+        if built.give_back():
+            built.shutdown()
+        raise SettingsError(f"{error.message} (from parameters.extra or the model's generation config)") from None
+    return built
+
+
+def reclaim_memory() -> None:
+    from mlserver_torch_stream.engine.build import reclaim_memory
+
+    reclaim_memory()
