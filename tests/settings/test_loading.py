@@ -1,0 +1,54 @@
+"""What is found wrong, and what is said, when a model is loaded; the engine is a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from mlserver_torch_stream.engine.loading.loader import Place, load_tokenizer
+from mlserver_torch_stream.engine.shares import PROCESS
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.loading import build
+from mlserver_torch_stream.settings import parse_settings
+
+
+def test_a_bad_default_sampling_fails_the_load_in_one_line_and_leaves_nothing_behind(tiny_model: Path) -> None:
+    resolved = parse_settings(str(tiny_model), {"default_sampling": {"top_p": 7}, "fast_path": "off"}, environ={})
+    with pytest.raises(SettingsError, match=r"^default_sampling: top_p: must be [^\n]*, got 7 \([^\n]*\)$"):
+        build(resolved, "owner", lambda error: None)
+    assert not len(PROCESS.engines) and not len(PROCESS.weights)
+
+
+def test_what_was_set_is_told_with_its_place(tmp_path: Path) -> None:
+    file = {"implementation": "x", "parameters": {"extra": {"max_queue": 7, "threads": 1}}}
+    (tmp_path / "model-settings.json").write_text(json.dumps(file))
+    environ = {"MLSERVER_MODEL_EXTRA": json.dumps({"dtype": "float32"}), "MLSERVER_TORCH_STREAM_CACHE": "/var/cache"}
+    extra = {"max_queue": 7, "threads": 1, "dtype": "float32", "chat_template": "{{ messages }}" * 100}
+    told = parse_settings("embedded://x", extra, None, str(tmp_path), environ).told
+    assert "; model-settings.json: max_queue=7, threads=1" in told.replace("threads=1, max_queue=7", "")
+    assert "; MLSERVER_MODEL_EXTRA: dtype='float32'" in told
+    assert "; MLSERVER_TORCH_STREAM_CACHE: cache_dir='/var/cache'" in told
+    assert len(told) < 300 and "\n" not in told and "prefill_chunk" not in told
+
+
+def test_a_model_that_brings_only_a_sentencepiece_file_has_a_tokenizer(tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.txt", tmp_path / "model"
+    folder.mkdir()
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=60, model_type="bpe", minloglevel=2
+    )
+    (folder / "tokenizer.vocab").unlink()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    tokenizer = load_tokenizer(Place(str(folder), None), parse_settings(str(folder), {}, environ={}))
+    assert tokenizer.decode(tokenizer("The lazy fox")["input_ids"]) == "The lazy fox"
+
+
+def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match=r"parameters\.extra\.chat_template: cannot read .*template\.jinja"):
+        parse_settings("embedded://x", {"chat_template": "template.jinja"}, source_folder=str(tmp_path), environ={})
