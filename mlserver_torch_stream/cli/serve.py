@@ -27,12 +27,7 @@ PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
 READY_SECONDS = 900.0  # a hub model is downloaded meanwhile
 POLL_SECONDS = 0.2
 
-_EXAMPLE = {
-    "name": "messages",
-    "datatype": "BYTES",
-    "shape": [1],
-    "data": [json.dumps([{"role": "user", "content": "What is the capital of France?"}])],
-}
+_EXAMPLE = {"text_input": "The capital of France is", "max_tokens": 16}
 
 
 class PortTaken(Exception):
@@ -104,10 +99,10 @@ def announce(url: str, out: TextIO, limit: float = READY_SECONDS) -> None:
 
 
 def _invitation(url: str, name: str) -> str:
-    body = json.dumps({"inputs": [_EXAMPLE]})
+    body = json.dumps(_EXAMPLE)
     return (
         f"\n{name} is ready. Ask it something:\n\n"
-        f"  curl -N {url}/v2/models/{name}/infer_stream -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  curl -N {url}/v2/models/{name}/generate_stream -d '{body}'\n"
         f"  {_command()} chat --url {url} --model {name}\n"
     )
 

@@ -109,9 +109,8 @@ def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
         announce(url, out, limit=30)
         server.shutdown()
     words = shlex.split(next(line for line in out.getvalue().splitlines() if "curl" in line))
-    assert f"{url}/v2/models/tiny/infer_stream" in words
-    [tensor] = json.loads(words[words.index("-d") + 1])["inputs"]
-    assert json.loads(tensor["data"][0])[0]["role"] == "user"
+    assert f"{url}/v2/models/tiny/generate_stream" in words
+    assert json.loads(words[words.index("-d") + 1])["text_input"]
     assert Ready.polls == 2
 
 
