@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +17,8 @@ from mlserver_torch_stream.errors import SettingsError
 PREFIX = "MLSERVER_TORCH_STREAM_"
 # Read elsewhere under the same prefix: the folder of converted models, and faults for tests.
 _ELSEWHERE = frozenset({"cache", "faults"})
+# What Kubernetes gives every pod for a Service named mlserver-torch-stream, or for one whose name begins so.
+_SERVICE_LINK = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)?)")
 
 
 class ServerOptions(BaseModel):
@@ -36,13 +39,10 @@ class ServerOptions(BaseModel):
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:
     """Raises SettingsError, which names the variable."""
     environ = os.environ if environ is None else environ
-    given = {
-        key[len(PREFIX) :].lower(): value
-        for key, value in environ.items()
-        if key.startswith(PREFIX) and key[len(PREFIX) :].lower() not in _ELSEWHERE
-    }
+    given = {key[len(PREFIX) :].lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
+    ours = {key: value for key, value in given.items() if key not in _ELSEWHERE and not _SERVICE_LINK.fullmatch(key)}
     try:
-        return ServerOptions.model_validate(given)
+        return ServerOptions.model_validate(ours)
     except ValidationError as error:
         raise SettingsError(_explain(error)) from None
 

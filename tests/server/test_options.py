@@ -15,6 +15,12 @@ def test_what_others_read_under_the_same_prefix_is_left_alone() -> None:
     assert read_options({"MLSERVER_TORCH_STREAM_CACHE": "somewhere", "PATH": "x"}) == read_options({})
 
 
+@pytest.mark.parametrize("service", ["MLSERVER_TORCH_STREAM", "MLSERVER_TORCH_STREAM_CANARY"])
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_option(service: str) -> None:
+    links = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8080_TCP", "PORT_8080_TCP_ADDR")
+    assert read_options({f"{service}_{link}": "10.0.0.1" for link in links}) == read_options({})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
