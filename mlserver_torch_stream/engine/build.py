@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.cache.cost import shares as device_shares
 from mlserver_torch_stream.engine.devices import check_devices, spread_budget
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
 from mlserver_torch_stream.engine.forward import Forward, input_device
+from mlserver_torch_stream.engine.loading.context import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.host import Host, read_host
 from mlserver_torch_stream.engine.loading.loader import (
@@ -215,9 +216,12 @@ def _choose_backend(
 ) -> tuple[Callable[[], Backend], int, str]:
     """What makes a backend over the weights, the context that it holds, and how it works, in words."""
     settings, findings = resolved.settings, prepared.findings
-    if findings.cost is None:
+    problem, steady = findings.problem, steady_positions(loaded.model)
+    if problem is None and steady is not None and loaded.max_context > steady:
+        problem = f"its positions are scaled anew beyond {steady} tokens"
+    if findings.cost is None or problem is not None:
         if settings.engine == "batched":
-            raise LoadFailed(f"this model cannot be batched: {findings.problem}")
+            raise LoadFailed(f"this model cannot be batched: {problem}")
         serial = partial(
             SerialBackend,
             loaded.model,
@@ -225,7 +229,7 @@ def _choose_backend(
             max_rows=settings.max_batch_rows,
             check_devices=prepared.check_devices,
         )
-        return serial, loaded.max_context, f"one request at a time ({findings.problem})"
+        return serial, loaded.max_context, f"one request at a time ({problem})"
     parts = device_shares(findings.costs, loaded.max_context)
     budget = _cache_budget(parts, settings.kv_cache_memory, shares, codec, host)
     prefix_bytes = _prefix_bytes(budget, settings.prefix_cache_memory, on_host=_HOST in parts)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mlserver_torch_stream.engine.loading.context import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
@@ -25,11 +26,8 @@ from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
 logger = logging.getLogger(__name__)
 
-# Positions of models that know no limit (recurrent ones, alibi): they need a number for admission.
-UNLIMITED_CONTEXT = 32768
 # Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
 GPU_WEIGHT_SHARE = 0.7
-_LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.\d+$")
 
@@ -106,7 +104,7 @@ def complete(weights: Weights, tokenizer: Any, resolved: ResolvedSettings) -> Lo
         tokenizer=tokenizer,
         default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
         eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),
-        max_context=_max_context(weights.model, settings),
+        max_context=max_context(weights.model, settings.max_context),
         description=f"{weights.description}; model from {resolved.origins.get('model', 'settings')}",
     )
 
@@ -223,16 +221,6 @@ def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
     own = config.eos_token_id if config else None
     ids = list(own) if isinstance(own, list | tuple) else [own]
     return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))
-
-
-def _max_context(model: Any, settings: EngineSettings) -> int:
-    config = model.config.get_text_config(decoder=True)
-    own = next((limit for key in _LIMITS if isinstance(limit := getattr(config, key, None), int)), None)
-    if own is None:
-        return settings.max_context or UNLIMITED_CONTEXT
-    if settings.max_context is not None and settings.max_context > own:
-        logger.warning("max_context %d is more than the model's %d positions: using %d", settings.max_context, own, own)
-    return min(own, settings.max_context or own)
 
 
 def _attempt(what: str, load: Callable[[], Any]) -> Any:

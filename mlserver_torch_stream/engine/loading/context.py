@@ -1,0 +1,48 @@
+"""How many tokens a model's positions reach, and up to where rows may share a batch.
+
+Knows nothing of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Positions of models that know no limit (recurrent ones, alibi): they need a number for admission.
+UNLIMITED_CONTEXT = 32768
+_LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
+
+
+def max_context(model: Any, asked: int | None) -> int:
+    """Tokens, prompt and answer together; ``asked``: the setting."""
+    config = model.config.get_text_config(decoder=True)
+    own = next((limit for key in _LIMITS if isinstance(limit := getattr(config, key, None), int)), None)
+    if own is None:
+        return asked or UNLIMITED_CONTEXT
+    if asked is not None and asked > own:
+        logger.warning("max_context %d is more than the model's %d positions: using %d", asked, own, own)
+    steady = steady_positions(model)
+    if asked is None and steady is not None and steady < own:
+        logger.warning(
+            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_context set to more it "
+            "runs one request at a time",
+            *(steady, steady, own),
+        )
+        return steady
+    return min(own, asked or own)
+
+
+def steady_positions(model: Any) -> int | None:
+    """Tokens up to which a position's embedding depends on nothing but the position; None: without end.
+
+    Beyond them transformers scales the positions of all rows of a call by its longest one ("longrope"), and those of
+    the tokens in the cache no more: in a batch, and where a prompt goes in by pieces, that gives wrong tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(each for each in given.values() if isinstance(each, Mapping))]  # of all layers, or by their type
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(limits, default=None)
