@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,20 @@ def test_what_a_killed_process_left_is_neither_used_nor_kept(gguf_file: Path, tm
     assert converted_folder(gguf_file, tmp_path) == target
     AutoModelForCausalLM.from_pretrained(target)
     assert not orphan.exists()
+
+
+def test_conversions_that_nobody_uses_do_not_stay_for_ever(gguf_file: Path, tmp_path: Path) -> None:
+    """Each version of transformers and each dtype makes its own; a user's other folders are not ours to remove."""
+    old, used = (converted_folder(gguf_file, tmp_path, dtype) for dtype in ("float32", "float16"))
+    assert old is not None and used is not None
+    foreign = tmp_path / "foreign-0123456789abcdef"
+    foreign.mkdir()
+    for folder in (old, used, foreign):
+        os.utime(folder, (0, 0))
+    assert converted_folder(gguf_file, tmp_path, "float16") == used
+    new = converted_folder(gguf_file, tmp_path, "bfloat16")
+    assert new is not None and new.is_dir()
+    assert used.is_dir() and foreign.is_dir() and not old.exists()
 
 
 def test_a_broken_file_fails_in_one_line_and_leaves_nothing(gguf_file: Path, tmp_path: Path) -> None:

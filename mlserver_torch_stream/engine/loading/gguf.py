@@ -11,8 +11,9 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1  # of our folders; a new one orphans the old
 LOCK_SECONDS = 900.0
+UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is given up: a new version of transformers makes its own
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
@@ -44,6 +46,8 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> P
     """
     target = cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, dtype)}"
     if target.is_dir():
+        with suppress(OSError):  # a read-only image
+            os.utime(target)
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -51,6 +55,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> P
             if not target.is_dir():
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
                 _convert(gguf_file, target, dtype)
+                _forget_unused(cache_dir)
         return target
     except (OSError, Timeout) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -111,6 +116,15 @@ def _convert(gguf_file: Path, target: Path, dtype: str) -> None:
         model.save_pretrained(folder)
         os.chmod(folder, 0o755)  # an image built as root is run as someone else
         os.rename(folder, target)
+
+
+def _forget_unused(cache_dir: Path) -> None:
+    """Removes conversions that nobody has asked for in a long time; a lock beside a folder says that it is ours."""
+    for lock in cache_dir.glob("*.lock"):
+        folder = lock.with_suffix("")
+        if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
+            logger.info("Removing %s: not used for 30 days", folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _forget_quantization(model: Any) -> None:
