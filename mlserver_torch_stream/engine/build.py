@@ -36,7 +36,7 @@ from mlserver_torch_stream.engine.loading.loader import (
 )
 from mlserver_torch_stream.engine.loading.pool import Lease
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
-from mlserver_torch_stream.engine.native.take import take_fast_path
+from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
@@ -160,7 +160,9 @@ def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Sha
         if settings.engine != "serial":
             findings = check_batching(weights.model)
         forward: Forward | None = None
-        if findings.cost is not None and settings.fast_path == "auto":
+        if settings.weights == "int8":
+            forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
+        elif findings.cost is not None and settings.fast_path == "auto":
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
     device = input_device(weights.model)
     logger.info("Loaded the weights of %s", resolved.source.name)
@@ -251,11 +253,17 @@ def _choose_backend(
         raise LoadFailed(f"kv_cache_memory: {budget} bytes hold no row of this model")
     origin = resolved.origins["kv_cache_memory"]
     how = (
-        f"{'our own kernels, ' if prepared.forward else ''}up to {settings.max_batch_rows} rows at a time, "
+        f"{_kernels(resolved, prepared)}up to {settings.max_batch_rows} rows at a time, "
         f"KV cache {_size(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
     )
     return batched, context, how
+
+
+def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
+    if prepared.forward is None:
+        return ""
+    return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
 
 
 def _rebuild(new_backend: Callable[[], Backend], prepared: Prepared) -> Backend:

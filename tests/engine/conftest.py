@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
@@ -16,3 +18,16 @@ def _one_thread() -> None:
     except ImportError:
         return
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where our own compiled kernels are, or a skip."""
+    from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
+
+    place = tmp_path_factory.mktemp("native")
+    try:
+        compiled_library(place)
+    except NoKernels as error:
+        pytest.skip(f"no kernels here: {error}")
+    return place

@@ -15,7 +15,6 @@ from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
 from mlserver_torch_stream.engine.native import take
-from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
 from mlserver_torch_stream.engine.native.take import take_fast_path
@@ -57,17 +56,6 @@ KNOWN = {
     ),
 }
 ELSEWHERE = sorted(set(FAMILIES) - {family for family, _ in KNOWN.values()})
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the compiled kernels are, or a skip."""
-    place = tmp_path_factory.mktemp("native")
-    try:
-        compiled_library(place)
-    except NoKernels as error:
-        pytest.skip(f"no kernels here: {error}")
-    return place
 
 
 def known_model(name: str) -> PreTrainedModel:

@@ -95,6 +95,7 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
         {"trust_remote_code": True},
         {"engine": "serial"},
         {"fast_path": "off"},
+        {"weights": "int8"},
     ]
     keys = [key(**extra) for extra in shaping]
     assert len({plain, *keys, key(threads=3)}) == len(shaping) + 2

@@ -24,6 +24,7 @@ _SHAPING = {
     "quantization_config",
     "trust_remote_code",
     "fast_path",
+    "weights",
 }
 
 

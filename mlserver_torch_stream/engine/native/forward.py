@@ -33,12 +33,12 @@ class NativeForward:
 
     device = torch.device("cpu")
 
-    def __init__(self, model: Any, threads: int, cache_dir: Path) -> None:
-        """Copies the weights. Raises NoKernels or Unsupported."""
+    def __init__(self, model: Any, threads: int, cache_dir: Path, int8: bool = False) -> None:
+        """Copies the weights, on request rounded to int8. Raises NoKernels or Unsupported."""
         decoder = read_decoder(model)
         kernels = c.open_library(compiled_library(cache_dir))
         self._rotary = RotaryTable(decoder.rotary)
-        self._weights = PackedWeights(decoder, kernels)
+        self._weights = PackedWeights(decoder, kernels, int8)
         shape = self._weights.shape
         shape.rotated_half = self._rotary.half
         is_bf16 = decoder.dtype == torch.bfloat16
@@ -54,6 +54,10 @@ class NativeForward:
         self._vocab = int(shape.vocab)
         self._slabs = (c.Slab * shape.layers)()
         self._logits = torch.empty(0)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weights.size
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> Tensor:
         rows, queries = len(tokens), len(tokens[0])

@@ -16,7 +16,7 @@ SILU, GELU_TANH = range(2)
 
 
 class Matrix(Structure):
-    _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p)]
+    _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("scales", c_void_p)]
 
 
 class Shape(Structure):

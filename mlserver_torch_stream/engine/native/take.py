@@ -1,38 +1,69 @@
 """Decides at load whether a model runs on our own kernels: they must exist, know its layout and give its logits.
 
-Knows nothing of engines. Whatever goes wrong here, transformers' forward is there.
+Knows nothing of engines. Whatever goes wrong here, transformers' forward is there, unless int8 weights were asked for.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.loading.selfcheck import check_forward
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_forward
 from mlserver_torch_stream.engine.native.compile import NoKernels
 from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.native.structure import Unsupported
+from mlserver_torch_stream.engine.native.quantise import round_weights
+from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
+from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
 
 def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> NativeForward | None:
     """The verified forward, with the model's own weights given back; or None, and one line in the log says why."""
+    taken = _try(model, lambda: _as_it_is(model, threads, cache_dir))
+    if isinstance(taken, NativeForward):
+        return taken
+    logger.info("no fast path, transformers' forward runs: %s", taken)
+    return None
+
+
+def take_int8(model: PreTrainedModel, findings: Findings, threads: int, cache_dir: Path) -> NativeForward:
+    """The same with weights in int8. Nothing stands in for it: raises LoadFailed."""
+    problem = findings.problem
+    taken = problem if problem is not None else _try(model, lambda: _rounded(model, threads, cache_dir))
+    if isinstance(taken, NativeForward):
+        return taken
+    raise LoadFailed(f"parameters.extra.weights: int8 is not to be had for this model here: {taken}")
+
+
+def _try(model: PreTrainedModel, make: Callable[[], tuple[NativeForward, str | None]]) -> NativeForward | str:
+    """The forward, or what is against it."""
     try:
-        forward = NativeForward(model, threads, cache_dir)
-        problem = check_forward(model, forward)
+        forward, problem = make()
     except (NoKernels, Unsupported) as error:
         problem = str(error)
     except Exception as error:  # a model's code may raise anything when it is looked into
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    if problem is None:
-        release_weights(model)
-        return forward
-    logger.info("no fast path, transformers' forward runs: %s", problem)
-    return None
+    if problem is not None:
+        return problem
+    release_weights(model)
+    return forward
+
+
+def _as_it_is(model: PreTrainedModel, threads: int, cache_dir: Path) -> tuple[NativeForward, str | None]:
+    forward = NativeForward(model, threads, cache_dir)
+    return forward, check_forward(model, forward)
+
+
+def _rounded(model: PreTrainedModel, threads: int, cache_dir: Path) -> tuple[NativeForward, str | None]:
+    """Compared with transformers' forward on the same rounded weights, so that the check may be as strict as ever."""
+    forward = NativeForward(model, threads, cache_dir, int8=True)
+    round_weights(read_decoder(model))
+    return forward, check_forward(model, forward)
 
 
 def release_weights(model: nn.Module) -> None:

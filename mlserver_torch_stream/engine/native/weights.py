@@ -1,6 +1,6 @@
 """A decoder's weights in the kernels' layout: panels of 32 outputs in one block of memory, in the order of their use.
 
-Knows nothing of modules or of steps.
+As they are, or as int8 with a scale per output. Knows nothing of modules or of steps.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from mlserver_torch_stream.engine.native import library as c
+from mlserver_torch_stream.engine.native.quantise import quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, Projection, Unsupported
 
 PANEL = 32
 _LARGE_PAGE = 1 << 21
+_BLOCK = 128 * PANEL
 
 
 class PackedWeights:
     """Copies a decoder's weights; its own can go afterwards, but for the embedding of an untied model."""
 
-    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL) -> None:
+    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, int8: bool = False) -> None:
+        """Raises Unsupported."""
+        if int8 and decoder.dtype != torch.bfloat16:
+            raise Unsupported(f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16")
         self._kept: list[object] = []
-        self._words_per_input = 1 if decoder.dtype == torch.bfloat16 else 2
+        self._int8 = int8
         self.shape = _shape(decoder)
         self._buffer = self._reserve(decoder, kernels)
         self._used = 0
@@ -35,15 +40,20 @@ class PackedWeights:
         self._kept.append(table)
         self.structure = c.Weights(table, embedding, head, self._vector(decoder.last_norm))
 
+    @property
+    def size(self) -> int:
+        """Bytes of the projections."""
+        return self._used
+
     def _reserve(self, decoder: Decoder, kernels: ctypes.CDLL) -> Tensor:
         matrices = [decoder.head]
         for layer in decoder.layers:
             matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        size = sum(_padded(_outputs(matrix)) * matrix.weights[0].shape[1] for matrix in matrices)
-        spare = _LARGE_PAGE // decoder.dtype.itemsize
-        buffer = torch.empty(size + spare, dtype=decoder.dtype)
-        skip = -buffer.data_ptr() % _LARGE_PAGE // decoder.dtype.itemsize
-        kernels.native_use_large_pages(buffer[skip:].data_ptr(), size * decoder.dtype.itemsize)
+        item = 1 if self._int8 else decoder.dtype.itemsize
+        size = item * sum(_padded(_outputs(matrix)) * matrix.weights[0].shape[1] for matrix in matrices)
+        buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
+        skip = -buffer.data_ptr() % _LARGE_PAGE
+        kernels.native_use_large_pages(buffer[skip:].data_ptr(), size)
         return buffer[skip:]
 
     def _layer(self, decoder: Decoder, index: int) -> c.Layer:
@@ -67,18 +77,17 @@ class PackedWeights:
         group = 4 // projection.weights[0].element_size()
         if inputs % group:
             raise Unsupported(f"a projection of {inputs} inputs")
-        size = _padded(outputs) * inputs
+        stacked = torch.cat(projection.weights) if len(projection.weights) > 1 else projection.weights[0].contiguous()
+        item = 1 if self._int8 else stacked.element_size()
+        size = _padded(outputs) * inputs * item
         packed = self._buffer[self._used : self._used + size]
         self._used += size
-        target = packed.view(torch.int32).view(-1, inputs // group, PANEL)
-        stacked = torch.cat(projection.weights) if len(projection.weights) > 1 else projection.weights[0].contiguous()
-        words = stacked.view(torch.int32)
-        whole = outputs // PANEL
-        target[:whole].copy_(words[: whole * PANEL].view(whole, PANEL, -1).transpose(1, 2))
-        if outputs % PANEL:
-            target[whole] = 0
-            target[whole, :, : outputs % PANEL] = words[whole * PANEL :].t()
-        return c.Matrix(packed.data_ptr(), outputs, inputs, self._bias(projection))
+        scales = None
+        if self._int8:
+            scales = self._vector(_pack_int8(stacked, packed.view(torch.int8)))
+        else:
+            _pack_words(stacked.view(torch.int32), packed.view(torch.int32))
+        return c.Matrix(packed.data_ptr(), outputs, inputs, self._bias(projection), scales)
 
     def _bias(self, projection: Projection) -> int | None:
         if all(bias is None for bias in projection.biases):
@@ -97,6 +106,30 @@ class PackedWeights:
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return int(tensor.data_ptr())
+
+
+def _pack_words(words: Tensor, to: Tensor) -> None:
+    outputs, inputs = words.shape
+    target = to.view(-1, inputs, PANEL)
+    whole = outputs // PANEL
+    target[:whole].copy_(words[: whole * PANEL].view(whole, PANEL, -1).transpose(1, 2))
+    if outputs % PANEL:
+        target[whole] = 0
+        target[whole, :, : outputs % PANEL] = words[whole * PANEL :].t()
+
+
+def _pack_int8(weight: Tensor, to: Tensor) -> Tensor:
+    """Returns the scales. A block at a time: a head in float32 may be larger than the model in int8."""
+    target = to.view(-1, weight.shape[1] // 2, 2, 2, PANEL // 2)
+    scales = []
+    for first in range(0, weight.shape[0], _BLOCK):
+        numbers, scale = quantise(weight[first : first + _BLOCK])
+        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, -numbers.shape[0] % PANEL))
+        pairs = numbers.view(-1, 2, PANEL // 2, weight.shape[1] // 2, 2)
+        panel = first // PANEL
+        target[panel : panel + pairs.shape[0]] = pairs.permute(0, 3, 1, 4, 2)
+        scales.append(scale)
+    return torch.cat(scales)
 
 
 def _shape(decoder: Decoder) -> c.Shape:

@@ -18,6 +18,9 @@ template <class T> class Decoder {
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         inner_ = padded(shape.inner);
         vectors_ = (int)((shape.head_dim / per_word<T> + 15) / 16);
+        if (weights.head.scales == nullptr) return;
+        const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
+        for (Scratch& scratch : scratch_) scratch.panel.resize(longest / per_word<T> * 2);
     }
 
     void run(const Step& step) {
@@ -28,12 +31,17 @@ template <class T> class Decoder {
     }
 
   private:
+    struct alignas(64) Line {
+        Word words[16];
+    };
     struct Scratch {
         OneScratch<T> one;
         AttendMany<T> many;
         std::vector<Word> queries;
+        std::vector<Line> panel;  // of int8 weights, as bf16
     };
 
+    Word* panel(Member& me) { return reinterpret_cast<Word*>(scratch_[me.id].panel.data()); }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
     void reserve() {
@@ -59,14 +67,15 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
             prepare(me, tokens, layer.norms.before_attention);
-            multiply(me, normed_.data(), hidden_, tokens, layer.qkv, [&](int64_t row, int64_t p, float* c) {
+            multiply(me, normed_.data(), hidden_, tokens, layer.qkv, panel(me), [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
             attend(me, step, layer, slabs + i);
             add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
-            multiply(me, normed_.data(), hidden_, tokens, layer.gate_up, [&](int64_t row, int64_t p, float* c) {
-                gate(&gated_[row * inner_ + p * kPanel / 2], c, layer.gate_up.bias, p);
+            const Matrix& gate_up = layer.gate_up;
+            multiply(me, normed_.data(), hidden_, tokens, gate_up, panel(me), [&](int64_t row, int64_t p, float* c) {
+                gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
             add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
         }
@@ -74,20 +83,25 @@ template <class T> class Decoder {
     }
 
     void embed(int64_t t) {
-        const int64_t id = step_->tokens[t], words = shape_.hidden / per_word<T>;
+        const int64_t id = step_->tokens[t];
         const T* row = static_cast<const T*>(weights_.embedding);
-        const Word* packed = weights_.head.panels + id / kPanel * words * kPanel + id % kPanel;
         float* to = &stream_[t * hidden_];
         for (int64_t i = 0; i < shape_.hidden; i++) {
-            T x;
-            if (row != nullptr) {
-                x = row[id * shape_.hidden + i];
-            } else {
-                memcpy(&x, reinterpret_cast<const T*>(packed + i / per_word<T> * kPanel) + i % per_word<T>, sizeof x);
-            }
-            to[i] = to_float(x) * shape_.embedding_scale;
+            const float x = row != nullptr ? to_float(row[id * shape_.hidden + i]) : head_weight(id, i);
+            to[i] = x * shape_.embedding_scale;
         }
         std::fill(to + shape_.hidden, to + hidden_, 0.0f);
+    }
+    float head_weight(int64_t output, int64_t input) const {
+        const Matrix& head = weights_.head;
+        const int64_t panel = output / kPanel;
+        if (head.scales != nullptr)
+            return narrow_weight(head.narrow_panel(panel), output % kPanel, input) * head.scales[output];
+        const int64_t line = (panel * head.k + input) / per_word<T>;
+        const Word* word = head.panels + line * kPanel + output % kPanel;
+        T x;
+        memcpy(&x, reinterpret_cast<const T*>(word) + input % per_word<T>, sizeof x);
+        return to_float(x);
     }
 
     // The stream, normed where there is a norm, as the next product's input.
@@ -124,13 +138,13 @@ template <class T> class Decoder {
     // A product onto the stream; a norm behind it sees whole rows first.
     void add(Member& me, int64_t tokens, const T* a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
+            multiply(me, a, lda, tokens, w, panel(me), [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
+        multiply(me, a, lda, tokens, w, panel(me), [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -243,7 +257,7 @@ template <class T> class Decoder {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[((r + 1) * step_->queries - 1) * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply(me, normed_.data(), hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
+        multiply(me, normed_.data(), hidden_, rows, weights_.head, panel(me), [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_->logits + row * width + p * kPanel + i,

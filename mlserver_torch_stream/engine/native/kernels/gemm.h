@@ -4,6 +4,7 @@
 #pragma once
 #include "matrix_unit.h"
 #include "team.h"
+#include "widen.h"
 
 namespace native {
 
@@ -15,6 +16,9 @@ struct Matrix {
     const Word* panels;
     int64_t n, k;  // outputs, inputs
     const float* bias;  // padded to whole panels, or null
+    const float* scales;  // as many; null: the weights are of the model's type, else int8 as in widen.h
+
+    const int8_t* narrow_panel(int64_t p) const { return reinterpret_cast<const int8_t*>(panels) + p * k * 32; }
 };
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
@@ -83,23 +87,40 @@ inline Fetch fetch_for(const Word* panel, int64_t words, int64_t tile, int64_t t
     return {panel + (kPanel + tile * kPanel / 2) * words, kPanel / 2};
 }
 
+inline void scale_sums(float* sums, const float* scales) {
+    store(sums, load_f(sums) * load_f(scales));
+    store(sums + 16, load_f(sums + 16) * load_f(scales + 16));
+}
+
+// Panel p as the tiles read it; an int8 one by way of the scratch, which holds one panel.
+inline const Word* readable_panel(const Matrix& w, int64_t p, int64_t words, Word* scratch) {
+    if (w.scales == nullptr) return w.panels + p * kPanel * words;
+    widen_panel(w.narrow_panel(p), words, scratch);
+    return scratch;
+}
+
 // done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w.
 template <class T, class Done>
-void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, Done&& done) {
+void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, Word* scratch, Done&& done) {
     const int64_t words = w.k / per_word<T>, panels = panels_of(w.n);
     const int64_t piece = std::max<int64_t>(1, panels / (8 * me.team));
     me.each(panels, piece, [&](int64_t first, int64_t last) {
         alignas(64) float sums[kTileRows][kPanel];
         Tiles<T> tiles;
         const Tiling tiling(rows, tiles.rows(words));
-        for (int64_t p = first; p < last; p++)
+        for (int64_t p = first; p < last; p++) {
+            const Word* panel = readable_panel(w, p, words, scratch);
             for (int64_t t = 0; t < tiling.count; t++) {
                 const int64_t row = tiling.first(t), stop = tiling.first(t + 1);
-                const Word* panel = w.panels + p * kPanel * words;
+                const Fetch fetch = w.scales == nullptr ? fetch_for(panel, words, t, tiling.count) : Fetch{panel, 0};
                 tiles.run((int)(stop - row), reinterpret_cast<const Word*>(a + row * lda), lda / per_word<T>, panel,
-                          words, sums[0], kPanel, fetch_for(panel, words, t, tiling.count));
-                for (int64_t r = row; r < stop; r++) done(r, p, sums[r - row]);
+                          words, sums[0], kPanel, fetch);
+                for (int64_t r = row; r < stop; r++) {
+                    if (w.scales != nullptr) scale_sums(sums[r - row], w.scales + p * kPanel);
+                    done(r, p, sums[r - row]);
+                }
             }
+        }
     });
 }
 

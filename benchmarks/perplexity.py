@@ -1,0 +1,84 @@
+"""Perplexity of a text, by which forwards and weights are compared for quality rather than for speed.
+
+    python benchmarks/perplexity.py [MODEL] [--text english.txt] [--window 512] [--threads N]
+
+Each window of the text is a row of its own. Our kernels take the text token by token, as if they had written it, for
+they return the logits of a row's last token alone. The text shipped is out of copyright: the first chapter of Austen's
+"Pride and Prejudice", the beginning of Darwin's "On the Origin of Species", Lincoln's address at Gettysburg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.forward import Forward
+from mlserver_torch_stream.engine.loading.host import read_host
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, load_model
+from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.settings import parse_settings
+
+TEXT = Path(__file__).parent / "english.txt"
+Windows = Sequence[Sequence[int]]
+
+
+def windows(loaded: LoadedModel, text: str, length: int) -> list[list[int]]:
+    """Whole windows only, and one token more in each: what is to be foretold last."""
+    ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [ids[first : first + length + 1] for first in range(0, len(ids) - length, length)]
+
+
+def perplexity_of_model(model: Any, rows: Windows) -> float:
+    losses = []
+    for row in rows:
+        ids = torch.tensor(row)
+        logits = model(ids[None, :-1], use_cache=False).logits[0]
+        losses.append(cross_entropy(logits.float(), ids[1:]))
+    return math.exp(torch.stack(losses).mean().item())
+
+
+def perplexity_of_forward(forward: Forward, layout: CacheLayout, rows: Windows) -> float:
+    length = len(rows[0]) - 1
+    batch = RowCache(layout, rows=len(rows), capacity=length)
+    losses = []
+    for row in rows:
+        single = RowCache(layout, capacity=1)
+        single.begin_row()
+        losses.append(cross_entropy(forward([row[:1]], single), torch.tensor(row[1:2])))
+        batch.join(single)
+    for at in range(1, length):
+        logits = forward([[row[at]] for row in rows], batch)
+        losses += [cross_entropy(logits, torch.tensor([row[at + 1] for row in rows]))] * len(rows)
+    return math.exp(torch.stack(losses).mean().item())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="embedded://smollm2-135m-instruct")
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=read_host().threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    settings = parse_settings(options.model, {"dtype": "bfloat16"})
+    with torch.inference_mode():
+        loaded = load_model(settings)
+        rows = windows(loaded, options.text.read_text(encoding="utf-8"), options.window)
+        print(f"{len(rows)} windows of {options.window} tokens", flush=True)
+        best = perplexity_of_model(loaded.model, rows)
+        print(f"{'transformers, bfloat16':28}{best:9.4f}", flush=True)
+        for name, int8 in (("our kernels, bfloat16", False), ("our kernels, int8 weights", True)):
+            forward = NativeForward(loaded.model, options.threads, settings.cache_dir, int8)
+            found = perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows)
+            print(f"{name:28}{found:9.4f}{100 * (found / best - 1):+8.2f} %", flush=True)
+
+
+if __name__ == "__main__":
+    main()

