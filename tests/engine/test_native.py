@@ -111,6 +111,19 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
     assert errors["ours"] <= 1.1 * errors["theirs"]
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("gate", [-500.0, -90.0, -12.0, 12.0, 90.0, 500.0])
+def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) -> None:
+    """Past e^88 float32 overflows: an activation that loses its exponential there lets a shut gate through."""
+    model = tiny_model("llama", hidden_act=activation, mlp_bias=True)
+    with torch.inference_mode():
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.bias.fill_(gate)
+        expected = model(torch.tensor([prompt_of(20, 1)]), use_cache=False).logits[0, -1]
+        logits, _ = prefilled(NativeForward(model, 2, folder), model, prompt_of(20, 1), 20)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("piece", [1, 7, 100, 600])
 def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(

@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512
+_NO_MEMORY = 1  # of native_step
 
 
 class NativeForward:
@@ -90,8 +91,11 @@ class NativeForward:
             self._rotary.sin.data_ptr(),
             self._logits.data_ptr() if wanted else None,
         )
-        if self._run(self._handle, ctypes.byref(step)):
+        status = self._run(self._handle, ctypes.byref(step))
+        if status == _NO_MEMORY:
             raise MemoryError("no memory for the activations of a step")
+        if status:
+            raise RuntimeError("a step of the kernels failed")
 
     def _point_at(self, cache: RowCache, queries: int) -> None:
         for entry, slab in zip(self._slabs, cache.slabs, strict=True):

@@ -1,4 +1,5 @@
 // The C interface of the kernels: make a decoder, step it, drop it. No exception leaves it.
+#include <memory>
 #include <new>
 #include "decoder.h"
 #if defined(__linux__)
@@ -8,8 +9,8 @@
 namespace {
 
 struct Handle {
-    native::Decoder<native::Bf16>* bf16 = nullptr;
-    native::Decoder<float>* fp32 = nullptr;
+    std::unique_ptr<native::Decoder<native::Bf16>> bf16;
+    std::unique_ptr<native::Decoder<float>> fp32;
 };
 
 }  // namespace
@@ -18,19 +19,19 @@ extern "C" {
 
 void* native_create(const native::Shape* shape, const native::Weights* weights, int is_bf16, int threads) {
     try {
-        auto* handle = new Handle;
+        auto handle = std::make_unique<Handle>();
         if (is_bf16) {
-            handle->bf16 = new native::Decoder<native::Bf16>(*shape, *weights, threads);
+            handle->bf16 = std::make_unique<native::Decoder<native::Bf16>>(*shape, *weights, threads);
         } else {
-            handle->fp32 = new native::Decoder<float>(*shape, *weights, threads);
+            handle->fp32 = std::make_unique<native::Decoder<float>>(*shape, *weights, threads);
         }
-        return handle;
+        return handle.release();
     } catch (...) {
         return nullptr;
     }
 }
 
-// 0, or 1 where memory is short before anything was done.
+// 0; 1 where memory is short, before anything was done; 2 where the step failed in another way.
 int native_step(void* opaque, const native::Step* step) {
     auto* handle = static_cast<Handle*>(opaque);
     try {
@@ -42,15 +43,12 @@ int native_step(void* opaque, const native::Step* step) {
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
+    } catch (...) {
+        return 2;
     }
 }
 
-void native_destroy(void* opaque) {
-    auto* handle = static_cast<Handle*>(opaque);
-    delete handle->bf16;
-    delete handle->fp32;
-    delete handle;
-}
+void native_destroy(void* opaque) { delete static_cast<Handle*>(opaque); }
 
 // Weights in 2 MiB pages need 1/512 of the address translations.
 void native_use_large_pages(void* start, int64_t bytes) {

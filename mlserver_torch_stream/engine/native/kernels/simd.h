@@ -112,9 +112,10 @@ inline float to_float(Bf16 x) {
 inline void assign(float* to, float x) { *to = x; }
 inline void assign(Bf16* to, float x) { to->bits = round_bf16(x); }
 
-// e^x with a relative error under 2e-7; 0 below -87.
+// e^x with a relative error under 2e-7; 0 below -87, e^88 above 88.
 inline F16 exp(F16 x) {
-    const F16 clamped = select(x < -87.0f, broadcast_f(-87.0f), x);
+    const F16 low = broadcast_f(-87.0f), high = broadcast_f(88.0f);  // both, and not more, have an exponent in float32
+    const F16 clamped = select(x < low, low, select(x > high, high, x));
     const F16 shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
     const F16 n = shifted - 12582912.0f;
     const F16 r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -125,7 +126,7 @@ inline F16 exp(F16 x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     const F16 scale = (F16)(((U16)shifted + 127u) << 23);
-    return select(x < -87.0f, F16{}, p * scale);
+    return select(x < low, F16{}, p * scale);
 }
 
 // a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.

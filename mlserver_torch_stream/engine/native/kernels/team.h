@@ -115,14 +115,15 @@ template <class Job> class Team {
     using Work = std::function<void(Member&, const Job&)>;
 
     Team(int size, Work work) : size_(size), work_(std::move(work)) {
-        for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { serve(id); });
+        try {
+            for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { serve(id); });
+        } catch (...) {  // no more threads are to be had: those that run would outlive what they use
+            stop();
+            throw;
+        }
     }
 
-    ~Team() {
-        stopping_ = true;
-        start_.ring();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { stop(); }
 
     // The caller is member 0. Returns when all lists of the job are done.
     void run(const Job& job) {
@@ -137,6 +138,12 @@ template <class Job> class Team {
     }
 
   private:
+    void stop() {
+        stopping_ = true;
+        start_.ring();
+        for (auto& thread : threads_) thread.join();
+    }
+
     void serve(int id) {
         for (uint32_t seen = 0; !stopping_;) {
             start_.await(seen);
@@ -151,13 +158,13 @@ template <class Job> class Team {
 
     const int size_;
     const Work work_;
-    std::vector<std::thread> threads_;
     std::atomic<bool> stopping_{false};
     Lists lists_;
     alignas(64) Bell start_;
     std::mutex mutex_;
     Job job_{};
     uint32_t first_list_ = 0;
+    std::vector<std::thread> threads_;
 };
 
 }  // namespace native
