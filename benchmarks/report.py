@@ -14,7 +14,6 @@ from benchmarks import gains
 from benchmarks.cases import describe
 
 _NONE = "-"
-_NONE = "-"
 Table = list[list[str]]  # the first row is the head
 
 _CASE_HEAD = [
