@@ -12,6 +12,8 @@ import torch
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native import compile as compiling
 from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import round_weights
+from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.tiny import tiny_model
 
 pytestmark = [
@@ -31,3 +33,7 @@ def test_the_kernels_are_right_on_lesser_cpus(cpu: str, tmp_path: Path, monkeypa
         model = tiny_model("qwen3", head_dim=20).to(dtype)
         with torch.inference_mode():
             assert check_forward(model, NativeForward(model, 2, tmp_path)) is None
+    with torch.inference_mode():
+        forward = NativeForward(model, 2, tmp_path, int8=True)
+        round_weights(read_decoder(model))
+        assert check_forward(model, forward) is None

@@ -12,6 +12,7 @@ from torch import Tensor
 from mlserver_torch_stream.engine.native.structure import Decoder, Unsupported
 
 _LARGEST = 127
+BLOCK = 512  # rows at a time: the float32 copy of a whole head may be larger than the model in int8
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +32,6 @@ def round_weights(decoder: Decoder) -> None:
         projections += [layer.qkv, layer.out, layer.gate_up, layer.down]
     for projection in projections:
         for weight in projection.weights:
-            for rows in weight.split(4096):
+            for rows in weight.split(BLOCK):
                 numbers, scales = quantise(rows)
                 rows.copy_(numbers.float().mul_(scales[:, None]))

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from mlserver_torch_stream.engine.native import library as c
-from mlserver_torch_stream.engine.native.quantise import quantise
+from mlserver_torch_stream.engine.native.quantise import BLOCK, quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, Projection, Unsupported
 
 PANEL = 32
 _LARGE_PAGE = 1 << 21
-_BLOCK = 128 * PANEL
 
 
 class PackedWeights:
@@ -119,11 +118,11 @@ def _pack_words(words: Tensor, to: Tensor) -> None:
 
 
 def _pack_int8(weight: Tensor, to: Tensor) -> Tensor:
-    """Returns the scales. A block at a time: a head in float32 may be larger than the model in int8."""
+    """Returns the scales."""
     target = to.view(-1, weight.shape[1] // 2, 2, 2, PANEL // 2)
     scales = []
-    for first in range(0, weight.shape[0], _BLOCK):
-        numbers, scale = quantise(weight[first : first + _BLOCK])
+    for first in range(0, weight.shape[0], BLOCK):
+        numbers, scale = quantise(weight[first : first + BLOCK])
         numbers = torch.nn.functional.pad(numbers, (0, 0, 0, -numbers.shape[0] % PANEL))
         pairs = numbers.view(-1, 2, PANEL // 2, weight.shape[1] // 2, 2)
         panel = first // PANEL
