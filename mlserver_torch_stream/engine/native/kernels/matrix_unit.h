@@ -43,14 +43,14 @@ class MatrixUnit {
         if (rows_ != 0) _tile_release();
     }
 
-    // out[rows][32] = a[rows][words] x panel[words][32]; rows up to 32, words a multiple of 16.
+    // out[rows][32] (+)= a[rows][words] x panel[words][32]; rows up to 32, words a multiple of 16.
     void tile(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
-              Fetch fetch) {
+              Fetch fetch, bool onto) {
         shape(rows);
         if (rows <= 16) {
-            product<false>(a, lda, panel, words, out, ldo, fetch);
+            product<false>(a, lda, panel, words, out, ldo, fetch, onto);
         } else {
-            product<true>(a, lda, panel, words, out, ldo, fetch);
+            product<true>(a, lda, panel, words, out, ldo, fetch, onto);
         }
     }
 
@@ -58,16 +58,25 @@ class MatrixUnit {
     // Registers 0 to 3: sums, of two halves of rows by two halves of a panel. 4 and 5: rows. 6 and 7: the panel.
     template <bool kBoth>
     static void product(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
-                        Fetch fetch) {
+                        Fetch fetch, bool onto) {
         constexpr int64_t kPanelBytes = 32 * sizeof(Word);
         const int64_t row_bytes = lda * (int64_t)sizeof(Word), out_bytes = ldo * (int64_t)sizeof(float);
         // GCC's intrinsics do not say that they read memory: what was written before must be there.
         __asm__ volatile("" ::: "memory");
-        _tile_zero(0);
-        _tile_zero(1);
-        if (kBoth) {
-            _tile_zero(2);
-            _tile_zero(3);
+        if (onto) {
+            _tile_loadd(0, out, out_bytes);
+            _tile_loadd(1, out + 16, out_bytes);
+            if (kBoth) {
+                _tile_loadd(2, out + 16 * ldo, out_bytes);
+                _tile_loadd(3, out + 16 * ldo + 16, out_bytes);
+            }
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            if (kBoth) {
+                _tile_zero(2);
+                _tile_zero(3);
+            }
         }
         for (int64_t k = 0; k < words; k += kUnitWords) {
 #pragma GCC unroll 16
@@ -114,7 +123,7 @@ constexpr int kUnitRows = 0, kUnitWords = 1;
 inline bool lent_matrix_unit() { return false; }
 class MatrixUnit {
   public:
-    void tile(int, const Word*, int64_t, const Word*, int64_t, float*, int64_t, Fetch) {}
+    void tile(int, const Word*, int64_t, const Word*, int64_t, float*, int64_t, Fetch, bool) {}
 };
 
 #endif

@@ -1,5 +1,5 @@
-// Int8 weights to bf16 on their way to the tiles: a panel at a time, into a scratch that stays in the caches. Every
-// int8 is a bf16, so nothing is rounded here; the scale of an output multiplies its sum, in float32.
+// Int8 weights to bf16 on their way to the tiles, into a scratch that stays in the caches. Every int8 is a bf16, so
+// nothing is rounded here; the scale of an output multiplies its sum, in float32.
 // Knows nothing of rows: what the tiles read, and so the order of summation, is the same for any number of them.
 #pragma once
 #include "simd.h"
