@@ -74,9 +74,11 @@ def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> Non
     assert errors["ours"] <= 1.1 * errors["theirs"]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(tied: bool, folder: Path) -> None:
-    model = tiny_model("llama", tie_word_embeddings=tied, hidden_size=320, intermediate_size=592).to(torch.bfloat16)
+@pytest.mark.parametrize("tied, width", [(True, 320), (False, 300)])
+def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(tied: bool, width: int, folder: Path) -> None:
+    """More inputs than a block; 300 are no whole number of the matrix unit's, the vector tiles take them."""
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width}
+    model = tiny_model("llama", tie_word_embeddings=tied, **sizes).to(torch.bfloat16)
     seen: list[torch.Tensor] = []
     with torch.inference_mode():
         for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 40)):
