@@ -22,7 +22,7 @@ _CHAT_TEMPLATE = (
 )
 TINY_VOCAB = 400
 TINY_CONTEXT = 1024
-_ROOMS_OF_SERVERS = {"reliability", "server"}  # their tests share servers: in several processes each would start its own
+_ROOMS_OF_SERVERS = {"reliability", "server"}  # share servers: each process would start its own
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
