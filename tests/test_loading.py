@@ -17,9 +17,10 @@ from mlserver_torch_stream.settings import parse_settings
 
 def test_a_bad_default_sampling_fails_the_load_in_one_line_and_leaves_nothing_behind(tiny_model: Path) -> None:
     resolved = parse_settings(str(tiny_model), {"default_sampling": {"top_p": 7}, "fast_path": "off"}, environ={})
+    before = (len(PROCESS.engines), len(PROCESS.weights))
     with pytest.raises(SettingsError, match=r"^default_sampling: top_p: must be [^\n]*, got 7 \([^\n]*\)$"):
         build(resolved, "owner", lambda error: None)
-    assert not len(PROCESS.engines) and not len(PROCESS.weights)
+    assert (len(PROCESS.engines), len(PROCESS.weights)) == before
 
 
 def test_what_was_set_is_told_with_its_place(tmp_path: Path) -> None:
