@@ -25,6 +25,7 @@ TINY_CONTEXT = 1024
 _ROOMS_OF_SERVERS = {"reliability", "server"}  # share servers: each process would start its own
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in several processes, what shares servers or a module's fixtures runs in one of them."""
     here = Path(__file__).parent
