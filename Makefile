@@ -58,7 +58,7 @@ chat: $(INSTALLED) ## talk to a running server in the terminal
 	@$(BIN)/mlserver-torch-stream chat --url $(URL)
 
 test: $(INSTALLED) ## the fast tests: minutes on two cores
-	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS)
 
 test-all: $(INSTALLED) ## all tests
 	$(BIN)/python -m pytest -q

@@ -6,6 +6,7 @@ A fixture that needs torch imports it when it is used.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,14 +26,18 @@ TINY_CONTEXT = 1024
 _ROOMS_OF_SERVERS = {"reliability", "server"}  # share servers: each process would start its own
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, what shares servers or a module's fixtures runs in one of them."""
-    here = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(here)
-        room = path.parts[0] if path.parts[0] in _ROOMS_OF_SERVERS else str(path)
-        item.add_marker(pytest.mark.xdist_group(room))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run in several processes: what shares servers or a module's fixtures runs in one of them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByRoom(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            room = file.split("/")[1]
+            return room if room in _ROOMS_OF_SERVERS else file
+
+    return ByRoom(config, log)
 
 
 @pytest.fixture(scope="session")
