@@ -21,7 +21,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": _cores(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "load_before": _load(),
     }
