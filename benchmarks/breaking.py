@@ -124,8 +124,8 @@ async def drain(server: Broken, streams: int, tokens: int, grace: float) -> dict
     health = f"GET /v2/health/ready HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode()
     began = time.perf_counter()
     os.kill(server.pid, signal.SIGTERM)
-    while (await ask(server.port, health)).status == 200:
-        pass
+    while (await ask(server.port, health)).status != 503 and time.perf_counter() - began < grace + _EXIT_S:
+        await asyncio.sleep(0.001)
     not_ready = time.perf_counter() - began
     ended = await asyncio.gather(*answers)
     while _lives(server.pid) and time.perf_counter() - began < grace + _EXIT_S:

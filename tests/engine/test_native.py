@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,13 +214,12 @@ def test_kernels_that_compute_something_else_are_found_out(
     assert "no fast path" in caplog.text and "differ" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: torch.dtype, folder: Path) -> None:
-    model = tiny_model("llama", tie_word_embeddings=True).to(dtype)
+def in_company(model: PreTrainedModel, forward_of: Callable[[int], Forward]) -> list[torch.Tensor]:
+    """A row's logits among 1 to 40 rows that it has nothing to do with; ``forward_of`` takes a number of threads."""
     seen: list[torch.Tensor] = []
     with torch.inference_mode():
-        for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 32)):
-            forward = NativeForward(model, threads, folder)
+        for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 32), (4, 40)):
+            forward = forward_of(threads)
             batch = RowCache(CacheLayout(model.config), rows=rows, capacity=40)
             for row in range(rows):
                 prompt = prompt_of(5, 5) if row == rows - 1 else prompt_of(3 + 5 * row % 17, row)
@@ -227,7 +227,14 @@ def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: tor
             for token in (3, 1, 4):
                 logits = forward([[(7 * row) % 250] for row in range(rows - 1)] + [[token]], batch)
             seen.append(logits[-1].clone())
-    assert all(torch.equal(logits, seen[0]) for logits in seen[1:])
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: torch.dtype, folder: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).to(dtype)
+    first, *others = in_company(model, lambda threads: NativeForward(model, threads, folder))
+    assert all(torch.equal(logits, first) for logits in others)
 
 
 def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder: Path) -> None:

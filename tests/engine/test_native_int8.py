@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.cache.rows import CacheLayout
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -27,7 +27,7 @@ from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.test_families import prompt_of
-from tests.engine.test_native import KNOWN, known_model, prefilled
+from tests.engine.test_native import KNOWN, in_company, known_model, prefilled
 from tests.engine.tiny import tiny_model
 
 
@@ -79,18 +79,8 @@ def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(tied: bool
     """More inputs than a block; 300 are no whole number of the matrix unit's, the vector tiles take them."""
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     model = tiny_model("llama", tie_word_embeddings=tied, **sizes).to(torch.bfloat16)
-    seen: list[torch.Tensor] = []
-    with torch.inference_mode():
-        for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 40)):
-            forward = NativeForward(model, threads, folder, int8=True)
-            batch = RowCache(CacheLayout(model.config), rows=rows, capacity=40)
-            for row in range(rows):
-                prompt = prompt_of(5, 5) if row == rows - 1 else prompt_of(3 + 5 * row % 17, row)
-                batch.join(prefilled(forward, model, prompt, 8)[1])
-            for token in (3, 1, 4):
-                logits = forward([[(7 * row) % 250] for row in range(rows - 1)] + [[token]], batch)
-            seen.append(logits[-1].clone())
-    assert all(torch.equal(logits, seen[0]) for logits in seen[1:])
+    first, *others = in_company(model, lambda threads: NativeForward(model, threads, folder, int8=True))
+    assert all(torch.equal(logits, first) for logits in others)
 
 
 def test_once_taken_the_models_own_weights_are_gone_and_int8_takes_half(folder: Path) -> None:
