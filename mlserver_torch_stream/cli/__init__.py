@@ -1,6 +1,7 @@
-"""The ``mlserver-torch-stream`` command: parses what was typed and hands it to the subcommand.
+"""The ``mlserver-torch-stream`` command: hands what was typed to the subcommand that it names.
 
-Knows no subcommand's inside: each is imported when it is chosen, so that ``--help`` costs nothing.
+Knows no subcommand's inside: each is a module of this package with a ``main(argv) -> int``, imported when it is
+chosen, so that ``--help`` costs nothing.
 """
 
 from __future__ import annotations
@@ -8,41 +9,32 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from mlserver_torch_stream import __version__
 
-DEFAULT_URL = "http://127.0.0.1:8080"
+# Subcommand -> its module here, and its line in --help.
+_COMMANDS = {
+    "chat": ("chat", "chat in the terminal; answers appear token by token"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    from mlserver_torch_stream.cli.chat import Chat
-
-    return Chat.from_arguments(arguments).run(sys.stdin, sys.stdout)
+    typed = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(typed)
+    command = import_module(f"{__name__}.{_COMMANDS[arguments.command][0]}")
+    status: int = command.main(typed[typed.index(arguments.command) + 1 :])
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlserver-torch-stream", description="Talk to a model that mlserver-torch-stream serves."
+        prog="mlserver-torch-stream", description="Stream from PyTorch models: the commands beside the server."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    _add_chat(commands.add_parser("chat", help="chat in the terminal; answers appear token by token"))
+    for name, (_, help_line) in _COMMANDS.items():
+        # Everything behind the name, --help and options too, is the subcommand's own to parse.
+        command = commands.add_parser(name, help=help_line, add_help=False, prefix_chars="\0")
+        command.add_argument("rest", nargs=argparse.REMAINDER)
     return parser
-
-
-def _add_chat(chat: argparse.ArgumentParser) -> None:
-    chat.description = "Chat in the terminal. Ctrl-C stops an answer; /exit or Ctrl-D leaves; /clear forgets."
-    chat.add_argument("--url", default=DEFAULT_URL, help="the server's REST address (default: %(default)s)")
-    chat.add_argument("--model", help="model name (default: the server's only model)")
-    chat.add_argument("--system", help="a system message that starts the conversation")
-    chat.add_argument("--max-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
-    chat.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
-    chat.add_argument("--seed", type=int, help="the same seed gives the same answer")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from mlserver_torch_stream import client
 
+DEFAULT_URL = "http://127.0.0.1:8080"
 _PROMPT = "you> "
 _EXIT = ("/exit", "/quit")
+
+
+def main(argv: Sequence[str]) -> int:
+    return Chat.from_arguments(_parser().parse_args(argv)).run(sys.stdin, sys.stdout)
 
 
 @dataclass
@@ -110,3 +115,24 @@ def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
     except KeyboardInterrupt:
         print("\n(/exit or Ctrl-D leaves)", file=sink)
         return ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlserver-torch-stream chat",
+        description="Chat in the terminal. Ctrl-C stops an answer; /exit or Ctrl-D leaves; /clear forgets.",
+    )
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server's REST address (default: %(default)s)")
+    parser.add_argument("--model", help="model name (default: the server's only model)")
+    parser.add_argument("--system", help="a system message that starts the conversation")
+    parser.add_argument("--max-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
