@@ -13,6 +13,7 @@ import pytest
 from benchmarks import load
 from benchmarks.answers import Ask, WrongCount, check_all
 from benchmarks.cases import QUICK, Case, UnknownCase, make_cases
+from benchmarks.figures import Figures
 from benchmarks.http_door import BadAnswer
 from benchmarks.prompts import Prompts
 from benchmarks.servers import Live, Ours
@@ -64,18 +65,31 @@ def test_a_refused_request_is_an_error(live: Live) -> None:
         door.read(recordings[0])
 
 
-@pytest.mark.parametrize("name", ["c3", "p64", "p64-again", "c3+p100", "mix"])
+@pytest.mark.parametrize("name", ["c3", "p64", "p64-again", "mix"])
 def test_every_case_gives_its_figures(live: Live, prompts: Prompts, name: str) -> None:
-    scale = replace(QUICK, running_new_tokens=400)
-    figures = asyncio.run(Case(name, scale, prompts).run(live.doors["rest"], live.pid, 0))
+    figures = asyncio.run(Case(name, QUICK, prompts).run(live.doors["rest"], live.pid, 0))
+    assert figures["tokens_per_s"] == pytest.approx(figures["new_tokens"] / figures["seconds"])
+    _are_figures(figures)
+
+
+def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) -> None:
+    """The tiny model may be done with them before a busy client has read their first chunks: then they run again."""
+    case = Case("c3+p100", replace(QUICK, running_new_tokens=900), prompts)
+    found = []
+    for sweep in range(10):
+        figures = asyncio.run(case.run(live.doors["rest"], live.pid, sweep))
+        _are_figures(figures)
+        found.append(figures["running_at_arrival"])
+        if found[-1] == 2:
+            break
+    assert found[-1] == 2, f"running at each arrival: {found}"
+
+
+def _are_figures(figures: Figures) -> None:
     assert figures["new_tokens"] >= figures["requests"] >= 1
     assert figures["ttft_p50_ms"] > 0
     assert figures["cpu_s"] >= 0
     assert figures["rss_mib"] > 50
-    if name == "c3+p100":
-        assert figures["running_at_arrival"] == 2
-    else:
-        assert figures["tokens_per_s"] == pytest.approx(figures["new_tokens"] / figures["seconds"])
 
 
 def test_streams_in_turn_do_not_overlap(live: Live, prompts: Prompts) -> None:
