@@ -74,7 +74,7 @@ def test_every_case_gives_its_figures(live: Live, prompts: Prompts, name: str) -
 
 def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) -> None:
     """The tiny model may be done with them before a busy client has read their first chunks: then they run again."""
-    case = Case("c3+p100", replace(QUICK, running_new_tokens=900), prompts)
+    case = Case("c3+p100", replace(QUICK, running_new_tokens=800), prompts)
     found = []
     for sweep in range(10):
         figures = asyncio.run(case.run(live.doors["rest"], live.pid, sweep))
