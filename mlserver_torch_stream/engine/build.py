@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
 from mlserver_torch_stream.engine.forward import Forward, input_device
 from mlserver_torch_stream.engine.loading.context import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
+from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host import Host, read_host
 from mlserver_torch_stream.engine.loading.loader import (
     LoadedModel,
@@ -137,6 +138,7 @@ def reclaim_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    trim_heap()
 
 
 def _run(resolved: ResolvedSettings, key: Hashable, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
@@ -165,6 +167,7 @@ def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Sha
         elif findings.cost is not None and settings.fast_path == "auto":
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
     device = input_device(weights.model)
+    trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)
     return Prepared(weights, findings, forward, device, shares.cores if device.type == "cpu" else Turns())
 
