@@ -53,13 +53,14 @@ class BatchedBackend:
         prefill_tokens: int | None,
         prefix_bytes: int = 0,
         forward: Forward | None = None,
+        layout: CacheLayout | None = None,
         faults: Faults | None = None,
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
         forward = forward or ModelForward(model)
         self._prefill_forward = faults.wrap("prefill", forward) if faults else forward
         self._decode_forward = faults.wrap("decode", forward) if faults else forward
-        self._layout = CacheLayout(model.config)
+        self._layout = layout or CacheLayout(model.config)
         self._samplers = samplers
         # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
@@ -151,7 +152,7 @@ class BatchedBackend:
             cache, job.prefilled = found
             self._count(prefix_hit_tokens=job.prefilled)
             return cache
-        cache = RowCache(self._layout, capacity=len(job.prompt))
+        cache = self._layout.cache(capacity=len(job.prompt))
         cache.begin_row()
         return cache
 
@@ -174,7 +175,7 @@ class BatchedBackend:
     def _join(self, group: Group, cache: RowCache, rows: int) -> None:
         batch = self._batches.get(group)
         if batch is None:
-            batch = self._batches[group] = RowCache(self._layout, group.row_capacity, group.column_capacity)
+            batch = self._batches[group] = self._layout.cache(group.row_capacity, group.column_capacity)
         elif batch.allocated != (group.row_capacity, group.column_capacity):
             batch.resize(group.row_capacity, group.column_capacity)
         batch.join(cache, rows)

@@ -81,6 +81,7 @@ class EngineWorker:
         self._last_word = threading.Lock()  # between who posts and the thread that ends
         self._ended = False
         self._dead: BaseException | None = None
+        self._doom: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -139,6 +140,12 @@ class EngineWorker:
         if job.mailbox in self._open:
             job.grow(prompt_ids, whole)
 
+    @property
+    def load(self) -> int:
+        """Prompts that wait or are prefilled, and rows that are decoded."""
+        stats = self._backend.stats()
+        return self._submitted - self._taken + stats.waiting_jobs + stats.prefilling_jobs + stats.running_rows
+
     def stats(self) -> EngineStats:
         stats = self._backend.stats().counting_on(self._before)
         return replace(stats, cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
@@ -148,6 +155,11 @@ class EngineWorker:
 
     def abort_all(self) -> None:
         self._post(lambda: self._end_all(FinishReason.ABORT, NotServing("the server is shutting down")))
+
+    def fail(self, error: BaseException) -> None:
+        """Has the engine's thread die of ``error`` before its next step. From any thread."""
+        self._doom = error
+        self._post(lambda: None)
 
     def shutdown(self) -> None:
         self._stopping = True
@@ -247,6 +259,9 @@ class EngineWorker:
         """Takes in what has arrived: jobs, closed streams, deadlines; True if it was the end."""
         stopping = self._stopping  # read once: who posts after the last look must be told that it was the last
         self._take_in(last=stopping)
+        if (doom := self._doom) is not None and not stopping:
+            self._doom = None
+            raise doom
         self._expire()
         if stopping:
             self._end_all(FinishReason.ABORT, NotServing("the engine was shut down"))

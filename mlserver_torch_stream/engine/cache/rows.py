@@ -57,6 +57,10 @@ class CacheLayout:
             return SlabLayer(columns, rows, capacity)
         return copy.deepcopy(layer)
 
+    def cache(self, rows: int = 1, capacity: int = 1) -> RowCache:
+        """An empty cache of this layout."""
+        return RowCache(self, rows, capacity)
+
 
 class RowCache:
     """``len(lengths)`` rows of at most ``rows``, aligned at their newest token, in slabs of ``capacity`` columns."""
@@ -174,7 +178,7 @@ class RowCache:
     def extract(self, row: int, spare: int = 1) -> RowCache:
         """A copy of one row as a cache of its own, with room for ``spare`` more columns."""
         length = self.lengths[row]
-        twin = RowCache(self.layout, rows=1, capacity=length + spare)
+        twin = self.layout.cache(rows=1, capacity=length + spare)
         layers = twin.cache.layers
         twin.columns.end = length
         for index, (target, given) in enumerate(zip(layers, self.cache.layers, strict=True)):
@@ -199,7 +203,7 @@ class RowCache:
 
     def head(self, length: int, capacity: int) -> RowCache:
         """A copy of the first ``length`` tokens of the single row, with room for ``capacity`` tokens in all."""
-        twin = RowCache(self.layout, rows=1, capacity=capacity)
+        twin = self.layout.cache(rows=1, capacity=capacity)
         twin.columns.end = length
         for target, given in zip(twin.slabs, self.slabs, strict=True):
             if given.is_initialized:
