@@ -38,6 +38,7 @@ from mlserver_torch_stream.engine.loading.loader import (
 from mlserver_torch_stream.engine.loading.pool import Lease
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
+from mlserver_torch_stream.engine.packed import pack_linears
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
@@ -67,6 +68,7 @@ class Prepared:
     weights: Weights
     findings: Findings
     forward: Forward | None
+    packed: int  # linear layers of the model that oneDNN has laid out
     device: torch.device  # of the token ids
     turns: Turns
 
@@ -166,10 +168,11 @@ def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Sha
             forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
         elif findings.cost is not None and settings.fast_path == "auto":
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
+        packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
     device = input_device(weights.model)
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)
-    return Prepared(weights, findings, forward, device, shares.cores if device.type == "cpu" else Turns())
+    return Prepared(weights, findings, forward, packed, device, shares.cores if device.type == "cpu" else Turns())
 
 
 def _start(
@@ -265,7 +268,7 @@ def _choose_backend(
 
 def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
     if prepared.forward is None:
-        return ""
+        return f"{prepared.packed} linear layers laid out for this CPU, " if prepared.packed else ""
     return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
 
 
