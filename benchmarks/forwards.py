@@ -1,4 +1,5 @@
-"""Milliseconds of a decode step and of a prefill, our kernels against transformers' forward, in turn in one run.
+"""Milliseconds of a decode step and of a prefill: our kernels, transformers' forward, and that with linear layers laid
+out for the CPU, in turn in one run.
 
     python benchmarks/forwards.py [MODEL] [--context 160] [--threads N] [--rounds 3] [--ours-only]
 
@@ -8,6 +9,7 @@ Drives the forwards alone: no scheduler, no sampling, no server.
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from mlserver_torch_stream.engine.forward import ModelForward
 from mlserver_torch_stream.engine.loading.host import read_host
 from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.packed import pack_linears
 from mlserver_torch_stream.settings import parse_settings
 
 ROWS = (1, 4, 16, 32)
@@ -80,6 +83,9 @@ def main() -> None:
         forwards: dict[str, Forward] = {"ours": NativeForward(model, options.threads, Path(settings.cache_dir))}
         if not options.ours_only:
             forwards["transformers"] = ModelForward(model)
+            packed = copy.deepcopy(model)
+            if pack_linears(packed):
+                forwards["laid out"] = ModelForward(packed)
         report(forwards, layout, options)
 
 
