@@ -26,6 +26,7 @@ from benchmarks.prompts import Prompts
 from benchmarks.recording import Recording
 
 DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p2000", "p2000-again", "c32+p2000", "mix")
+_SERIAL_STREAMS = 4  # enough to see a queue
 _NAME = re.compile(r"c(?P<streams>\d+)(\+p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)")
 
 
@@ -66,7 +67,7 @@ class Case:
     def needs_batching(self) -> bool:
         """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
         match = _match(self.name)
-        return bool(match["mix"] or match["late"])
+        return bool(match["mix"] or match["late"] or int(match["streams"] or 1) > _SERIAL_STREAMS)
 
     async def run(self, door: Door, pid: int, sweep: object) -> Figures:
         """``sweep`` names this run: no other has its prompts. Raises WrongCount or BadAnswer."""
