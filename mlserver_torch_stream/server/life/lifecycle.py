@@ -14,13 +14,28 @@ from typing import Any, Protocol
 
 from mlserver.logging import logger
 
-from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.server.life.threads import in_thread
 from mlserver_torch_stream.server.life.visits import Moment, Visits
 
 # After the aborts: for the step that runs, and for the last responses to leave.
 _LAST_WORDS = 2.0
 _SILENCE = 0.5
+
+
+class Drainable(Protocol):
+    """What a model's requests run on, as far as the end of a process has to know it."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def drain(self) -> None:
+        """New requests are refused; what runs goes on."""
+
+    def abort_all(self) -> None:
+        """What still runs ends now."""
+
+    def shutdown(self) -> None:
+        """Blocks; call it off the loop."""
 
 
 class Member(Protocol):
@@ -32,7 +47,7 @@ class Member(Protocol):
     """Its load has ended, well or not."""
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> Drainable | None:
         """None before it is loaded."""
 
     @property
@@ -57,7 +72,7 @@ class Lifecycle:
         """Why no requests are wanted any more; None while they are."""
         return self._leaving
 
-    def members(self, engine: Engine | None = None) -> Collection[Member]:
+    def members(self, engine: Drainable | None = None) -> Collection[Member]:
         """All who are here, or those on one engine: its user, and those before whose last requests still run."""
         self._members = [member for member in self._members if not (member.over and member.visits.empty)]
         return [member for member in self._members if engine is None or member.engine is engine]

@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE, Drainable
 from mlserver_torch_stream.server.life.threads import in_thread
 from mlserver_torch_stream.server.life.visits import Moment, Visits
 
@@ -22,7 +21,7 @@ class Built(Protocol):
     """An engine that may have other users."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Drainable: ...
 
     def give_back(self) -> bool:
         """True if nobody else uses the engine, nor ever will: then it is to be shut down."""
@@ -45,7 +44,7 @@ class Stay(Generic[B]):
         self._built: B | None = None
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> Drainable | None:
         return None if self._built is None else self._built.engine
 
     @property

@@ -8,10 +8,10 @@ never the same twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from uuid import uuid4
 
 import orjson
@@ -49,6 +49,34 @@ class TokenModel(Protocol):
 
     def generator(self, entrance: Entrance) -> Generator:
         """Raises NotServing."""
+
+
+class Answer(Protocol):
+    """One request being answered: read once, as a stream of bodies or as a whole."""
+
+    error: Exception | None  # that the client has been told after the answer had begun
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def chat_tensors(self) -> bool: ...
+
+    def bodies(self) -> AsyncIterator[Body]: ...
+
+    async def whole_body(self) -> Body: ...
+
+    def failure_bodies(self, error: Exception) -> Sequence[Body]: ...
+
+    def close(self) -> None:
+        """Synchronous and idempotent."""
+
+
+class AnswersItself(Protocol):
+    """A model of ours that is no token model, and makes its answers itself."""
+
+    def open_answer(self, body: dict[str, Any], headers: Mapping[str, str], door: Door) -> Answer:
+        """The answer, not begun. Raises RequestError."""
 
 
 @dataclass(frozen=True)
@@ -136,22 +164,27 @@ class _Visit:
         if answer.error is not None:
             raise _Told from answer.error
 
-    def _open(self, model: TokenModel, body: dict[str, Any]) -> tuple[V2Answer, bool]:
+    def _open(self, model: TokenModel, body: dict[str, Any]) -> tuple[Answer, bool]:
         """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
+        headers = dict(Headers(scope=self._scope))
+        if hasattr(model, "open_answer"):
+            answer = cast(AnswersItself, model).open_answer(body, headers, self._door)
+            self._opened = True
+            return answer, False
         generator = model.generator(self._door.entrance)
         flat = self._door.flat and is_flat(body)
         try:
             payload = as_v2_request(body) if flat else InferenceRequest.model_validate(body)
         except ValidationError as error:
             raise as_invalid_input(error) from None
-        insert_headers(payload, dict(Headers(scope=self._scope)))
+        insert_headers(payload, headers)
         request_id = payload.id or str(uuid4())
         request = decode_request(payload, generator.info, streaming=self._door.streaming, request_id=request_id)
         self._opened = True
         start = partial(generator.start, request)
         return V2Answer(request, ModelName(model.name, model.version), start, request_index=None), flat
 
-    def _events(self, answer: V2Answer) -> EventStream:
+    def _events(self, answer: Answer) -> EventStream:
         options = self._door.options
         return EventStream(
             self._send,
@@ -160,7 +193,7 @@ class _Visit:
             stalled=partial(self._stalled, answer),
         )
 
-    async def _send_all(self, answer: V2Answer, events: EventStream, spell: Callable[[Body], bytes]) -> None:
+    async def _send_all(self, answer: Answer, events: EventStream, spell: Callable[[Body], bytes]) -> None:
         """Raises what goes wrong as long as nothing has been sent; later the stream says it."""
         try:
             async for body in answer.bodies():
@@ -173,11 +206,11 @@ class _Visit:
                 await events.send(spell(body))
         await events.end()
 
-    def _leave(self, answer: V2Answer) -> None:
+    def _leave(self, answer: Answer) -> None:
         self.left = True
         answer.close()
 
-    def _stalled(self, answer: V2Answer) -> None:
+    def _stalled(self, answer: Answer) -> None:
         seconds = self._door.options.stalled_reader_timeout
         logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
         self._leave(answer)
