@@ -32,6 +32,9 @@ class Backend(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def close(self) -> None:
+        """Returns when nothing of it runs any more; it is not stepped again."""
+
 
 class Remains:
     """Stands for a backend that died: it does nothing, lets go of all memory and keeps the counters."""
@@ -54,3 +57,6 @@ class Remains:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def close(self) -> None:
+        pass

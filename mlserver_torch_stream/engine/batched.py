@@ -54,6 +54,7 @@ class BatchedBackend:
         prefix_bytes: int = 0,
         forward: Forward | None = None,
         layout: CacheLayout | None = None,
+        stages: int = 1,
         faults: Faults | None = None,
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
@@ -65,7 +66,7 @@ class BatchedBackend:
         # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
-        self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of))
+        self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages))
         self._max_rows = max_rows
         self._check_devices = check_devices
         self._cache_bytes = cache_bytes
@@ -115,35 +116,45 @@ class BatchedBackend:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def close(self) -> None:
+        pass
+
     # --- prefill ---
 
     def _prefill(self, piece: Piece, deliver: Deliver) -> None:
         job = piece.job
         try:
-            logits = self._advance(job, piece.count)
+            ids = self._take_up(piece)
+            logits = self._prefill_forward([ids], self._prefills[job])
+            self._advance(job, ids)
             started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
         except Exception as error:
-            logger.exception("prefill failed")
-            self._check_devices()
-            self._drop(job)
-            job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {error}"))
-            deliver(job.sequences)
+            self._fail_prefill(job, error, deliver)
             return
         if started is not None:
             group, choices = started
             self._gauge()
             self._accept(group, range(len(group.rows) - job.rows, len(group.rows)), choices, deliver)
 
-    def _advance(self, job: Job, count: int) -> torch.Tensor:
+    def _fail_prefill(self, job: Job, error: Exception, deliver: Deliver) -> None:
+        logger.error("prefill failed", exc_info=error)
+        self._check_devices()
+        self._drop(job)
+        job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {error}"))
+        deliver(job.sequences)
+
+    def _take_up(self, piece: Piece) -> list[int]:
+        """The piece's ids, and a cache for them where it is the prompt's first."""
+        job = piece.job
         if job.started_at is None:
             job.started_at = time.monotonic()
         if job.prefilled == 0:
             self._prefills[job] = self._begin(job)
-        ids = job.prompt[job.prefilled : job.prefilled + count]
-        logits = self._prefill_forward([ids], self._prefills[job])
+        return job.prompt[job.prefilled : job.prefilled + piece.count]
+
+    def _advance(self, job: Job, ids: Sequence[int]) -> None:
         job.prefilled += len(ids)
         self._count(prefill_tokens=len(ids))
-        return logits
 
     def _begin(self, job: Job) -> RowCache:
         """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
@@ -160,17 +171,21 @@ class BatchedBackend:
         """The prompt is in: samples the first token of each of its sequences and joins them to a batch, at its end."""
         self._samplers.begin(job)
         choices = self._choose(logits.expand(job.rows, -1), job.sequences)
+        cache = self._prefills[job]
+        group = self._seat(job)
+        self._keep_prompt(job, cache, choices)
+        return group, choices
+
+    def _seat(self, job: Job) -> Group:
+        """Joins the sequences of a prefilled job to their batch, or raises and leaves that as it was."""
         group = self._scheduler.place(job)
         first = len(group.rows) - job.rows
-        cache = self._prefills.pop(job)
         try:
-            self._join(group, cache, job.rows)
+            self._join(group, self._prefills.pop(job), job.rows)
         except BaseException:
             self._scheduler.keep(group, list(range(first)))
             raise
-        if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
-            self._keep(job.prompt, cache, 0, cache.compact)
-        return group, choices
+        return group
 
     def _join(self, group: Group, cache: RowCache, rows: int) -> None:
         batch = self._batches.get(group)
@@ -192,24 +207,47 @@ class BatchedBackend:
         except Exception as error:
             self._isolate(group, error, deliver)
             return
-        choices = self._choose(logits, group.rows)
+        self._settle(group, logits, began, deliver)
+
+    def _settle(self, group: Group, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
+        """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
+        rows = [row for row, answer in enumerate(group.rows) if answer.finish_reason is None]
+        if len(rows) < len(group.rows):
+            logits = logits[rows]
+        choices = self._choose(logits, [group.rows[row] for row in rows])
         zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
         self._count(decode_steps=1, zombie_steps=zombies)
-        self._accept(group, range(len(group.rows)), choices, deliver)
+        self._accept(group, rows, choices, deliver)
 
     def _sweep(self, group: Group) -> None:
-        """Drops the rows whose streams were closed since the step began, while prompts were prefilled."""
-        closed = {row for row, answer in enumerate(group.rows) if answer.job.mailbox.closed_at is not None}
-        if closed:
-            self._remove(group, closed)
+        """Drops the rows that have ended, or whose streams were closed, since they were last looked at."""
+        gone = {
+            row
+            for row, answer in enumerate(group.rows)
+            if answer.finish_reason is not None or answer.job.mailbox.closed_at is not None
+        }
+        if gone:
+            self._remove(group, gone)
 
     def _accept(
-        self, group: Group, rows: range, choices: Sequence[Choice | GenerationFailed], deliver: Deliver
+        self, group: Group, rows: Sequence[int], choices: Sequence[Choice | GenerationFailed], deliver: Deliver
     ) -> None:
-        answers = group.rows[rows.start : rows.stop]
-        for row, answer, choice in zip(rows, answers, choices, strict=True):
+        """Gives these rows of a batch their next tokens, and drops all of its rows that have ended."""
+        answers = [group.rows[row] for row in rows]
+        for row, choice in zip(rows, choices, strict=True):
             if isinstance(choice, GenerationFailed):
                 self._batches[group].clear_row(row)
+        self._take(answers, choices)
+        finished = {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None}
+        if finished:
+            self._keep_conversations(group, finished)
+            self._remove(group, finished)
+            self._retire()  # before the last events: who reads them finds the gauges true
+        deliver(answers)
+
+    def _take(self, answers: Sequence[Answer], choices: Sequence[Choice | GenerationFailed]) -> None:
+        for answer, choice in zip(answers, choices, strict=True):
+            if isinstance(choice, GenerationFailed):
                 answer.finish(FinishReason.ERROR, choice)
                 continue
             assert answer.sampler is not None
@@ -220,12 +258,6 @@ class BatchedBackend:
                 logger.exception("a token could not be taken")
                 answer.finish(FinishReason.ERROR, GenerationFailed(f"token {choice.token_id} failed: {error}"))
         self._count(generated_tokens=sum(isinstance(choice, Choice) for choice in choices))
-        finished = {row for row, answer in zip(rows, answers, strict=True) if answer.finish_reason is not None}
-        if finished:
-            self._keep_conversations(group, finished)
-            self._remove(group, finished)
-            self._retire()  # before the last events: who reads them finds the gauges true
-        deliver(answers)
 
     def _keep_conversations(self, group: Group, finished: set[int]) -> None:
         """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
@@ -234,16 +266,11 @@ class BatchedBackend:
             answer = group.rows[row]
             if answer.finish_reason is not FinishReason.ERROR:
                 ids = [*answer.job.prompt, *answer.tokens][: batch.lengths[row]]
-                self._keep(ids, batch, row, partial(batch.extract, row, spare=0))
+                self._prefixes.offer(ids, batch, row, partial(batch.extract, row, spare=0))
 
-    def _keep(self, ids: list[int], cache: RowCache, row: int, take: Callable[[], RowCache]) -> None:
-        """For later prompts that begin with these ids of a row; where there is no memory for it nobody is hurt."""
-        if not (self._prefixes.wanted and cache.is_whole(row)):
-            return
-        try:
-            self._prefixes.keep(ids, take)
-        except RuntimeError as error:
-            logger.warning("a prompt could not be kept: %s", error)
+    def _keep_prompt(self, job: Job, cache: RowCache, choices: Sequence[Choice | GenerationFailed]) -> None:
+        if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
+            self._prefixes.offer(job.prompt, cache, 0, cache.compact)
 
     def _choose(self, logits: torch.Tensor, answers: Sequence[Answer]) -> list[Choice | GenerationFailed]:
         """The next token of each; where sampling raises, of each alone, so that only the culprit fails."""

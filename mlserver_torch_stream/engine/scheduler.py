@@ -5,7 +5,7 @@ Decides and returns what to do; it imports no torch, runs nothing and reads no c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from mlserver_torch_stream.engine.sequence import Job, Sequence
@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.waiting import WaitingJobs
 # Rows whose lengths differ more than this are decoded in different batches: every row of a batch pays for its longest.
 _SPREAD = 4
 _SHORT = 256  # columns below which rows count as equally long
-_MAX_GROUPS = 4
+MAX_GROUPS = 4  # for each stage
 # Spare columns: what has left a batch at its old end is moved out once in `capacity / 5` steps.
 _SLACK = 1.25
 
@@ -24,12 +24,16 @@ Cost = Callable[[int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole."""
+    """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole.
+
+    ``stages``: batches of rows of about one length that can be decoded at the same time.
+    """
 
     max_rows: int
     prefill_tokens: int | None
     cache_bytes: int
     cost: Cost
+    stages: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -45,10 +49,15 @@ class Group:
     def lengths(self) -> list[int]:
         return [row.length for row in self.rows] + [len(job.prompt) for job in self.expected]
 
+    @property
+    def size(self) -> int:
+        """Rows that are here or expected."""
+        return len(self.rows) + sum(job.rows for job in self.expected)
+
     def wanted(self, job: Job | None = None) -> tuple[int, int]:
         """Rows and columns that everybody here, and ``job``, can come to need."""
         jobs = [*self.expected, *([job] if job else [])]
-        rows = len(self.rows) + sum(each.rows for each in jobs)
+        rows = self.size + (job.rows if job else 0)
         lengths = [row.final_length for row in self.rows] + [each.final_length for each in jobs]
         return row_step(rows), column_step(max(lengths, default=0))
 
@@ -100,13 +109,17 @@ class Scheduler:
     def add(self, job: Job) -> None:
         self.waiting.add(job)
 
-    def pieces(self) -> list[Piece]:
-        """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit."""
+    def pieces(self, busy: Collection[Job] = (), most: int | None = None) -> list[Piece]:
+        """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit.
+
+        At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way.
+        """
         left = self._limits.prefill_tokens
         pieces: list[Piece] = []
         for job in self.prefilling:
-            left = self._take(job, left, pieces)
-        while (left is None or left > 0) and (newcomer := self._admit()) is not None:
+            if job not in busy and len(pieces) != most:
+                left = self._take(job, left, pieces)
+        while (left is None or left > 0) and len(pieces) != most and (newcomer := self._admit()) is not None:
             left = self._take(newcomer, left, pieces)
         return pieces
 
@@ -142,8 +155,12 @@ class Scheduler:
             return None
         reserved = self.reserved_bytes + self._prefill_bill(job)
         candidates = [group for group in self.groups if group.takes(len(job.prompt))]
-        if len(self.groups) < _MAX_GROUPS:
-            candidates.append(Group())
+        stages = self._limits.stages
+        if stages > 1:
+            candidates.sort(key=lambda group: group.size)
+        if len(self.groups) < MAX_GROUPS * stages:
+            # A batch for each stage before any gets a second row.
+            candidates.insert(0 if len(candidates) < stages else len(candidates), Group())
         for group in candidates or self.groups:
             now = self._bill(group) if group in self.groups else 0
             if reserved - now + self._bill(group, job) <= self._limits.cache_bytes:
@@ -156,6 +173,10 @@ class Scheduler:
 
     def _prefill_bill(self, job: Job) -> int:
         return self._limits.cost(1, len(job.prompt) if job.sealed else job.final_length)
+
+    def target(self, job: Job) -> Group:
+        """The batch that an admitted job is on its way to."""
+        return self._targets[job]
 
     def place(self, job: Job) -> Group:
         """Moves a prefilled job's sequences into their batch and sets how large its cache must be."""

@@ -73,6 +73,9 @@ class SerialBackend:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def close(self) -> None:
+        pass
+
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         for job in [job for job in self._growing if job.sealed]:
             self._growing.remove(job)

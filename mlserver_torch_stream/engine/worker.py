@@ -212,6 +212,7 @@ class EngineWorker:
             try:
                 with torch.inference_mode():
                     self._loop()
+                self._backend.close()
                 return
             except BaseException as error:
                 logger.exception("the engine's thread failed; every stream ends with an error")
@@ -234,9 +235,10 @@ class EngineWorker:
             logger.error("the engine was started anew")
         if backend is not None:
             self._before = self._backend.stats().counting_on(self._before)
-        self._backend = backend or Remains(self._backend.stats())
+        dead, self._backend = self._backend, backend or Remains(self._backend.stats())
         self._take_in(last=backend is None)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
+        dead.close()
         if backend is None and self._on_death is not None:
             self._on_death(error)
         return backend is not None

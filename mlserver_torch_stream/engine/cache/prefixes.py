@@ -5,6 +5,7 @@ Knows nothing of jobs or batches; what is kept is never changed, only copied fro
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.rows import RowCache
+
+logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int64]
 
@@ -54,6 +57,15 @@ class PrefixStore:
             return None
         self._kept.move_to_end(best)
         return self._kept[best][1].head(shared, len(ids)), shared
+
+    def offer(self, ids: Sequence[int], cache: RowCache, row: int, take: Callable[[], RowCache]) -> None:
+        """Keeps what a row of ``cache`` holds, if it can be cut to a prefix; without memory for it nobody is hurt."""
+        if not (self.wanted and cache.is_whole(row)):
+            return
+        try:
+            self.keep(ids, take)
+        except RuntimeError as error:
+            logger.warning("a prompt could not be kept: %s", error)
 
     def keep(self, ids: Sequence[int], take: Callable[[], RowCache]) -> None:
         """Keeps what ``take`` returns: a cache of exactly these ids (``RowCache.is_whole``) that nobody writes to.

@@ -1,0 +1,98 @@
+"""How forwards in several threads pass through a model's stages: one in each stage at a time, in the order of asking.
+
+Knows nothing of rows or caches. A thread runs the model's whole forward; hooks on the modules of the device map hand
+it from stage to stage, so that no model's code is cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.cache.rows import RowCache
+from mlserver_torch_stream.engine.forward import Forward
+from mlserver_torch_stream.engine.pipeline.stages import Stage, read_stages
+from mlserver_torch_stream.engine.pipeline.transfer import Transfers
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """The stages of one copy of the weights, whichever engines use it. ``threads``: of torch's, in a thread."""
+
+    def __init__(self, stages: Sequence[Stage], threads: int = 1) -> None:
+        self.stages = tuple(stages)
+        self.threads = threads
+        self._here = threading.local()
+        self._transfers = Transfers({stage.device for stage in self.stages})
+        for stage in self.stages:
+            for module in stage.modules:
+                module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
+
+    @property
+    def depth(self) -> int:
+        return len(self.stages)
+
+    def run(self, forward: Callable[[], T]) -> T:
+        """What ``forward`` returns or raises; waits before each stage until it is free, and leaves the last one."""
+        passage = self._here.passage = _Passage()
+        try:
+            return forward()
+        finally:
+            self._here.passage = None
+            passage.leave()
+
+    def _enter(
+        self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        passage: _Passage | None = getattr(self._here, "passage", None)
+        if passage is None:  # whoever calls the model otherwise has it for himself: the checks at load
+            return None
+        passage.enter(stage)
+        return self._transfers.bring(args, kwargs, stage.device)
+
+
+class _Passage:
+    """Where one forward is. It never holds two stages, so that none waits in a circle."""
+
+    def __init__(self) -> None:
+        self._stage: Stage | None = None
+        self._turn = ExitStack()
+
+    def enter(self, stage: Stage) -> None:
+        if stage is self._stage:
+            return
+        self.leave()
+        self._turn.enter_context(stage.turns.turn())
+        self._stage = stage
+
+    def leave(self) -> None:
+        """Lets the next one in, once the device is done: what is queued on it would be in the next one's way."""
+        stage, self._stage = self._stage, None
+        with self._turn.pop_all():
+            if stage is not None:
+                stage.finish()
+
+
+class StagedForward:
+    """A ``Forward`` that passes through the stages."""
+
+    def __init__(self, forward: Forward, pipeline: Pipeline) -> None:
+        self._forward = forward
+        self._pipeline = pipeline
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+        return self._pipeline.run(lambda: self._forward(tokens, cache))
+
+
+def pipeline_of(model: PreTrainedModel, threads: int) -> Pipeline | None:
+    """None where one device computes everything."""
+    stages = read_stages(model)
+    return Pipeline(stages, threads) if len(stages) > 1 else None

@@ -1,0 +1,82 @@
+"""The stages of a model that accelerate has laid out over several devices, read off its device map.
+
+Knows no family by name and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.shares import Turns
+
+_OFFLOADED = ("cpu", "disk")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """The modules that one device computes, not always one after another: a tied head is where the embedding is."""
+
+    name: str
+    device: torch.device
+    modules: tuple[nn.Module, ...]
+    turns: Turns = field(default_factory=Turns)
+
+    def finish(self) -> None:
+        """Returns when the device has done what this thread asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
+    """In the order of the map; at most one where there is nothing to overlap."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, place in (getattr(model, "hf_device_map", None) or {}).items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:  # a parameter by itself: its module is entered with what surrounds it
+            continue
+        found.setdefault(_computed_on(module, place), []).extend(_called(module))
+    return tuple(Stage(name, _device(modules), tuple(modules)) for name, modules in found.items())
+
+
+def _computed_on(module: nn.Module, place: str | int | torch.device) -> str:
+    """Weights that no device has room for are computed where their hook brings them."""
+    hook_place = execution_device(module) if str(place) in _OFFLOADED else None
+    return device_name(place if hook_place is None else hook_place)
+
+
+def execution_device(module: nn.Module) -> str | int | torch.device | None:
+    """Where accelerate's hook has the module compute; None without one."""
+    for each in module.modules():
+        hook = getattr(each, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if (place := getattr(part, "execution_device", None)) is not None:
+                found: str | int | torch.device = place
+                return found
+    return None
+
+
+def device_name(place: str | int | torch.device) -> str:
+    return f"cuda:{place}" if isinstance(place, int) else str(place)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or where it is a mere container, whose ``forward`` nobody calls, what it contains."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
+
+
+def _device(modules: list[nn.Module]) -> torch.device:
+    held = (parameter.device for module in modules for parameter in module.parameters())
+    device: torch.device | None = next((each for each in held if each.type != "meta"), None)
+    if device is not None:
+        return device
+    return torch.device(next((place for each in modules if (place := execution_device(each)) is not None), "cpu"))

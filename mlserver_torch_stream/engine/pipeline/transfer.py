@@ -1,0 +1,50 @@
+"""Tensors on their way from one GPU to the next, on streams of their own.
+
+Knows nothing of stages. A copy between GPUs runs in order with all that is queued on its streams, and while one group
+of rows goes over, the device that it leaves is busy with the next: on the usual streams it would wait for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Transfers:
+    """One stream per GPU for what comes and goes; nothing to do where there are not several of them."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = {device: torch.cuda.Stream(device) for device in gpus} if len(gpus) > 1 else {}
+
+    def bring(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A module's arguments with the tensors on ``device``; None: as they are."""
+        if device not in self._streams:
+            return None
+        return self._brought(args, device), self._brought(kwargs, device)
+
+    def _brought(self, value: Any, device: torch.device) -> Any:
+        if isinstance(value, torch.Tensor):
+            away = value.device != device and value.device in self._streams
+            return self._copy(value, device) if away else value
+        if type(value) in (tuple, list):
+            return type(value)(self._brought(each, device) for each in value)
+        if type(value) is dict:
+            return {key: self._brought(each, device) for key, each in value.items()}
+        return value
+
+    def _copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The source is complete: its stage was left only when its device was done."""
+        source, target = self._streams[value.device], self._streams[device]
+        with torch.cuda.stream(source), torch.cuda.stream(target):
+            copied = value.to(device, non_blocking=True)
+        # The allocator must not give either block away before both streams are done with it.
+        value.record_stream(source)
+        user = torch.cuda.current_stream(device)
+        copied.record_stream(user)
+        user.wait_stream(target)
+        return copied
