@@ -29,6 +29,7 @@ _ALLOWED = {
     "loading": {"types", "errors", "settings", "protocol", "engine"},
     "runtime": {"types", "errors", "settings", "protocol", "engine", "generation", "loading", "server"},
     "client": set(),
+    "cloud": {"types", "errors", "settings"},
 }
 _TORCH = {"torch", "transformers", "accelerate", "tokenizers", "safetensors", "gguf"}
 _MAY_IMPORT_TORCH = {"engine"}
@@ -95,3 +96,12 @@ def test_the_package_and_its_command_import_nothing_heavy_before_they_are_used()
 def test_the_engine_interface_imports_no_torch() -> None:
     for name in ("__init__", "api"):
         assert not {_top(each) for each in _imports(_ROOT / _PACKAGE / "engine" / f"{name}.py")} & _TORCH
+
+
+@pytest.mark.parametrize(
+    ("library", "modules"),
+    [("obstore", {"cloud/store.py"}), ("aiokafka", {"cloud/kafka.py"}), ("ray", {"cli/on_ray.py"})],
+)
+def test_only_one_module_knows_each_library_of_the_cloud(library: str, modules: set[str]) -> None:
+    know = {str(path.relative_to(_ROOT / _PACKAGE)) for path in _MODULES if library in map(_top, _imports(path))}
+    assert know <= modules

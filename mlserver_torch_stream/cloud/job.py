@@ -1,0 +1,239 @@
+"""One run from its input to its output: what it is known by, what it resumes, and how it ends.
+
+Knows the stages by their names; of the model only the callable, and a description that tells one run from another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlserver_torch_stream.cloud.faults import CloudError, Exists, Refused, TooManyFailures
+from mlserver_torch_stream.cloud.listing import Place, decode_inputs, encode_inputs, list_objects, open_input
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.naming import INPUTS, MANIFEST, differences, digest, done_name, part_number
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row
+from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done
+from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
+from mlserver_torch_stream.cloud.store import Store
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``model``: what makes two runs with the same input differ, as plain JSON. ``lane`` of ``lanes``, from 1: parts
+    n with n % lanes == lane - 1 are this worker's. ``max_failures``: rows that may fail before the run ends; None: all.
+    """
+
+    input: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+    output: str | None = None
+    glob: str | None = None
+    manifest: str | None = None
+    kind: Kind | None = None
+    part_rows: int = 64
+    lane: int = 1
+    lanes: int = 1
+    max_failures: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    ahead: Ahead = field(default_factory=Ahead)
+    retry: Retry = field(default_factory=Retry)
+    stall_s: float = 30.0
+    storage: Mapping[str, str] = field(default_factory=dict)
+    weigh: Callable[[Row], int] = lambda row: row.size
+
+    def __post_init__(self) -> None:
+        """Raises Refused, which names the option."""
+        if self.part_rows < 1:
+            raise Refused("--part-rows: must be at least 1")
+        if not 1 <= self.lane <= self.lanes:
+            raise Refused("--worker: must be I/N with I from 1 to N")
+        if self.lanes > 1 and self.output is None:
+            raise Refused("--worker: several workers need an --output that they share")
+        if self.glob is not None and self.manifest is not None:
+            raise Refused("--glob: names objects beside --manifest, which names them all; give one of them")
+        if self.output is not None:
+            if self.output.startswith(("http://", "https://")):
+                raise Refused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
+            if f"{self.output.rstrip('/')}/".startswith(f"{self.input.rstrip('/')}/"):
+                raise Refused("--output: lies within --input, so that results would be read as input")
+
+    def config(self) -> dict[str, Any]:
+        """What a run is known by: another value is another run."""
+        return {
+            "format": _FORMAT,
+            "input": self.input.rstrip("/"),
+            "glob": self.glob,
+            "manifest": self.manifest,
+            "kind": None if self.kind is None else self.kind.value,
+            "part_rows": self.part_rows,
+            "model": dict(self.model),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do: its objects, and what its output holds already."""
+
+    job: Job
+    source: Place
+    objects: list[Listed]
+    output: Store | None
+    done: Done
+
+    async def aclose(self) -> None:
+        await self.source.store.aclose()
+
+
+async def plan(job: Job, *, write: bool = True) -> Plan:
+    """Lists the input, or reads the list that the output keeps. ``write`` false: leaves no trace in the output.
+
+    Raises CloudError; Refused where the output is another run's.
+    """
+    place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
+    output = None if job.output is None else Store.open(job.output, job.storage, job.stall_s)
+    if output is None:
+        return Plan(job, place, await _list(job, place), None, Done())
+    known = await _claim(job, output, write)
+    objects = None if not known else await _kept(output, job)
+    if objects is None:
+        objects = await _list(job, place)
+        if write:
+            try:
+                await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects or [])))
+            except Exists:  # another worker was faster
+                objects = await _kept(output, job) or []
+    return Plan(job, place, objects, output, await find_done(output, job.part_rows, job.retry) if known else Done())
+
+
+async def _list(job: Job, place: Place) -> list[Listed]:
+    manifest = None if job.manifest is None else await _read_manifest(job)
+    objects = await list_objects(place, job.glob, manifest, job.retry)
+    if not objects:
+        raise Refused(f"--input: nothing found in {job.input}" + (f" that is {job.glob}" if job.glob else ""))
+    return objects
+
+
+async def _read_manifest(job: Job) -> bytes:
+    assert job.manifest is not None
+    parent, _, name = job.manifest.rpartition("/")
+    store = Store.open(parent or ".", job.storage, job.stall_s)
+    try:
+        return await job.retry.run(lambda: store.get(name))
+    except CloudError as error:
+        raise Refused(f"--manifest: {error.message}") from None
+
+
+async def _claim(job: Job, output: Store, write: bool) -> bool:
+    """True if the output is this run's already; makes it so if it is nobody's. Raises Refused if it is another's."""
+    config = {**job.config(), "run": digest(job.config())}
+    text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    try:
+        found = await job.retry.run(lambda: output.get(MANIFEST))
+    except CloudError as error:
+        if error.code != "missing":
+            raise
+        async for info in output.list():
+            if part_number(info.key) is not None:
+                raise Refused(f"--output: {output.url} holds parts without a manifest; choose an empty place") from None
+        if not write:
+            return False
+        try:
+            await job.retry.run(lambda: output.create(MANIFEST, text))
+            return False
+        except Exists:
+            found = await job.retry.run(lambda: output.get(MANIFEST))
+    try:
+        was = json.loads(found)
+        assert isinstance(was, dict)
+    except (ValueError, AssertionError):
+        raise Refused(f"--output: the manifest in {output.url} is none that this program wrote") from None
+    if was.get("run") != config["run"]:
+        differing = "; ".join(differences(was, config)[:4])
+        raise Refused(f"--output: {output.url} belongs to another run: {differing}")
+    return True
+
+
+async def _kept(output: Store, job: Job) -> list[Listed] | None:
+    try:
+        return decode_inputs(await job.retry.run(lambda: output.get(INPUTS)))
+    except CloudError as error:
+        if error.code != "missing":
+            raise
+        return None
+
+
+async def results(planned: Plan, infer: Infer, meter: Meter) -> AsyncGenerator[Result, None]:
+    """The results that are still missing, in order. Raises TooManyFailures behind the one that was too many."""
+    job, done = planned.job, planned.done
+    failures = 0
+
+    def wanted(index: int) -> bool:
+        number = index // job.part_rows
+        return job.output is None or (number % job.lanes == job.lane - 1 and number not in done.parts)
+
+    def again(error: CloudError) -> None:
+        meter.retries += 1
+
+    source = Source(
+        planned.source.store,
+        planned.objects,
+        job.kind,
+        strict=job.lanes > 1 or done.sparse,
+        retry=job.retry,
+        ahead=job.ahead,
+        again=again,
+    )
+    rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
+    async with aclosing(infer_rows(rows, infer, job.limits, meter, job.weigh)) as found:
+        async for result in found:
+            yield result
+            failures += result.outcome.failure is not None
+            if job.max_failures is not None and failures > job.max_failures:
+                failure = result.outcome.failure
+                last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
+                raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
+
+
+async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGenerator[Result, None]:
+    """The results of a job without an output, one for each row, in order, while objects are still being fetched."""
+    if job.output is not None:
+        raise Refused("--output: stream gives results to its caller; use write for an output")
+    planned = await plan(job)
+    try:
+        async with aclosing(results(planned, infer, meter or Meter())) as found:
+            async for result in found:
+                yield result
+    finally:
+        await planned.aclose()
+
+
+async def write(
+    planned: Plan, infer: Infer, meter: Meter, seen: Callable[[Result], Awaitable[None]] | None = None
+) -> int:
+    """Writes the parts that are missing; returns the number of rows that failed, in this run or before it.
+
+    ``seen`` is called with each result before it is durable.
+    """
+    job, output = planned.job, planned.output
+    assert output is not None, "a plan without an output"
+    sink = PartSink(output, job.part_rows, job.retry)
+    if not planned.done.complete:
+        async with aclosing(results(planned, infer, meter)) as found:
+            async for result in found:
+                if seen is not None:
+                    await seen(result)
+                await sink.write(result)
+        await sink.end()
+    failed = planned.done.failed + meter.failed
+    if not planned.done.complete or job.lanes == 1:
+        done = {"failed": failed, "rows": meter.rows, "lane": job.lane, "lanes": job.lanes}
+        await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
+    return failed

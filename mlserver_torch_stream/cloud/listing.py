@@ -1,0 +1,145 @@
+"""Which objects belong to a run: all below a URL, those of a glob, those of a manifest, or the one that is named.
+
+Knows nothing of what is in them. The list is made once per run and kept with its output, so that a resumed run reads
+the very versions that the first one saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused
+from mlserver_torch_stream.cloud.naming import glob_pattern
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Failure
+from mlserver_torch_stream.cloud.source import Listed
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+
+MOST_OBJECTS = 1_000_000
+_HEADS_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store, and the one object in it that is meant, if it is one."""
+
+    store: Store
+    only: str | None = None
+
+
+async def open_input(url: str, options: Mapping[str, str], retry: Retry, *, manifest: bool, stall_s: float) -> Place:
+    """A URL whose last part looks like a file is one where there is such an object, else a prefix."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    web = url.startswith(("http://", "https://"))
+    if web and not manifest:
+        return Place(Store.open(parent, options, stall_s), name)
+    if "://" not in url or url.startswith("file://"):
+        path = Path(url.removeprefix("file://")).expanduser()
+        if path.is_file():
+            return Place(Store.open(str(path.parent), options, stall_s), path.name)
+        if not path.is_dir():
+            raise Refused(f"--input: no such file or folder: {path}")
+    elif "." in name and not web and not parent.endswith("//") and parent.count("/") >= 2:
+        store = Store.open(parent, options, stall_s)
+        try:
+            await retry.run(lambda: store.head(name))
+            return Place(store, name)
+        except Missing:
+            pass
+        except Denied:
+            pass  # listing will say so, if it is so
+    return Place(Store.open(url, options, stall_s))
+
+
+async def list_objects(place: Place, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
+    """In the order of their keys, or in the manifest's. Raises CloudError where nothing can be listed."""
+    if manifest is not None:
+        return await _heads(place.store, _manifest_keys(manifest), retry)
+    if place.only is not None:
+        return await _heads(place.store, [place.only], retry)
+    pattern = glob_pattern(glob or "**")
+    return sorted(await retry.run(lambda: _listed(place.store, pattern)), key=lambda listed: listed.info.key)
+
+
+async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
+    found: list[Listed] = []
+    async for info in store.list():
+        if pattern.fullmatch(info.key):
+            found.append(Listed(info))
+            if len(found) > MOST_OBJECTS:
+                raise Refused(f"--input: more than {MOST_OBJECTS} objects; choose some of them with --glob")
+    return found
+
+
+def _manifest_keys(data: bytes) -> list[str]:
+    """One key per line, plain or as ``{"key": …}``. Raises Refused, which names the line."""
+    keys: dict[str, int] = {}
+    try:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise Refused(f"--manifest: is not UTF-8: byte {error.start}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        key = _manifest_key(line.strip(), number)
+        if key in keys:
+            raise Refused(f"--manifest: line {number} names {key} again, which line {keys[key]} has")
+        keys[key] = number
+    if len(keys) > MOST_OBJECTS:
+        raise Refused(f"--manifest: more than {MOST_OBJECTS} objects")
+    return list(keys)
+
+
+def _manifest_key(line: str, number: int) -> str:
+    if not line.startswith("{"):
+        return line
+    try:
+        key = json.loads(line)["key"]
+    except (ValueError, KeyError, TypeError):
+        key = None
+    if not isinstance(key, str) or not key:
+        raise Refused(f'--manifest: line {number} is neither a key nor {{"key": "…"}}')
+    return key
+
+
+async def _heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]:
+    """The objects as they are now; one that is not there stays in the list, with the reason."""
+    gate = asyncio.Semaphore(_HEADS_AT_ONCE)
+
+    async def head(key: str) -> Listed:
+        async with gate:
+            try:
+                return Listed(await retry.run(lambda: store.head(key)))
+            except CloudError as error:
+                return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
+
+    return list(await asyncio.gather(*(head(key) for key in keys)))
+
+
+def encode_inputs(objects: Sequence[Listed]) -> bytes:
+    lines = []
+    for listed in objects:
+        info, failure = listed.info, listed.failure
+        line = {"key": info.key, "size": info.size, "etag": info.etag}
+        if failure is not None:
+            line["error"] = [failure.code, failure.message]
+        lines.append(json.dumps(line, separators=(",", ":")))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def decode_inputs(data: bytes) -> list[Listed]:
+    """Raises Refused."""
+    try:
+        found = []
+        for line in data.splitlines():
+            value = json.loads(line)
+            failure = Failure(*value["error"]) if "error" in value else None
+            found.append(Listed(ObjectInfo(value["key"], value["size"], value["etag"]), failure))
+        return found
+    except (ValueError, KeyError, TypeError):
+        raise Refused("--output: its inputs.jsonl is none that this program wrote") from None

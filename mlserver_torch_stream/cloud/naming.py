@@ -1,0 +1,78 @@
+"""Which objects are meant, how they are read, what parts are called, and what a run is known by.
+
+Knows keys and configurations only; nothing here asks a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mlserver_torch_stream.cloud.rows import Kind
+
+MANIFEST = "manifest.json"
+INPUTS = "inputs.jsonl"
+_PART = re.compile(r"part-(\d{6,})\.jsonl")
+_SUFFIXES = {
+    Kind.JSONL: (".jsonl", ".ndjson"),
+    Kind.IMAGE: (".png", ".jpg", ".jpeg", ".gif", ".webp"),
+    Kind.AUDIO: (".wav", ".mp3", ".flac", ".ogg"),
+    Kind.TEXT: (".txt", ".md", ".prompt"),
+}
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:06d}.jsonl"
+
+
+def part_number(name: str) -> int | None:
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match and part_name(int(match[1])) == name else None
+
+
+def errors_name(number: int) -> str:
+    return f"errors-{number:06d}.jsonl"
+
+
+def done_name(lane: int, lanes: int) -> str:
+    return "done.json" if lanes == 1 else f"done-{lane}-of-{lanes}.json"
+
+
+def kind_of(key: str, default: Kind | None) -> Kind:
+    """``default`` if it is given, else what the key's ending says; what says nothing is bytes."""
+    if default is not None:
+        return default
+    lower = key.lower()
+    return next((kind for kind, ends in _SUFFIXES.items() if lower.endswith(ends)), Kind.BYTES)
+
+
+def glob_pattern(glob: str) -> re.Pattern[str]:
+    """``*`` and ``?`` within one level of a key, ``**`` across levels, ``[…]`` one of these characters."""
+    pattern, rest = "", glob
+    while rest:
+        for token, meaning in (("**/", "(?:.*/)?"), ("**", ".*"), ("*", "[^/]*"), ("?", "[^/]")):
+            if rest.startswith(token):
+                pattern, rest = pattern + meaning, rest[len(token) :]
+                break
+        else:
+            match = re.match(r"\[(!?)([^]]+)\]", rest)
+            if match:
+                inner = match[2].replace("\\", r"\\").replace("^", r"\^")
+                pattern, rest = f"{pattern}[{'^' if match[1] else ''}{inner}]", rest[match.end() :]
+            else:
+                pattern, rest = pattern + re.escape(rest[0]), rest[1:]
+    return re.compile(pattern)
+
+
+def digest(value: Mapping[str, Any]) -> str:
+    """The same for the same values, whatever their order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each key whose value differs, as one reads it."""
+    keys = sorted(set(was) | set(now))
+    return [f"{key} was {was.get(key)!r}, is {now.get(key)!r}" for key in keys if was.get(key) != now.get(key)]

@@ -1,0 +1,102 @@
+"""From the bytes of a JSONL object to rows: lines in any chunks, bounded; OpenAI's batch rows and plain ones.
+
+Knows nothing of stores; a row that cannot be read is a row with a failure, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mlserver_torch_stream.cloud.rows import Failure, Row
+
+MOST_LINE_BYTES = 16 * 2**20
+_PROMPTS = ("messages", "prompt", "text_input")
+
+
+class Lines:
+    """Splits chunks into (number, line) pairs, numbered from 1; a line of more than ``most`` bytes comes as None."""
+
+    def __init__(self, most: int = MOST_LINE_BYTES) -> None:
+        self._most = most
+        self._pieces: list[bytes] = []
+        self._length = 0
+        self._number = 0
+
+    def feed(self, chunk: bytes) -> Iterator[tuple[int, bytes | None]]:
+        *ended, rest = chunk.split(b"\n")
+        for piece in ended:
+            self._keep(piece)
+            yield self._line()
+        self._keep(rest)
+
+    def end(self) -> Iterator[tuple[int, bytes | None]]:
+        """The last line, where no newline ends it."""
+        if self._length:
+            yield self._line()
+
+    def _keep(self, piece: bytes) -> None:
+        self._length += len(piece)
+        if self._length > self._most:
+            self._pieces.clear()
+        elif piece:
+            self._pieces.append(piece)
+
+    def _line(self) -> tuple[int, bytes | None]:
+        line = b"".join(self._pieces) if self._length <= self._most else None
+        self._pieces, self._length = [], 0
+        self._number += 1
+        return self._number, line
+
+
+def blank(line: bytes | None) -> bool:
+    """True for what is no row at all."""
+    return line is not None and not line.strip()
+
+
+def parse_row(index: int, key: str, number: int, line: bytes | None) -> Row:
+    """``{"custom_id", "body"}`` as OpenAI's batches have it, or the body itself with an optional ``custom_id``."""
+    fallback = f"{key}:{number}"
+    try:
+        value = _object(line)
+    except ValueError as error:
+        return Row(index, key, number, fallback, failure=Failure("invalid_row", f"line {number}: {error}"))
+    custom_id = value.get("custom_id", fallback)
+    if not isinstance(custom_id, str):
+        return Row(index, key, number, fallback, failure=Failure("invalid_row", "custom_id: must be a string"))
+    body = value["body"] if "body" in value else {name: item for name, item in value.items() if name != "custom_id"}
+    trouble = _trouble(body)
+    if trouble is not None:
+        return Row(index, key, number, custom_id, failure=Failure("invalid_row", trouble))
+    return Row(index, key, number, custom_id, body=body, size=len(line or b""))
+
+
+def _object(line: bytes | None) -> dict[str, Any]:
+    if line is None:
+        raise ValueError(f"is longer than {MOST_LINE_BYTES} bytes")
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value
+
+
+def _trouble(body: Any) -> str | None:
+    if not isinstance(body, dict):
+        return "body: must be an object"
+    given = [name for name in _PROMPTS if name in body]
+    if len(given) != 1:
+        return f"exactly one of {', '.join(_PROMPTS)} is needed, got {' and '.join(given) or 'none'}"
+    if given[0] == "messages":
+        if not isinstance(body["messages"], list) or not body["messages"]:
+            return "messages: must be a list of at least one message"
+    elif not isinstance(body[given[0]], str):
+        return f"{given[0]}: must be a string"
+    return None

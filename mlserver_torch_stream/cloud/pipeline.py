@@ -1,0 +1,191 @@
+"""The stages between rows and results: batches form, are inferred side by side, and results leave in order.
+
+Knows neither where rows come from nor where results go. Its tasks live as long as somebody reads its results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from mlserver_torch_stream.cloud.batcher import Batcher
+from mlserver_torch_stream.cloud.faults import CloudError
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``window``: rows between being read and being delivered; ``batches``: inferred at a time; ``batch_weight``: of
+    the rows of a batch, in bytes unless they are weighed otherwise; ``max_wait``: seconds from a batch's first row."""
+
+    window: int = 256
+    batch_rows: int = 16
+    batch_weight: int = 16 * 2**20
+    max_wait: float = 0.05
+    batches: int = 4
+
+
+_Ticketed = tuple[int, Row]
+
+
+def _size(row: Row) -> int:
+    return row.size
+
+
+async def infer_rows(
+    rows: AsyncGenerator[Row, None],
+    infer: Infer,
+    limits: Limits = Limits(),
+    meter: Meter | None = None,
+    weigh: Callable[[Row], int] = _size,
+) -> AsyncGenerator[Result, None]:
+    """One result for each row, in the order of the rows, as soon as all rows before it have theirs.
+
+    Raises the CloudError that the source or ``infer`` raised, behind the results that came before it.
+    """
+    flow = _Flow(infer, limits, meter or Meter(), weigh)
+    feeder = asyncio.create_task(flow.feed(rows))
+    try:
+        async for result in flow.results():
+            yield result
+    finally:
+        feeder.cancel()
+        await flow.stop()
+        with suppress(asyncio.CancelledError, Exception):
+            await feeder
+
+
+class _Flow:
+    """The state of one run of the stages; every method runs on the event loop's thread."""
+
+    def __init__(self, infer: Infer, limits: Limits, meter: Meter, weigh: Callable[[Row], int]) -> None:
+        self._infer = infer
+        self._limits = limits
+        self._meter = meter
+        self._window: Window[Result] = Window(limits.window)
+        self._batcher: Batcher[_Ticketed] = Batcher(
+            limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: max(1, weigh(item[1]))
+        )
+        self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows
+        self._running: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = asyncio.Event()  # an item has left the window
+        self._settled = asyncio.Event()  # something has happened that a reader waits for
+        self._fed = False
+        self._source_error: Exception | None = None  # told once what was read before it is delivered
+        self._error: BaseException | None = None
+
+    async def feed(self, rows: AsyncGenerator[Row, None]) -> None:
+        try:
+            async with aclosing(rows) as source:
+                async for row in source:
+                    await self._room()
+                    self._take(row)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._source_error = error
+        self._send(self._batcher.flush())
+        self._fed = True
+        self._settled.set()
+
+    async def _room(self) -> None:
+        while not self._window.room:
+            self._left.clear()
+            await self._left.wait()
+
+    def _take(self, row: Row) -> None:
+        ticket = self._window.enter()
+        self._meter.peak_undelivered = max(self._meter.peak_undelivered, len(self._window))
+        if row.failure is not None:
+            self._settle(ticket, row, Outcome(failure=row.failure))
+            return
+        for batch in self._batcher.add((ticket, row), time.monotonic()):
+            self._send(batch)
+        self._arm()
+
+    def _arm(self) -> None:
+        """The batch that forms leaves when its first row has waited long enough."""
+        if self._timer is None and self._batcher.deadline is not None:
+            delay = max(0.0, self._batcher.deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._send(self._batcher.due(time.monotonic()))
+        self._arm()
+
+    def _send(self, batch: Sequence[_Ticketed]) -> None:
+        if batch:
+            self._waiting.append(batch)
+        while self._waiting and len(self._running) < self._limits.batches and self._error is None:
+            task = asyncio.create_task(self._run(self._waiting.popleft()))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        self._send(())
+
+    async def _run(self, batch: Sequence[_Ticketed]) -> None:
+        rows = [row for _, row in batch]
+        began = time.monotonic()
+        self._meter.batch_started(rows, began)
+        failed = True
+        try:
+            outcomes = await self._infer(rows)
+            if len(outcomes) != len(rows):
+                raise RuntimeError(f"{len(outcomes)} outcomes came for {len(rows)} rows")
+            failed = False
+        except CloudError:
+            raise
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            outcomes = [Outcome(failure=Failure("inference_failed", message))] * len(rows)
+        finally:
+            self._meter.batch_ended(began, time.monotonic(), failed)
+        self._meter.inferred(outcomes)
+        for (ticket, row), outcome in zip(batch, outcomes, strict=True):
+            self._settle(ticket, row, outcome)
+
+    def _settle(self, ticket: int, row: Row, outcome: Outcome) -> None:
+        self._window.settle(ticket, Result(row, outcome))
+        self._settled.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._settled.set()
+
+    async def results(self) -> AsyncGenerator[Result, None]:
+        while True:
+            while self._window.ready:
+                result = self._window.leave()
+                self._left.set()
+                self._meter.delivered(result.row, result.outcome)
+                yield result
+            if self._error is not None:
+                raise self._error
+            if self._fed and not len(self._window):
+                if self._source_error is not None:
+                    raise self._source_error
+                return
+            self._settled.clear()
+            await self._settled.wait()
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._waiting.clear()
+        self._fail(asyncio.CancelledError())  # nothing starts any more
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -1,0 +1,104 @@
+"""Fetches pieces of objects ahead of whoever reads them, in order, bounded by their number and their bytes.
+
+Knows neither what a piece is part of nor what is in it. A piece that cannot be had comes as its error, in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from mlserver_torch_stream.cloud.faults import CloudError, Unavailable
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+
+
+class Sized(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+P = TypeVar("P", bound=Sized)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """``pieces`` in flight or waiting to be read, ``nbytes`` of them; one piece alone may be larger."""
+
+    pieces: int = 32
+    nbytes: int = 64 * 2**20
+
+
+class Prefetch(Generic[P]):
+    """``fetch`` gets one piece; ``peak_bytes``: the most that was held at a time."""
+
+    def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: Ahead) -> None:
+        self._fetch = fetch
+        self._ahead = ahead
+        self._pending: deque[tuple[P, asyncio.Future[bytes]]] = deque()
+        self._held = 0
+        self.peak_bytes = 0
+
+    async def read(self, pieces: Iterator[P]) -> AsyncGenerator[tuple[P, bytes | CloudError], None]:
+        upcoming = next(pieces, None)
+        try:
+            while True:
+                while upcoming is not None and self._fits(upcoming):
+                    self._start(upcoming)
+                    upcoming = next(pieces, None)
+                if not self._pending:
+                    return
+                piece, future = self._pending[0]
+                try:
+                    found: bytes | CloudError = await future
+                except CloudError as error:
+                    found = error
+                self._pending.popleft()
+                yield piece, found
+                self._held -= piece.size
+        finally:
+            await self._cancel()
+
+    def _fits(self, piece: P) -> bool:
+        if not self._pending:
+            return True
+        return len(self._pending) < self._ahead.pieces and self._held + piece.size <= self._ahead.nbytes
+
+    def _start(self, piece: P) -> None:
+        self._held += piece.size
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        self._pending.append((piece, self._fetch(piece)))
+
+    async def _cancel(self) -> None:
+        futures = [future for _, future in self._pending]
+        self._pending.clear()
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+
+
+async def fetch_range(
+    store: Store, info: ObjectInfo, start: int, end: int, retry: Retry, again: Callable[[CloudError], None]
+) -> bytes:
+    """Bytes ``start`` to ``end`` of one version, whatever breaks on the way: what has come is not asked for again.
+
+    Raises CloudError once ``retry`` is used up, or at once where trying again cannot help.
+    """
+    data = bytearray()
+
+    async def attempt() -> None:
+        async with aclosing(store.read(info, start + len(data), end)) as chunks:
+            async for chunk in chunks:
+                data.extend(chunk)
+        if len(data) < end - start:
+            raise Unavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
+
+    if end > start:
+        await retry.run(attempt, again)
+    if len(data) > end - start:
+        raise Unavailable(f"{info.key}: more bytes came than were asked for")
+    return bytes(data)

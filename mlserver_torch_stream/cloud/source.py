@@ -1,0 +1,188 @@
+"""From objects to rows, in order: which pieces of them to fetch, and the rows that are in the pieces.
+
+Knows neither parts nor models. An object that cannot be had is one row with a failure, in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from mlserver_torch_stream.cloud.faults import CloudError, Refused
+from mlserver_torch_stream.cloud.naming import kind_of
+from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
+from mlserver_torch_stream.cloud.prefetch import Ahead, Prefetch, fetch_range
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Failure, Kind, Row
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+
+BLOCK_BYTES = 8 * 2**20  # larger objects come in ranges of this size, several at a time
+MOST_OBJECT_BYTES = 64 * 2**20  # of an object that is one row
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object that belongs to the run, or the name of one that could not be found."""
+
+    info: ObjectInfo
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where rows begin: ``index`` of the next one, behind line ``line`` of ``key``, or behind the whole of it."""
+
+    index: int = 0
+    key: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes ``start`` to ``end`` of an object, or nothing of one that is not to be fetched."""
+
+    ordinal: int
+    listed: Listed
+    kind: Kind
+    start: int
+    end: int
+    last: bool
+    skipped: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+Wanted = Callable[[int], bool]
+
+
+@dataclass
+class Source:
+    """``objects`` in the order of the run. ``strict``: a JSONL object that cannot be had ends the run, since how many
+    rows it has is not known then, and others count on it."""
+
+    store: Store
+    objects: Sequence[Listed]
+    kind: Kind | None = None
+    strict: bool = False
+    retry: Retry = field(default_factory=Retry)
+    ahead: Ahead = field(default_factory=Ahead)
+    block: int = BLOCK_BYTES
+    again: Callable[[CloudError], None] = lambda error: None
+
+    def __post_init__(self) -> None:
+        self._failed: set[int] = set()
+
+    def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[Piece]:
+        """What to fetch. An object that is one row is not fetched where that row is known not to be wanted."""
+        index: int | None = cursor.index
+        for ordinal in range(self._first(cursor), len(self.objects)):
+            listed = self.objects[ordinal]
+            kind = kind_of(listed.info.key, self.kind)
+            if kind is Kind.JSONL:
+                index = None  # how many rows it has is not known here
+            skip = kind is not Kind.JSONL and index is not None and not wanted(index)
+            if index is not None:
+                index += 1
+            if skip or listed.failure is not None or _too_large(kind, listed.info):
+                yield Piece(ordinal, listed, kind, 0, 0, True, skip)
+                continue
+            yield from self._blocks(ordinal, listed, kind)
+
+    def _first(self, cursor: Cursor) -> int:
+        """The first object that has rows behind the cursor. Raises Refused where its object is none of the run's."""
+        if cursor.key is None:
+            return 0
+        for ordinal, listed in enumerate(self.objects):
+            if listed.info.key == cursor.key:
+                return ordinal + (cursor.line is None)
+        raise Refused(f"--output: its last part ends with {cursor.key}, which is none of this run's objects")
+
+    def _blocks(self, ordinal: int, listed: Listed, kind: Kind) -> Iterator[Piece]:
+        size, start = listed.info.size, 0
+        while True:
+            if ordinal in self._failed:
+                return
+            end = min(size, start + self.block)
+            yield Piece(ordinal, listed, kind, start, end, end == size)
+            start = end
+            if start == size:
+                return
+
+    async def rows(self, cursor: Cursor = Cursor(), wanted: Wanted = lambda index: True) -> AsyncGenerator[Row, None]:
+        """The rows behind ``cursor`` whose index is ``wanted``; the others are counted."""
+        prefetch: Prefetch[Piece] = Prefetch(self._fetch, self.ahead)
+        index = cursor.index
+        reading: _Object | None = None
+        async with aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
+            async for piece, data in found:
+                if piece.ordinal in self._failed:
+                    continue
+                if reading is None or reading.ordinal != piece.ordinal:
+                    done = cursor.line or 0 if piece.listed.info.key == cursor.key else 0
+                    reading = _Object(piece.ordinal, piece.listed.info.key, piece.kind, done)
+                if isinstance(data, CloudError):
+                    self._failed.add(piece.ordinal)
+                    if self.strict and piece.kind is Kind.JSONL:
+                        raise data
+                    rows: Iterator[Row] = iter([reading.lost(index, Failure(data.code, data.message))])
+                else:
+                    rows = reading.rows(index, piece, data)
+                for row in rows:
+                    index += 1
+                    if wanted(row.index):
+                        yield row
+
+    def _fetch(self, piece: Piece) -> asyncio.Future[bytes]:
+        info = piece.listed.info
+        return asyncio.ensure_future(fetch_range(self.store, info, piece.start, piece.end, self.retry, self.again))
+
+
+@dataclass
+class _Object:
+    """One object while it is read; ``done``: lines of it that are another run's."""
+
+    ordinal: int
+    key: str
+    kind: Kind
+    done: int
+    lines: Lines = field(default_factory=Lines)
+    blocks: list[bytes] = field(default_factory=list)
+
+    def lost(self, index: int, failure: Failure) -> Row:
+        return Row(index, self.key, None, self.key, self.kind, failure=failure)
+
+    def rows(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
+        failure = piece.listed.failure
+        if failure is None and _too_large(piece.kind, piece.listed.info):
+            failure = Failure("too_large", f"{self.key}: is larger than {MOST_OBJECT_BYTES} bytes")
+        if piece.skipped or failure is not None:
+            yield self.lost(index, failure or Failure("skipped", self.key))
+        elif self.kind is Kind.JSONL:
+            yield from self._lines(index, piece, data)
+        else:
+            self.blocks.append(data)
+            if piece.last:
+                yield self._whole(index, b"".join(self.blocks))
+
+    def _lines(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
+        for chunk in (self.lines.feed(data), self.lines.end() if piece.last else ()):
+            for number, line in chunk:
+                if number > self.done and not blank(line):
+                    yield parse_row(index, self.key, number, line)
+                    index += 1
+
+    def _whole(self, index: int, data: bytes) -> Row:
+        if self.kind is Kind.TEXT:
+            try:
+                data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return self.lost(index, Failure("invalid_text", f"{self.key}: is not UTF-8: byte {error.start}"))
+        return Row(index, self.key, None, self.key, self.kind, data=data, size=len(data))
+
+
+def _too_large(kind: Kind, info: ObjectInfo) -> bool:
+    return kind is not Kind.JSONL and info.size > MOST_OBJECT_BYTES
