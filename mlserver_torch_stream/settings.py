@@ -129,6 +129,8 @@ class EngineSettings(BaseModel):
     kv_cache_memory: Bytes | None = None
     prefix_cache_memory: BytesOrNone | None = None  # of it, for prompts that later ones begin with; 0: none
     threads: int | None = Field(default=None, gt=0)
+    tensor_parallel_size: int = Field(default=1, gt=0)  # ranks, each of which holds a part of every layer
+    replicas: int = Field(default=1, gt=0)  # engines on a device each, behind one name
     default_sampling: Sampling = Field(default_factory=dict)
     cache_dir: str | None = None  # converted GGUF files, compiled kernels
 

@@ -39,6 +39,7 @@ from mlserver_torch_stream.engine.loading.pool import Lease
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.packed import pack_linears
+from mlserver_torch_stream.engine.ranks.prepare import Ranks, prepare_ranks
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
@@ -71,9 +72,12 @@ class Prepared:
     packed: int  # linear layers of the model that oneDNN has laid out
     device: torch.device  # of the token ids
     turns: Turns
+    ranks: Ranks | None = None
 
     def check_devices(self) -> None:
         """Raises what a device raises that is lost."""
+        if self.ranks is not None:
+            self.ranks.leader.check()
         check_devices({self.device, *self.findings.costs})
 
 
@@ -119,7 +123,7 @@ class BuiltEngine:
         running = self.lease.value
         running.engine.shutdown()
         self.shares.release(running.codec)
-        running.weights.end()
+        _give_back(running.weights)
 
 
 def build_engine(
@@ -152,12 +156,20 @@ def _run(resolved: ResolvedSettings, key: Hashable, threads: int, on_death: OnDe
         return _start(resolved, lease, loaded, codec, threads, on_death, shares)
     except BaseException:
         shares.release(codec)
-        lease.end()
+        _give_back(lease)
         raise
+
+
+def _give_back(lease: Lease[Prepared]) -> None:
+    ranks = lease.value.ranks
+    if lease.end() and ranks is not None:
+        ranks.leader.stop()
 
 
 def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shares) -> Prepared:
     settings = resolved.settings
+    if settings.tensor_parallel_size > 1:
+        return _prepare_ranks(place, resolved, shares)
     with torch.inference_mode():
         weights = load_weights(place, resolved)
         findings = Findings(problem="set by engine: serial")
@@ -173,6 +185,14 @@ def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Sha
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)
     return Prepared(weights, findings, forward, packed, device, shares.cores if device.type == "cpu" else Turns())
+
+
+def _prepare_ranks(place: Place, resolved: ResolvedSettings, shares: Shares) -> Prepared:
+    ranks = prepare_ranks(place, resolved)
+    weights, findings = ranks.shard.weights, ranks.shard.findings
+    device = input_device(weights.model)
+    turns = shares.cores if device.type == "cpu" else Turns()
+    return Prepared(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
 
 
 def _start(
@@ -208,6 +228,8 @@ def _start(
         on_death=on_death,
         name=resolved.source.name,
     )
+    if prepared.ranks is not None:
+        prepared.ranks.leader.tell_of_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
     summary = f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})"
     return Running(engine, codec, summary, lease)
@@ -228,7 +250,7 @@ def _choose_backend(
     if problem is None and steady is not None and loaded.max_context > steady:
         problem = f"its positions are scaled anew beyond {steady} tokens"
     if findings.cost is None or problem is not None:
-        if settings.engine == "batched":
+        if settings.engine == "batched" or prepared.ranks is not None:
             raise LoadFailed(f"this model cannot be batched: {problem}")
         serial = partial(
             SerialBackend,
@@ -239,6 +261,8 @@ def _choose_backend(
         )
         return serial, loaded.max_context, f"one request at a time ({problem})"
     parts = device_shares(findings.costs, loaded.max_context)
+    ranks = prepared.ranks
+    host = host if ranks is None else ranks.host(host)
     budget = _cache_budget(parts, settings.kv_cache_memory, shares, codec, host)
     prefix_bytes = _prefix_bytes(budget, settings.prefix_cache_memory, on_host=_HOST in parts)
     batched = partial(
@@ -250,7 +274,8 @@ def _choose_backend(
         prefix_bytes=prefix_bytes,
         max_rows=settings.max_batch_rows,
         prefill_tokens=settings.prefill_chunk if findings.chunked else None,
-        forward=prepared.forward,
+        forward=prepared.forward if ranks is None else ranks.forward,
+        layout=None if ranks is None else ranks.layout,
         faults=_faults(),
         check_devices=prepared.check_devices,
     )
@@ -267,6 +292,8 @@ def _choose_backend(
 
 
 def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
+    if prepared.ranks is not None:
+        return str(prepared.ranks)
     if prepared.forward is None:
         return f"{prepared.packed} linear layers laid out for this CPU, " if prepared.packed else ""
     return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "

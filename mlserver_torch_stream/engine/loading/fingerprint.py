@@ -22,6 +22,7 @@ _SHAPING = {
     "offload_folder",
     "attn_implementation",
     "quantization_config",
+    "tensor_parallel_size",
     "trust_remote_code",
     "fast_path",
     "weights",

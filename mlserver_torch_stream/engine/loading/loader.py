@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.loading.context import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
+from mlserver_torch_stream.engine.ranks.forming import ranks_here
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
@@ -111,7 +113,7 @@ def complete(weights: Weights, tokenizer: Any, resolved: ResolvedSettings) -> Lo
 
 def set_threads(settings: EngineSettings, host: Host) -> int:
     """Gives torch the settings' threads, else the container's share of the host's cores; says how many."""
-    threads = settings.threads or host.threads
+    threads = settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))
     torch.set_num_threads(threads)
     return threads
 
@@ -183,6 +185,8 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
 def _placement(settings: EngineSettings) -> dict[str, Any]:
     """Where the weights go: as the settings say, else onto the first GPU, spilling onto the next, else the CPU."""
     options: dict[str, Any] = {}
+    if settings.tensor_parallel_size > 1:
+        return {"distributed_config": DistributedConfig(tp_size=settings.tensor_parallel_size)}
     if settings.device_map is not None:
         options["device_map"] = settings.device_map
     elif settings.max_memory is not None:

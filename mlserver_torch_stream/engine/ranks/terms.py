@@ -1,0 +1,49 @@
+"""Which models and settings can be split over ranks, said before any rank is started.
+
+Knows nothing of processes or devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import EngineSettings
+
+KEY = "parameters.extra.tensor_parallel_size"
+# Setting -> what it may be: a rank is one device that holds plain weights and follows the batched engine.
+_NEEDS: Mapping[str, tuple[Any, ...]] = {
+    "device_map": (None,),
+    "max_memory": (None,),
+    "offload_folder": (None,),
+    "quantization_config": (None,),
+    "weights": ("auto",),
+    "engine": ("auto", "batched"),
+    "replicas": (1,),
+}
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Raises LoadFailed, which names the setting that is against it."""
+    for key, allowed in _NEEDS.items():
+        value = getattr(settings, key)
+        if value not in allowed:
+            raise LoadFailed(f"{KEY}: {settings.tensor_parallel_size} does not go with {key}: {value!r}")
+
+
+def check_model(config: Any, size: int) -> None:
+    """Raises LoadFailed where transformers cannot give each of ``size`` ranks whole heads of the model."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    if not getattr(text, "base_model_tp_plan", None) or not isinstance(heads, int):
+        raise LoadFailed(f"{KEY}: transformers has no plan that splits models of type {text.model_type}")
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    common = math.gcd(heads, kv_heads)
+    if common % size:
+        allowed = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+        raise LoadFailed(
+            f"{KEY}: {size} does not divide the model's {heads} attention heads and {kv_heads} key-value heads; "
+            f"allowed here: {allowed}"
+        )

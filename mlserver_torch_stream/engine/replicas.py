@@ -1,0 +1,94 @@
+"""Several engines with the same model behind one: each prompt goes to the one with the least to do.
+
+Knows nothing of devices, weights or tensors; to everybody else it is an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from threading import Lock
+from typing import Protocol
+
+from mlserver_torch_stream.engine.api import Engine, EngineStats, PromptJob, TokenStream
+from mlserver_torch_stream.errors import NotServing, QueueFull
+
+logger = logging.getLogger(__name__)
+
+OnDeath = Callable[[BaseException], None]
+
+
+class Replica(Engine, Protocol):
+    """An engine that says how much it has to do."""
+
+    @property
+    def load(self) -> int:
+        """Prompts that wait or are prefilled, and rows that are decoded."""
+
+
+class ReplicatedEngine:
+    """An ``Engine``: alive while one of ``replicas`` is; what it counts is the sum of what they do."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = tuple(replicas)
+        self._taken = [0] * len(self._replicas)  # submits, so that idle ones are given work in turn
+        self.info = min(replicas, key=lambda replica: replica.info.max_context).info
+
+    @property
+    def alive(self) -> bool:
+        return any(replica.alive for replica in self._replicas)
+
+    def submit(self, jobs: Sequence[PromptJob]) -> TokenStream:
+        """All jobs of a request go to one replica: the least loaded that lives and has room in its queue."""
+        refusal: NotServing | QueueFull | None = None
+        for number in self._by_load():
+            try:
+                stream = self._replicas[number].submit(jobs)
+            except (QueueFull, NotServing) as error:
+                refusal = refusal or error
+                continue
+            self._taken[number] += 1
+            return stream
+        raise refusal or NotServing("the engine is not running")
+
+    def _by_load(self) -> list[int]:
+        """Those that live, or all, for what the dead have to say, if none does."""
+        numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
+        numbers = numbers or list(range(len(self._replicas)))
+        return sorted(numbers, key=lambda number: (self._replicas[number].load, self._taken[number]))
+
+    def stats(self) -> EngineStats:
+        parts = [replica.stats() for replica in self._replicas]
+        return EngineStats(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(EngineStats)})
+
+    def drain(self) -> None:
+        for replica in self._replicas:
+            replica.drain()
+
+    def abort_all(self) -> None:
+        for replica in self._replicas:
+            replica.abort_all()
+
+    def shutdown(self) -> None:
+        for replica in self._replicas:
+            replica.shutdown()
+
+
+class Deaths:
+    """Of ``count`` replicas: tells only of the last one's, for until then there is somebody to serve."""
+
+    def __init__(self, count: int, on_death: OnDeath | None) -> None:
+        self._left = count
+        self._on_death = on_death
+        self._lock = Lock()
+
+    def died(self, error: BaseException) -> None:
+        """From any thread."""
+        with self._lock:
+            self._left -= 1
+            left = self._left
+        if left > 0:
+            logger.error("A replica died (%s): %d are left", error, left)
+        elif self._on_death is not None:
+            self._on_death(error)
