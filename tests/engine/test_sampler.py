@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from mlserver_torch_stream.engine.sampling import candidates, sampler
+from mlserver_torch_stream.engine.sampling import candidates
 from mlserver_torch_stream.engine.sampling.sampler import Choice, RowSampler, sample
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters
@@ -295,11 +295,15 @@ def test_no_rows_no_choices() -> None:
     assert sample(torch.zeros(0, 10), []) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [3, 64, 259, 1000])
-def test_the_maximum_by_blocks_is_the_maximum_the_first_of_equals(width: int) -> None:
-    logits = torch.randint(0, 50, (9, width), generator=torch.Generator().manual_seed(width)).float()
-    values, ids = sampler._max_by_blocks(logits)
-    assert torch.equal(values, logits.amax(dim=-1))
-    assert torch.equal(ids, (logits == values[:, None]).int().argmax(dim=-1))
+def test_greedy_rows_get_their_maximum_the_first_of_equals_and_none_of_a_nan(width: int, dtype: torch.dtype) -> None:
+    padded = torch.randint(0, 50, (9, width + 5), generator=torch.Generator().manual_seed(width)).to(dtype)
+    logits = padded[:, :width]
+    rows = [_row(vocab_size=width) for _ in logits]
+    expected = (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1).tolist()
+    assert _ids(sample(padded, rows)) == expected
     logits[4, width // 2] = float("nan")
-    assert sampler._max_by_blocks(logits)[0].isnan().nonzero().flatten().tolist() == [4]
+    logits[6, 0] = float("inf")
+    chosen = sample(padded, rows)
+    assert [row for row, choice in enumerate(chosen) if isinstance(choice, GenerationFailed)] == [4, 6]

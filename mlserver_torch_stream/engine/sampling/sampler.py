@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
@@ -116,30 +117,14 @@ def _choose(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
 
 
 def _argmax(work: torch.Tensor) -> list[int]:
-    # max over float32 gives value and index in one pass; argmax of bf16 is 3 times slower on a CPU.
-    many = work.device.type == "cpu" and len(work) >= 4
-    values, ids = _max_by_blocks(work) if many else work.max(dim=-1)
+    """The first of the greatest of each row; FAILED where that is NaN or infinite."""
+    if work.device.type == "cpu":  # numpy's is vectorised: 0.4 instead of torch's 0.8 ms for 32 rows of 49,152
+        rows = work.numpy()
+        best = [(row, int(row.argmax())) for row in rows]
+        return [column if np.isfinite(row[column]) else FAILED for row, column in best]
+    values, ids = work.max(dim=-1)
     chosen: list[int] = torch.where(values.isfinite(), ids, FAILED).tolist()
     return chosen
-
-
-_BLOCK = 64
-
-
-def _max_by_blocks(work: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``work.max(dim=-1)``, the first of equals included, in 0.2 instead of 0.7 ms for 32 rows of 49,152.
-
-    Only a maximum without its index is vectorised: that of each block first, then the index within one block.
-    """
-    width = work.shape[1]
-    whole = width // _BLOCK * _BLOCK
-    peaks = [work[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=-1)]
-    if whole < width:
-        peaks.append(work[:, whole:].amax(dim=-1, keepdim=True))
-    values, blocks = torch.cat(peaks, dim=1).max(dim=-1)
-    columns = (blocks[:, None] * _BLOCK + torch.arange(_BLOCK)).clamp(max=width - 1)
-    within = work.gather(1, columns).argmax(dim=-1, keepdim=True)
-    return values, columns.gather(1, within)[:, 0]
 
 
 def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampler], token_ids: list[int]) -> list[TokenLogprob | None]:
