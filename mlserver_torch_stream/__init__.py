@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.runtime import TorchStreamRuntime as TorchStreamRuntime
+    from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime as TorchServeRuntime
 
 __version__ = "0.1.0"
-__all__ = ["TorchStreamRuntime", "__version__"]
+__all__ = ["TorchServeRuntime", "TorchStreamRuntime", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from mlserver_torch_stream.runtime import TorchStreamRuntime
 
         return TorchStreamRuntime
+    if name == "TorchServeRuntime":
+        from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime
+
+        return TorchServeRuntime
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

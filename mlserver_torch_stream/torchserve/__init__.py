@@ -1,0 +1,1 @@
+"""How a TorchServe handler is run: archives, settings, worker processes, batches, pieces. Knows nothing of engines."""

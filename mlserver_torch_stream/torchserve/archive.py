@@ -1,0 +1,173 @@
+"""What a ``uri`` names: a ``.mar``, a ``.tar.gz``, a folder or a handler's file, as a folder on disk.
+
+Knows nothing of what a handler does. Nothing of an archive is executed here, nothing in it is installed, and nothing
+of it is written outside its own folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import yaml
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.model_source import find_path
+
+MANIFEST = "MAR-INF/MANIFEST.json"
+_CONFIG = "model-config.yaml"
+_HANDLER_URI = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w+))?")
+_MOST_MANIFEST_BYTES = 1 << 20
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An opened archive. ``own``: the folder was made for it, and goes with it."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    yaml: Mapping[str, Any]
+    own: bool
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.manifest["model"]
+        return found
+
+    @property
+    def handler(self) -> str:
+        return str(self.model["handler"])
+
+    def close(self) -> None:
+        if self.own:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def open_archive(uri: str, source_folder: str | None) -> Archive:
+    """Raises SettingsError where there is nothing by that name, LoadFailed where it is no model of TorchServe's."""
+    plain = uri.removeprefix("file://")
+    match = _HANDLER_URI.fullmatch(plain)
+    path = find_path(match["file"] if match else plain, source_folder)
+    if path is None:
+        raise SettingsError(f"parameters.uri: no such archive, folder or handler: {plain}")
+    if path.is_dir():
+        return _read(path, own=False)
+    if match:
+        function = f":{match['function']}" if match["function"] else ""
+        return _bare_handler(path, path.name + function)
+    if path.suffix == ".mar" or path.name.endswith((".tar.gz", ".tgz")):
+        return _unpack(path)
+    raise SettingsError(f"parameters.uri: {path} is no .mar, .tar.gz, folder or handler.py[:function]")
+
+
+def _bare_handler(path: Path, handler: str) -> Archive:
+    model = {"modelName": path.stem, "handler": handler}
+    if (path.parent / _CONFIG).is_file():
+        model["configFile"] = _CONFIG
+    return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model), own=False)
+
+
+def _unpack(path: Path) -> Archive:
+    folder = Path(tempfile.mkdtemp(prefix="mlserver-torch-stream-mar-"))
+    try:
+        with path.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    _extract(_of_zip(archive), folder, path)
+            else:
+                with tarfile.open(fileobj=file, mode="r:gz") as archive:
+                    _extract(_of_tar(archive), folder, path)
+        return _read(folder, own=True)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, NotImplementedError)):
+            raise LoadFailed(f"cannot unpack {path}: {error}") from None
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: str
+    size: int
+    plain: bool  # a file or a folder
+    content: IO[bytes] | None  # None: a folder
+
+
+def _of_zip(archive: zipfile.ZipFile) -> Iterator[_Member]:
+    for info in archive.infolist():
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
+        with archive.open(info) as content:
+            yield _Member(info.filename, info.file_size, plain, None if info.is_dir() else content)
+
+
+def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
+    for info in archive:
+        yield _Member(info.name, info.size, info.isfile() or info.isdir(), archive.extractfile(info))
+
+
+def _extract(members: Iterator[_Member], folder: Path, archive: Path) -> None:
+    """Raises LoadFailed at the first member that is no plain file or folder below ``folder``, or that has no room."""
+    for member in members:
+        parts = PurePosixPath(member.name.replace("\\", "/")).parts
+        if not member.plain:
+            raise LoadFailed(f"{archive}: {member.name!r} is a link or a device, which is not unpacked")
+        if member.name.startswith("/") or ".." in parts or any(":" in part for part in parts[:1]):
+            raise LoadFailed(f"{archive}: {member.name!r} leads out of the archive")
+        target = folder.joinpath(*parts)
+        if member.content is None:
+            target.mkdir(parents=True, exist_ok=True)
+            continue
+        if member.size > shutil.disk_usage(folder).free:
+            raise LoadFailed(f"{archive}: no room on disk for {member.name!r} ({member.size} bytes)")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as file:
+            shutil.copyfileobj(member.content, file, _CHUNK)
+
+
+def _read(folder: Path, own: bool) -> Archive:
+    manifest = _read_manifest(folder)
+    return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), own)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise LoadFailed(f"no {MANIFEST} in {folder}: it is no model archive of TorchServe's")
+    if path.stat().st_size > _MOST_MANIFEST_BYTES:
+        raise LoadFailed(f"{MANIFEST}: larger than {_MOST_MANIFEST_BYTES} bytes")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise LoadFailed(f"{MANIFEST}: not JSON: {error}") from None
+    model = manifest.get("model") if isinstance(manifest, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("handler"), str):
+        raise LoadFailed(f"{MANIFEST}: has no model.handler")
+    runtime = manifest.get("runtime", "python")
+    if runtime not in ("python", "python3"):
+        raise LoadFailed(f"{MANIFEST}: the runtime {runtime!r} is not implemented, only python")
+    return manifest
+
+
+def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = model.get("configFile")
+    if name is None:
+        return {}
+    path = folder / PurePosixPath(str(name)).name
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LoadFailed(f"cannot read {name}: {error}") from None
+    if found is not None and not isinstance(found, dict):
+        raise LoadFailed(f"{name}: must be a mapping")
+    return found or {}

@@ -1,0 +1,138 @@
+"""A model's TorchServe settings: one frozen object, out of ``model-config.yaml`` and what overrides it.
+
+Knows nothing of files or workers. The handler sees the YAML as it is; what is read here is what the server honours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mlserver_torch_stream.errors import SettingsError
+
+# Keys that TorchServe reads and that mean nothing here, each with the reason that is told at load.
+NOT_HONOURED = {
+    "maxRetryTimeoutInSec": "a worker that dies is started again for as long as the model is loaded",
+    "useVenv": "handlers run in the server's own environment",
+}
+_TORCHRUN_NOT_HONOURED = {
+    "rdzv-backend",
+    "rdzv-conf",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "monitor-interval",
+    "node-rank",
+    "max-restarts",
+    "master-addr",
+    "master-port",
+    "log-dir",
+}
+_NEAR = 0.85  # how alike a handler's own key and one of ours must be to be named as a likely slip
+
+
+class TorchRun(BaseModel):
+    """The ranks of a parallel handler, all on this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, populate_by_name=True)
+
+    nnodes: Literal[1] = 1
+    nproc_per_node: int = Field(1, alias="nproc-per-node", gt=0)
+    omp_number_threads: int = Field(1, alias="OMP_NUMBER_THREADS", gt=0)
+
+
+class HandlerConfig(BaseModel):
+    """Names and units are TorchServe's. 0 means no bound where TorchServe means that."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    minWorkers: int = Field(1, gt=0)  # worker processes; there is no scaling
+    maxWorkers: int = Field(0, ge=0)
+    batchSize: int = Field(1, gt=0)
+    maxBatchDelay: int = Field(100, ge=0)  # milliseconds
+    responseTimeout: int = Field(120, gt=0)  # seconds without a sign of a handler that works
+    startupTimeout: int = Field(120, gt=0)  # seconds
+    deviceType: Literal["cpu", "gpu"] | None = None
+    deviceIds: tuple[int, ...] | None = Field(None, strict=False)
+    parallelType: Literal["pp", "tp", "pptp", "custom"] | None = None
+    parallelLevel: int = Field(0, ge=0)
+    torchrun: TorchRun | None = None
+    clientTimeoutInMills: int = Field(0, ge=0)
+    jobQueueSize: int = Field(100, ge=0)  # requests that wait; 0: as many
+    useJobTicket: bool = False  # a request is refused where no worker is free
+    sequenceMaxIdleMSec: int = Field(0, ge=0)
+    sequenceTimeoutMSec: int = Field(0, ge=0)
+    maxSequenceJobQueueSize: int = Field(1, gt=0)
+    maxNumSequence: int = Field(1, gt=0)
+    continuousBatching: bool = False
+    sequenceBatching: bool = False
+    asyncCommunication: bool = False
+
+    @model_validator(mode="after")
+    def _one_way_of_batching(self) -> HandlerConfig:
+        if self.asyncCommunication and (self.continuousBatching or self.sequenceBatching):
+            raise ValueError("asyncCommunication goes neither with continuousBatching nor with sequenceBatching")
+        if self.ranks > 1 and (self.continuousBatching or self.asyncCommunication):
+            raise ValueError("several ranks go neither with continuousBatching nor with asyncCommunication")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one worker. Like TorchServe, a custom handler without torchrun starts its own."""
+        if self.parallelType is None:
+            return 1
+        if self.torchrun is not None:
+            return self.torchrun.nproc_per_node
+        return 1 if self.parallelType == "custom" else max(self.parallelLevel, 1)
+
+    @property
+    def broadcasts(self) -> bool:
+        """Every rank gets every request; else only the first does."""
+        return self.parallelType != "pp"
+
+    @property
+    def queue_size(self) -> int:
+        return self.jobQueueSize or HandlerConfig.model_fields["jobQueueSize"].default
+
+
+KEYS = tuple(HandlerConfig.model_fields)
+
+
+def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
+    """``overrides`` beat the YAML, key by key. Raises SettingsError, which names the key."""
+    for key in overrides:
+        if key not in KEYS:
+            close = difflib.get_close_matches(key, KEYS, n=1)
+            raise SettingsError(
+                f"parameters.extra: unknown key {key!r}{f'; did you mean {close[0]!r}?' if close else ''}"
+            )
+    given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | dict(overrides)
+    try:
+        return HandlerConfig.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        where = "parameters.extra" if first["loc"] and first["loc"][0] in overrides else "model-config.yaml"
+        shown = f", got {first['input']!r}" if place else ""
+        name = f"{where}: {place}" if place else where
+        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{shown}") from None
+
+
+def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str]:
+    """What of a model's YAML means something to TorchServe and nothing here, one line per key."""
+    for key, reason in NOT_HONOURED.items():
+        if key in yaml:
+            yield f"{key}: {reason}"
+    if config.maxWorkers not in (0, config.minWorkers):
+        yield f"maxWorkers: workers are not scaled, there are always minWorkers ({config.minWorkers})"
+    torchrun = yaml.get("torchrun")
+    if isinstance(torchrun, Mapping):
+        for key in torchrun:
+            if key in _TORCHRUN_NOT_HONOURED:
+                yield f"torchrun.{key}: the ranks are all on this machine and find each other"
+    for key in yaml:
+        close = difflib.get_close_matches(str(key), KEYS, n=1, cutoff=_NEAR)
+        if key not in KEYS and key not in NOT_HONOURED and close:
+            yield f"{key}: left to the handler; did you mean {close[0]}?"

@@ -1,0 +1,127 @@
+"""What is counted of handlers: requests, pieces, workers, and the handlers' own metrics; shown at scrape time.
+
+Knows nothing of who scrapes. Registered once per process in prometheus_client's default registry. Labels are a model's
+name and version, and what a handler's author calls dimensions; of those there are no more than a bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+_PREFIX = "torch_stream_handler_"
+_HANDLERS_PREFIX = "torchserve_"
+_LABELS = ("model", "version")
+_MOST_SERIES = 1000  # of one model's own metrics
+_MOST_LABEL_CHARS = 128
+_UNFIT = re.compile(r"[^a-zA-Z0-9_]")
+
+ModelLabels = tuple[str, str]
+
+
+@dataclass
+class HandlerFigures:
+    """Of one model, since the process began. ``waiting`` and ``workers`` are asked when somebody looks."""
+
+    requests: Counter[str] = field(default_factory=lambda: Counter({"ok": 0, "error": 0, "cancelled": 0, "refused": 0}))
+    pieces: int = 0
+    batches: int = 0
+    batched_requests: int = 0
+    restarts: int = 0
+    waiting: Callable[[], int] = lambda: 0
+    workers: Callable[[], int] = lambda: 0
+    own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
+
+    def note(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
+        """A value of a handler's own metric. A histogram is shown as count and sum."""
+        fit = tuple(sorted((_fit(key), str(text)[:_MOST_LABEL_CHARS]) for key, text in labels.items()))
+        key = (_fit(name), kind, fit)
+        if key not in self.own and len(self.own) >= _MOST_SERIES:
+            return
+        count_and_sum = self.own.setdefault(key, [0.0, 0.0])
+        count_and_sum[0] += 1
+        count_and_sum[1] = value if kind == "gauge" else count_and_sum[1] + value
+
+
+class Figures(Collector):
+    """All models' figures. Written on the event loop's thread; a scrape in another may see them one request apart."""
+
+    def __init__(self) -> None:
+        self._models: dict[ModelLabels, HandlerFigures] = {}
+        self._lock = Lock()
+
+    def of(self, model: str, version: str | None) -> HandlerFigures:
+        with self._lock:
+            return self._models.setdefault((model, version or ""), HandlerFigures())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # the handlers' own names are not known
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            models = dict(self._models)
+        if models:
+            yield from _ours(models)
+            yield from _theirs(models)
+
+
+def _ours(models: Mapping[ModelLabels, HandlerFigures]) -> Iterator[Metric]:
+    requests = CounterMetricFamily(_PREFIX + "requests", "Requests by how they ended", labels=(*_LABELS, "outcome"))
+    for labels, figures in models.items():
+        for outcome, count in figures.requests.items():
+            requests.add_metric((*labels, outcome), count)
+    yield requests
+    counters: dict[str, str] = {
+        "pieces": "Pieces that handlers sent, last ones included",
+        "batches": "Batches, or joins to a continuous batch, that were sent to workers",
+        "batched_requests": "Requests in them",
+        "restarts": "Workers that were started again",
+    }
+    for name, text in counters.items():
+        counter = CounterMetricFamily(_PREFIX + name, text, labels=_LABELS)
+        for labels, figures in models.items():
+            counter.add_metric(labels, getattr(figures, name))
+        yield counter
+    gauges = {"waiting": "Requests that wait for a worker", "workers": "Workers that are ready"}
+    for name, text in gauges.items():
+        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
+        for labels, figures in models.items():
+            gauge.add_metric(labels, getattr(figures, name)())
+        yield gauge
+
+
+def _theirs(models: Mapping[ModelLabels, HandlerFigures]) -> Iterator[Metric]:
+    """By name: all series of one name have one type and one set of labels, or they are no exposition."""
+    families: dict[str, tuple[str, tuple[str, ...], Any]] = {}
+    for model_labels, figures in models.items():
+        for (name, kind, labels), (count, total) in list(figures.own.items()):
+            names = tuple(key for key, _ in labels)
+            if name not in families:
+                families[name] = (kind, names, _family(name, kind, (*_LABELS, *names)))
+            known_kind, known_names, family = families[name]
+            if (kind, names) != (known_kind, known_names):
+                continue
+            values = (*model_labels, *(text for _, text in labels))
+            family.add_metric(values, count, total) if kind == "histogram" else family.add_metric(values, total)
+    yield from (family for _, _, family in families.values())
+
+
+def _family(name: str, kind: str, labels: tuple[str, ...]) -> Any:
+    make = {"counter": CounterMetricFamily, "histogram": SummaryMetricFamily}.get(kind, GaugeMetricFamily)
+    return make(_HANDLERS_PREFIX + name, "A handler's own metric", labels=labels)
+
+
+def _fit(name: str) -> str:
+    return _UNFIT.sub("_", name)[:_MOST_LABEL_CHARS] or "_"
+
+
+FIGURES = Figures()
+REGISTRY.register(FIGURES)

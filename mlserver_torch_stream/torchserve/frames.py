@@ -1,0 +1,61 @@
+"""Messages between the server and a worker process: a JSON header and raw bytes, each with its length before it.
+
+Knows nothing of what a message says. Nothing that a worker sends is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+_LENGTHS = struct.Struct("!II")
+_MOST_BYTES = 1 << 30  # of one message, header and body each
+
+
+class BrokenFrame(Exception):
+    """The other side does not keep to the protocol."""
+
+
+def send_frame(connection: socket.socket, header: dict[str, Any], body: bytes = b"") -> None:
+    """Blocks until the kernel has it. Raises OSError."""
+    encoded = json.dumps(header).encode()
+    connection.sendall(b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body)))
+
+
+class FrameReader:
+    """Reads frames from a socket, with one system call for many small ones."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._file = connection.makefile("rb", buffering=1 << 16)
+
+    def read(self) -> tuple[dict[str, Any], bytes] | None:
+        """None at the end. Raises BrokenFrame or OSError."""
+        lengths = self._file.read(_LENGTHS.size)
+        if len(lengths) < _LENGTHS.size:
+            return None
+        header_bytes, body_bytes = _LENGTHS.unpack(lengths)
+        if max(header_bytes, body_bytes) > _MOST_BYTES:
+            raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+        encoded = self._file.read(header_bytes)
+        body = self._file.read(body_bytes)
+        if len(encoded) < header_bytes or len(body) < body_bytes:
+            return None
+        try:
+            header = json.loads(encoded)
+        except ValueError as error:
+            raise BrokenFrame(f"a header that is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise BrokenFrame("a header that is no object")
+        return header, body
+
+
+def split(body: bytes, lengths: list[int]) -> list[bytes]:
+    """The parts that were joined to one body."""
+    parts = []
+    position = 0
+    for length in lengths:
+        parts.append(body[position : position + length])
+        position += length
+    return parts

@@ -1,0 +1,204 @@
+"""One worker: a process, or as many as a parallel handler has ranks, each with a connection of its own.
+
+Knows nothing of requests' meaning, nor of when a worker is started anew. What it hears it posts to the event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader
+from mlserver_torch_stream.torchserve.jobs import Job
+from mlserver_torch_stream.torchserve.output import drain
+
+logger = logging.getLogger(__name__)
+# Nothing of the server's working directory is imported: the handler's folder comes first, later.
+_PROGRAM = "import sys; del sys.path[0]; from mlserver_torch_stream.torchserve.worker.main import main; main({})"
+_MOST_UNHEARD = 64  # messages that wait for the event loop; then the worker waits for it too
+_STOP_S = 5.0
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+Heard = Callable[[dict[str, Any], bytes], None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker loads. ``message`` goes to it as it is; ``environment`` has one mapping per rank."""
+
+    message: Mapping[str, Any]
+    environment: Sequence[Mapping[str, str]]
+
+
+class Ended(Exception):
+    """Why a worker is no more."""
+
+
+class Worker:
+    """``heard`` gets the messages of the first rank, ``lost`` the reason of the end, once; both on the loop."""
+
+    def __init__(
+        self, name: str, order: Order, post: Callable[..., None], heard: Heard, lost: Callable[[Ended], None]
+    ) -> None:
+        self.name = name
+        self._post = post
+        self._heard = heard
+        self._lost = lost
+        self._ranks: list[_Rank] = []
+        self._room = threading.Semaphore(_MOST_UNHEARD)
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._ending = threading.Lock()
+        self._told_end = False
+        for number, environment in enumerate(order.environment):
+            shown = name if len(order.environment) == 1 else f"{name} rank {number}"
+            self._ranks.append(_Rank(number, shown, environment))
+        for rank in self._ranks:
+            rank.send({**order.message, "speaks": rank.number == 0}, b"")
+            threading.Thread(target=self._read, args=(rank,), name=f"reader of {rank.name}", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def send(self, header: Mapping[str, Any], body: bytes, everybody: bool) -> None:
+        """Does not wait for the worker to read: each rank has a thread that sends."""
+        for rank in self._ranks if everybody else self._ranks[:1]:
+            rank.send(header, body)
+
+    def pause(self) -> None:
+        """Nothing more is heard of it, so that it has to wait, until ``resume``."""
+        self._flowing.clear()
+
+    def resume(self) -> None:
+        self._flowing.set()
+
+    def kill(self, why: str | None = None) -> None:
+        """Ends it with all that it has started. ``why`` is told to ``lost``, unless it has ended already."""
+        if why is not None:
+            self._tell_lost(Ended(why))
+        for rank in self._ranks:
+            rank.kill()
+        self._flowing.set()
+
+    def wait(self) -> None:
+        """Until no process is left. Blocks."""
+        for rank in self._ranks:
+            rank.wait()
+
+    def _read(self, rank: _Rank) -> None:
+        why = ""
+        try:
+            reader = FrameReader(rank.connection)
+            while (frame := reader.read()) is not None:
+                if rank.number == 0 or frame[0]["t"] in ("ready", "refused"):
+                    self._flowing.wait()
+                    self._room.acquire()
+                    self._post(self._hear, *frame)
+        except (OSError, BrokenFrame) as error:
+            why = f": {error}"
+        rank.kill()
+        self._tell_lost(Ended(f"{rank.name} {rank.wait()}{why}"))
+        self.kill()  # the other ranks are nothing without it
+
+    def _hear(self, header: dict[str, Any], body: bytes) -> None:
+        self._room.release()
+        self._heard(header, body)
+
+    def _tell_lost(self, ended: Ended) -> None:
+        with self._ending:
+            if self._told_end:
+                return
+            self._told_end = True
+        self._post(self._lost, ended)
+
+
+class _Rank:
+    """One process, the leader of a process group of its own."""
+
+    def __init__(self, number: int, name: str, environment: Mapping[str, str]) -> None:
+        self.number = number
+        self.name = name
+        self.connection, theirs = socket.socketpair()
+        self._outgoing: list[bytes] = []
+        self._condition = threading.Condition()
+        self._closed = False
+        self._reading, writing = os.pipe()
+        inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+            theirs.close()
+        drain(self._reading, name)
+        threading.Thread(target=self._write, name=f"writer to {name}", daemon=True).start()
+
+    def send(self, header: Mapping[str, Any], body: bytes) -> None:
+        encoded = json.dumps(header).encode()
+        frame = len(encoded).to_bytes(4, "big") + len(body).to_bytes(4, "big") + encoded + body
+        with self._condition:
+            self._outgoing.append(frame)
+            self._condition.notify()
+
+    def kill(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        if self.process.returncode is None:
+            with contextlib.suppress(OSError):  # it has ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self) -> str:
+        """How it ended. A process in uninterruptible sleep may outlive the wait."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
+        code = self.process.returncode
+        if code is None:
+            return "does not end"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _write(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._outgoing or self._closed)
+                if self._closed:
+                    return
+                frames, self._outgoing = self._outgoing, []
+            try:
+                self.connection.sendall(b"".join(frames))
+            except OSError:
+                return  # the reader notices
+
+
+def batch_message(jobs: Sequence[Job]) -> tuple[dict[str, Any], bytes]:
+    """What a worker is asked to run."""
+    requests = [
+        {
+            "id": job.key,
+            "headers": dict(job.request.headers),
+            "parts": [{"name": part.name, "ct": part.content_type, "n": len(part.value)} for part in job.request.parts],
+        }
+        for job in jobs
+    ]
+    body = b"".join(part.value for job in jobs for part in job.request.parts)
+    return {"t": "run", "requests": requests}, body

@@ -1,0 +1,153 @@
+"""The MLServer runtime for TorchServe handlers: ``implementation: mlserver_torch_stream.TorchServeRuntime``.
+
+Knows nothing of workers or pieces. MLServer may reload this module at any time, so it holds no state. The server's
+doors, its drain and its errors are those of our token models: this room knows ``server`` for that alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from mlserver import MLModel, ModelSettings
+from mlserver.errors import MLServerError
+from mlserver.logging import logger
+from mlserver.types import InferenceRequest, InferenceResponse
+from mlserver.utils import insert_headers
+from pydantic import ValidationError
+
+from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, RequestError, SettingsError
+from mlserver_torch_stream.server import guards
+from mlserver_torch_stream.server.life.stay import Stay
+from mlserver_torch_stream.server.life.visits import Visits
+from mlserver_torch_stream.server.observe.request_log import join_mlservers_log
+from mlserver_torch_stream.server.observe.request_record import Entrance
+from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
+from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.rest.doors import Door
+from mlserver_torch_stream.server.rest.refusal import as_invalid_input
+from mlserver_torch_stream.server.status import as_server_error
+from mlserver_torch_stream.torchserve.figures import FIGURES
+from mlserver_torch_stream.torchserve.jobs import HandlerRequest
+from mlserver_torch_stream.torchserve.runtime.answer import HandlerAnswer
+from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build, envelope_of
+from mlserver_torch_stream.torchserve.runtime.session import HandlerSession
+from mlserver_torch_stream.torchserve.runtime.watch import Watch
+from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body, read_request
+from mlserver_torch_stream.torchserve.v2_output import Reply
+
+
+class TorchServeRuntime(MLModel):  # type: ignore[misc]
+    """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
+
+    streams_tokens = True  # the server's mark of a model of ours
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        guards.install()
+        guards.keep_out_of_workers(settings)
+        guards.keep_out_of_the_cache(settings)
+        self._stay: Stay[BuiltPool] = Stay(settings.name)
+
+    @property
+    def ready(self) -> bool:
+        """What MLServer set after loading, as long as it is true."""
+        return self._loaded and self.trouble is None
+
+    @ready.setter
+    def ready(self, loaded: bool) -> None:
+        self._loaded = loaded
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the model is not ready."""
+        engine = self._stay.engine
+        workers = engine.trouble if engine is not None else None  # type: ignore[attr-defined]
+        return workers or self._stay.trouble
+
+    @property
+    def visits(self) -> Visits:
+        return self._stay.visits
+
+    async def load(self) -> bool:
+        join_mlservers_log()
+        try:
+            guards.refuse_worker_process()
+            loop = asyncio.get_running_loop()
+            built = await self._stay.begin(lambda _: build(self.settings, loop))
+        except (SettingsError, LoadFailed, NotServing) as error:
+            logger.error(f"Cannot load model '{self.name}': {error}")
+            raise MLServerError(str(error), 500) from None
+        logger.info(f"Model '{self.name}': {built.summary}")
+        return True
+
+    async def unload(self) -> bool:
+        await self._stay.end(read_options().drain_grace)
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        answer: HandlerAnswer | None = None
+        try:
+            answer = self._open(payload, payload.id or str(uuid4()), None, Entrance.GRPC_UNARY)
+            return await answer.whole()
+        except RequestError as error:
+            raise as_server_error(error, streaming=False) from None
+        finally:
+            if answer is not None:
+                answer.close()
+
+    async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
+        session: HandlerSession | None = None
+        try:
+            opened = partial(self._open, entrance=Entrance.GRPC_STREAM)
+            session = HandlerSession(self.name, opened, payloads, self.visits, read_options().stalled_reader_timeout)
+            async for response in await session.open():
+                yield response
+        except RequestError as error:
+            raise as_server_error(error, streaming=True) from None
+        finally:
+            # Synchronous: this may run in a task that cannot wait, when the client has left.
+            if session is not None:
+                session.close()
+
+    def open_answer(self, body: dict[str, Any], headers: Mapping[str, str], door: Door) -> HandlerAnswer:
+        """For the REST doors: a V2 request, or behind ``generate`` any object that is the handler's own body."""
+        request_id = str(body.get("id") or uuid4())
+        if door.flat and not is_v2(body):
+            request = read_body(body, headers, request_id, self._stay.built.engine.config)
+            return self._answer(request, None, door.entrance)
+        try:
+            payload = InferenceRequest.model_validate(body)
+        except ValidationError as error:
+            raise as_invalid_input(error) from None
+        insert_headers(payload, dict(headers))
+        return self._answer(self._read(payload, request_id), None, door.entrance)
+
+    def _open(
+        self, payload: InferenceRequest, request_id: str, request_index: int | None, entrance: Entrance
+    ) -> HandlerAnswer:
+        """Raises RequestError, which nobody else notices on gRPC."""
+        try:
+            request = self._read(payload, request_id)
+        except RequestError as error:
+            RequestWatcher(self.name, self.version, entrance).refused(request_id, error)
+            raise
+        return self._answer(request, request_index, entrance)
+
+    def _read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
+        built = self._stay.built
+        unreadable = getattr(payload, "_error", None)
+        if isinstance(unreadable, InvalidInput):  # a gRPC message that could not be converted
+            raise unreadable
+        return read_request(payload, request_id, built.engine.config, envelope_of(built.archive))
+
+    def _answer(self, request: HandlerRequest, request_index: int | None, entrance: Entrance) -> HandlerAnswer:
+        built = self._stay.built
+        speaks_v2 = envelope_of(built.archive) == "kservev2"
+        reply = Reply(self.name, self.version, request, speaks_v2, request_index)
+        figures = FIGURES.of(self.name, self.version)
+        watch = Watch(request.request_id, self.name, self.version, entrance, figures)
+        return HandlerAnswer(request, reply, built.engine.submit, watch)

@@ -1,0 +1,150 @@
+"""From the settings that MLServer read to running workers.
+
+Knows nothing of requests. ``build`` blocks: it is for a thread, while the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver import ModelSettings
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.torchserve.archive import Archive, open_archive
+from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
+from mlserver_torch_stream.torchserve.crew import rank_environments
+from mlserver_torch_stream.torchserve.figures import FIGURES
+from mlserver_torch_stream.torchserve.pool import Pool
+from mlserver_torch_stream.torchserve.process import Order
+
+logger = logging.getLogger("mlserver_torch_stream.torchserve")
+_TS = ("auto", "shim", "package")
+
+
+@dataclass
+class BuiltPool:
+    """What ``Stay`` holds: an engine by its interface."""
+
+    engine: Pool
+    archive: Archive
+    summary: str
+
+    def give_back(self) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+        self.archive.close()
+
+
+def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
+    """Raises SettingsError or LoadFailed."""
+    uri, extra, folder = _given(settings)
+    which = extra.pop("ts", "auto")
+    if which not in _TS:
+        raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")
+    archive = open_archive(uri, folder)
+    try:
+        config = read_config(archive.yaml, extra)
+        for line in not_honoured(archive.yaml, config):
+            logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
+        if "requirementsFile" in archive.model:
+            logger.warning(
+                "Model '%s': its %s is not installed by the server: install it yourself where it is needed",
+                settings.name,
+                archive.model["requirementsFile"],
+            )
+        pool = asyncio.run_coroutine_threadsafe(_start(settings, archive, config, which), loop).result()
+    except BaseException:
+        archive.close()
+        raise
+    return BuiltPool(pool, archive, _summary(archive, config))
+
+
+async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, which: str) -> Pool:
+    figures = FIGURES.of(settings.name, settings.parameters.version if settings.parameters else None)
+    orders = Orders(settings.name, archive, config, which)
+    pool = Pool(settings.name, config, orders.of, figures)
+    await pool.start()
+    return pool
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What each worker of a model loads, and where."""
+
+    model: str
+    archive: Archive
+    config: HandlerConfig
+    which: str
+
+    def of(self, number: int) -> Order:
+        config, archive = self.config, self.archive
+        gpu, visible = self._device(number)
+        message = {
+            "t": "load",
+            "model": self.model,
+            "folder": str(archive.folder),
+            "manifest": archive.manifest,
+            "handler": archive.handler,
+            "envelope": str(archive.model.get("envelope") or ""),
+            "yaml": archive.yaml,
+            "batch_size": config.batchSize,
+            "gpu": gpu,
+            "mode": _mode(config),
+            "ts": self.which,
+            "stoppable": config.parallelType is None,
+        }
+        return Order(message, rank_environments(config, visible))
+
+    def _device(self, number: int) -> tuple[int | None, str | None]:
+        """The GPU of a worker, and the GPUs that a parallel one sees: in turn, as TorchServe gives them out."""
+        devices = self.config.deviceIds if self.config.deviceIds is not None else tuple(range(_gpu_count()))
+        if self.config.deviceType == "cpu" or not devices:
+            return None, None
+        if self.config.parallelType is None:
+            return devices[number % len(devices)], None
+        level = max(self.config.ranks, self.config.parallelLevel)
+        first = number * level % len(devices)
+        chosen = (*devices[first:], *devices[:first])[:level]
+        return 0, ",".join(map(str, chosen))
+
+
+def envelope_of(archive: Archive) -> str:
+    return str(archive.model.get("envelope") or "")
+
+
+def _mode(config: HandlerConfig) -> str:
+    if config.asyncCommunication:
+        return "async"
+    return "continuous" if config.continuousBatching else "static"
+
+
+def _gpu_count() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
+    """uri, extra, and the folder of model-settings.json."""
+    parameters = settings.parameters
+    folder = os.path.dirname(settings._source) if settings._source else None
+    extra: Mapping[str, Any] = (parameters.extra if parameters is not None else None) or {}
+    uri = parameters.uri if parameters is not None else None
+    if not uri:
+        raise SettingsError("parameters.uri: names the .mar, .tar.gz, folder or handler.py[:function] to serve")
+    return uri, dict(extra), folder
+
+
+def _summary(archive: Archive, config: HandlerConfig) -> str:
+    ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
+    batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
+    return f"handler {archive.handler}, {config.minWorkers} worker(s){ranks}, {batching} of up to {config.batchSize}"

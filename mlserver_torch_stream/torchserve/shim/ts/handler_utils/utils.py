@@ -1,0 +1,32 @@
+"""Sending pieces ahead of the answer, and importing a class by its name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ts.context import Context
+from ts.protocol.otf_message_handler import create_predict_response
+
+
+def send_intermediate_predict_response(
+    ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Context
+) -> None:
+    """``ret``: a list by place, or a dict by index. A request without an entry gets no piece."""
+    sent = create_predict_response(ret, req_id_map, message, code, context, True)
+    if sent is not None:
+        context.cl_socket.sendall(sent)
+
+
+def import_class(class_name: str, module_prefix: str | None = None) -> Any:
+    """``module.Class``, or ``Class`` of the module that is the prefix. Raises ImportError."""
+    if not class_name:
+        raise ImportError("no class name")
+    module_name, _, name = class_name.rpartition(".")
+    path = ".".join(part for part in (module_prefix, module_name) if part)
+    if not path:
+        raise ImportError(f"{class_name!r} names no module")
+    found = getattr(importlib.import_module(path), name, None)
+    if found is None:
+        raise ImportError(f"no class {name} in {path}")
+    return found

@@ -1,0 +1,38 @@
+"""One metric: its dimensions and values are checked here, and shown by whoever replaces ``emit_metrics``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ts.metrics.metric_type_enum import MetricTypes
+
+logger = logging.getLogger(__name__)
+
+
+class CachingMetric:
+    """A wrong update is logged and dropped: no metric fails a request."""
+
+    def __init__(
+        self,
+        metric_name: str,
+        unit: str,
+        dimension_names: list[str] | None = None,
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+    ) -> None:
+        self.metric_name = metric_name
+        self.unit = unit
+        self.dimension_names = dimension_names or []
+        self.metric_type = metric_type
+
+    def add_or_update(self, value: float, dimension_values: Sequence[str] = (), request_id: str = "") -> None:
+        if len(dimension_values) != len(self.dimension_names):
+            logger.error("Metric %s: %r are no values for %r", self.metric_name, dimension_values, self.dimension_names)
+        elif self.metric_type is MetricTypes.COUNTER and value < 0:
+            logger.error("Metric %s: a counter cannot go down", self.metric_name)
+        else:
+            pairs = zip(self.dimension_names, dimension_values, strict=True)
+            self.emit_metrics(request_id, value, ",".join(f"{name}:{text}" for name, text in pairs))
+
+    def emit_metrics(self, request_id: str, value: float, dimension_string: str) -> None:
+        logger.info("%s.%s:%s|#%s", self.metric_name, self.unit, value, dimension_string)

@@ -1,0 +1,13 @@
+"""What can be wrong with a metric."""
+
+
+class MetricsCacheValueError(Exception):
+    pass
+
+
+class MetricsCacheTypeError(Exception):
+    pass
+
+
+class MetricsCacheKeyError(Exception):
+    pass

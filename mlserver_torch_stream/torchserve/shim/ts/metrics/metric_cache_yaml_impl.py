@@ -1,0 +1,124 @@
+"""``context.metrics``: metrics by type and name, added to as the handler goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ts.metrics.caching_metric import CachingMetric
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric_cache_errors import MetricsCacheKeyError, MetricsCacheValueError
+from ts.metrics.metric_type_enum import MetricTypes
+
+_PRESENT = ("HandlerTime", "PredictionTime")  # gauges that TorchServe's own configuration has
+
+
+class MetricsCacheYamlImpl:
+    """``config_file_path`` is torchserve's, and not read here."""
+
+    def __init__(self, config_file_path: str) -> None:
+        self.config_file_path = config_file_path
+        self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
+        self.request_ids: dict[int, str] | str | None = None
+        self.model_name = ""
+
+    def initialize_cache(self) -> None:
+        for name in _PRESENT:
+            self.add_metric_to_cache(name, "ms", ["ModelName", "Level"], MetricTypes.GAUGE)
+
+    def set_request_ids(self, request_ids: dict[int, str] | str | None) -> None:
+        self.request_ids = request_ids
+
+    def add_metric_to_cache(
+        self,
+        metric_name: str,
+        unit: str,
+        dimension_names: list[str] | None = None,
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+    ) -> CachingMetric:
+        metric = CachingMetric(metric_name, unit, dimension_names, metric_type)
+        self.cache.setdefault(metric_type, {})[metric_name] = metric
+        return metric
+
+    def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> CachingMetric:
+        try:
+            return self.cache[metric_type][metric_name]
+        except KeyError:
+            raise MetricsCacheKeyError(f"no metric {metric_name!r} of type {metric_type}") from None
+
+    def add_metric(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        idx: int | None = None,
+        dimensions: Sequence[Dimension] = (),
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+    ) -> None:
+        self._add(name, value, unit, idx, dimensions, metric_type)
+
+    def add_counter(
+        self, name: str, value: float, idx: int | None = None, dimensions: Sequence[Dimension] = ()
+    ) -> None:
+        self._add(name, value, "count", idx, dimensions, MetricTypes.COUNTER)
+
+    def add_time(
+        self,
+        name: str,
+        value: float,
+        idx: int | None = None,
+        unit: str = "ms",
+        dimensions: Sequence[Dimension] = (),
+        metric_type: MetricTypes = MetricTypes.GAUGE,
+    ) -> None:
+        if unit not in ("ms", "s"):
+            raise MetricsCacheValueError(f"the unit of a time is ms or s, not {unit!r}")
+        self._add(name, value, unit, idx, dimensions, metric_type)
+
+    def add_size(
+        self,
+        name: str,
+        value: float,
+        idx: int | None = None,
+        unit: str = "MB",
+        dimensions: Sequence[Dimension] = (),
+        metric_type: MetricTypes = MetricTypes.GAUGE,
+    ) -> None:
+        if unit not in ("MB", "kB", "GB", "B"):
+            raise ValueError(f"the unit of a size is MB, kB, GB or B, not {unit!r}")
+        self._add(name, value, unit, idx, dimensions, metric_type)
+
+    def add_percent(
+        self,
+        name: str,
+        value: float,
+        idx: int | None = None,
+        dimensions: Sequence[Dimension] = (),
+        metric_type: MetricTypes = MetricTypes.GAUGE,
+    ) -> None:
+        self._add(name, value, "percent", idx, dimensions, metric_type)
+
+    def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] = ()) -> None:
+        given = [*dimensions, Dimension("Level", "Error")]
+        self._update(name, value, "", given, MetricTypes.COUNTER)
+
+    def _add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        idx: int | None,
+        dimensions: Sequence[Dimension],
+        metric_type: MetricTypes,
+    ) -> None:
+        names = {each.name for each in dimensions}
+        always = (Dimension("ModelName", self.model_name), Dimension("Level", "Model"))
+        given = [*dimensions, *(each for each in always if each.name not in names)]
+        self._update(name, value, unit, given, metric_type)
+
+    def _update(
+        self, name: str, value: float, unit: str, dimensions: Sequence[Dimension], metric_type: MetricTypes
+    ) -> None:
+        metric = self.cache.get(metric_type, {}).get(name)
+        if metric is None:
+            metric = self.add_metric_to_cache(name, unit, [each.name for each in dimensions], metric_type)
+        metric.add_or_update(value, [each.value for each in dimensions])

@@ -1,0 +1,1 @@
+"""Spellings of a request that are not the handler's own."""

@@ -1,0 +1,26 @@
+"""What all envelopes do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+
+class BaseEnvelope(ABC):
+    """Reads what came in before the handler sees it, and spells what it returns."""
+
+    def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
+        self._handle_fn = handle_fn
+        self.context: Any = None
+
+    def handle(self, data: Any, context: Any) -> Any:
+        self.context = context
+        results = self._handle_fn(self.parse_input(data) if data else data, context)
+        return self.format_output(results) if results else results
+
+    @abstractmethod
+    def parse_input(self, data: Any) -> Any: ...
+
+    @abstractmethod
+    def format_output(self, data: Any) -> Any: ...

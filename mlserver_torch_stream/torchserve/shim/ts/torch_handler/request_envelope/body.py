@@ -1,0 +1,15 @@
+"""The handler is given the bodies themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ts.torch_handler.request_envelope.base import BaseEnvelope
+
+
+class BodyEnvelope(BaseEnvelope):
+    def parse_input(self, data: Any) -> Any:
+        return [row.get("data") or row.get("body") for row in data]
+
+    def format_output(self, data: Any) -> Any:
+        return data

@@ -1,0 +1,18 @@
+"""KServe's first protocol: the instances of one request in, its predictions or explanations out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ts.torch_handler.request_envelope.base import BaseEnvelope
+
+
+class KServeEnvelope(BaseEnvelope):
+    def parse_input(self, data: Any) -> Any:
+        body = data[0].get("data") or data[0].get("body")
+        return (json.loads(body) if isinstance(body, (bytes, bytearray)) else body).get("instances")
+
+    def format_output(self, data: Any) -> Any:
+        explained = self.context is not None and self.context.get_request_header(0, "explain") == "True"
+        return [{"explanations" if explained else "predictions": data}]

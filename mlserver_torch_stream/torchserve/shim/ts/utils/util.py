@@ -1,0 +1,73 @@
+"""Small helpers that handlers import."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class PredictionException(Exception):
+    """A failure with a status and a text for the client."""
+
+    def __init__(self, message: str, error_code: int = 500) -> None:
+        super().__init__(message)
+        self.message = message
+        self.error_code = error_code
+
+    def __str__(self) -> str:
+        return f"{self.message} : {self.error_code}"
+
+
+def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
+    """The classes that are defined in a module itself."""
+    own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+    return [each for each in own if parent_class is None or issubclass(each, parent_class)]
+
+
+def get_yaml_config(yaml_file_path: str) -> Any:
+    import yaml
+
+    with open(yaml_file_path, encoding="utf-8") as file:
+        return yaml.safe_load(file)
+
+
+def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
+    """Class ids to labels, from ``index_to_name.json``; None where there is no such file."""
+    if not os.path.isfile(mapping_file_path):
+        logger.warning("%s is missing: answers will not name classes", mapping_file_path)
+        return None
+    with open(mapping_file_path, encoding="utf-8") as file:
+        mapping = json.load(file)
+    if not isinstance(mapping, dict):
+        raise Exception(f"{mapping_file_path} must map class ids to labels")
+    names = mapping.get("object_type_names")
+    if isinstance(names, list):
+        return {str(index): name for index, name in enumerate(names)}
+    labels = {key: label[-1] if isinstance(label, list) else label for key, label in mapping.items()}
+    if not all(isinstance(label, str) for label in labels.values()):
+        raise Exception(f"{mapping_file_path}: a label must be a string or a list of them")
+    return labels
+
+
+def map_class_to_label(
+    probs: Sequence[Sequence[Any]],
+    mapping: dict[str, str] | None = None,
+    lbl_classes: Sequence[Sequence[Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Per row, label to probability; without a mapping the class id is the label."""
+    if not isinstance(probs, list):
+        raise Exception("probabilities must be a list")
+    if mapping is not None and not isinstance(mapping, dict):
+        raise Exception("the mapping must be a dict")
+    classes = lbl_classes if lbl_classes is not None else [range(len(row)) for row in probs]
+    return [
+        {mapping[str(each)] if mapping is not None else str(each): prob for each, prob in zip(*row, strict=False)}
+        for row in zip(classes, probs, strict=False)
+    ]

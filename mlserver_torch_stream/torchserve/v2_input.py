@@ -1,0 +1,210 @@
+"""A V2 request as a handler sees it: each input tensor is a field, each request parameter a header.
+
+Knows a request only by its attributes, which are those of MLServer's class, and nothing of how one is answered.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.torchserve.config import HandlerConfig
+from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
+
+JSON = "application/json"
+_TEXT = "text/plain"
+_CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # MLServer's own names
+_DATATYPES = {"BOOL", "FP16", "FP32", "FP64"} | {f"{u}INT{bits}" for u in ("", "U") for bits in (8, 16, 32, 64)}
+# What only tells the server something, and no handler.
+_NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream"}
+_MOST_DIMENSIONS = 8
+_MICROSECONDS = 1_000_000
+_SEQUENCE = {"sequence_id": "ID", "sequence_start": "START", "sequence_end": "END"}
+
+
+def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope: str) -> HandlerRequest:
+    """Raises InvalidInput."""
+    parameters = _parameters(payload.parameters)
+    if not payload.inputs:
+        raise InvalidInput("inputs", "there must be at least one tensor: `body`, or what the handler calls its fields")
+    parts = [_whole(payload)] if envelope == "kservev2" else _parts(payload)
+    return _request(request_id, parts, _transport_headers(payload), parameters, config)
+
+
+def read_body(body: Mapping[str, Any], headers: Mapping[str, str], request_id: str, config: HandlerConfig) -> Any:
+    """A JSON object that is no V2 request: the handler's own body. Its ``parameters`` stay where they are."""
+    part = Part("body", JSON, orjson.dumps(body))
+    return _request(request_id, [part], headers, {}, config)
+
+
+def is_v2(body: Mapping[str, Any]) -> bool:
+    """Has V2's ``inputs``, a list of tensors; a handler's own object may have any other."""
+    inputs = body.get("inputs")
+    return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
+
+
+def _request(
+    request_id: str,
+    parts: list[Part],
+    transport: Mapping[str, str],
+    parameters: Mapping[str, Any],
+    config: HandlerConfig,
+) -> HandlerRequest:
+    headers = {str(name).lower(): str(text) for name, text in transport.items()}
+    sequence_id = _sequence(parameters, headers, config)
+    own = {name: _spelled(value) for name, value in parameters.items() if name not in _NO_HEADERS | set(_SEQUENCE)}
+    return HandlerRequest(
+        request_id,
+        parts,
+        {**headers, **own},
+        sequence_id,
+        bool(parameters.get("sequence_end")),
+        _timeout(parameters.get("timeout"), config),
+    )
+
+
+def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: HandlerConfig) -> str | None:
+    """The sequence that a request belongs to; what TorchServe calls it goes into ``headers``."""
+    for name in ("sequence_start", "sequence_end"):
+        if not isinstance(parameters.get(name, False), bool):
+            raise InvalidInput(name, "must be true or false")
+        if parameters.get(name):
+            headers[_header(name)] = "true"
+    given = parameters.get("sequence_id")
+    if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
+        raise InvalidInput("sequence_id", "must be a string or an integer")
+    sequence_id = str(given) if given else headers.get(_header("sequence_id"))
+    if sequence_id is None and config.sequenceBatching:
+        if parameters.get("sequence_end"):
+            raise InvalidInput("sequence_id", "is needed to end a sequence")
+        if parameters.get("sequence_start"):
+            sequence_id = f"sequence-{uuid4()}"
+    if sequence_id is not None:
+        headers[_header("sequence_id")] = sequence_id
+    return sequence_id
+
+
+def _header(name: str) -> str:
+    """TorchServe's name of it, which the environment may change."""
+    kind = _SEQUENCE[name]
+    return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind.lower()}")
+
+
+def _timeout(given: Any, config: HandlerConfig) -> float | None:
+    bound = config.clientTimeoutInMills / 1000 or None
+    if given is None:
+        return bound
+    try:
+        seconds = int(given) / _MICROSECONDS
+    except (TypeError, ValueError):
+        raise InvalidInput("timeout", "must be a number of microseconds") from None
+    if seconds <= 0:
+        raise InvalidInput("timeout", "must be above 0")
+    return min(seconds, bound) if bound else seconds
+
+
+def _parts(payload: Any) -> list[Part]:
+    fallback = payload.parameters.content_type if payload.parameters is not None else None
+    parts: dict[str, Part] = {}
+    for tensor in payload.inputs:
+        if tensor.name in parts:
+            raise InvalidInput(tensor.name, "given twice")
+        content_type = (tensor.parameters.content_type if tensor.parameters is not None else None) or fallback or ""
+        parts[tensor.name] = _part(tensor, content_type)
+    return list(parts.values())
+
+
+def _part(tensor: Any, content_type: str) -> Part:
+    datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
+    data = getattr(tensor.data, "root", tensor.data)
+    elements = data if isinstance(data, list) else [data]
+    if datatype == "BYTES":
+        values = [_raw(tensor.name, each, content_type == "base64") for each in _flat(elements)]
+        _check_shape(tensor, len(values))
+        kind = _CONTENT_TYPES.get(content_type, content_type)
+        if len(values) == 1:
+            return Part(tensor.name, kind, values[0])
+        return Part(tensor.name, JSON, _json(tensor.name, [value.decode("utf-8", "replace") for value in values]))
+    if datatype not in _DATATYPES:
+        raise InvalidInput(tensor.name, f"unknown datatype {datatype[:20]!r}")
+    flat = not any(isinstance(each, list) for each in elements)
+    if flat:
+        _check_shape(tensor, len(elements))
+    return Part(tensor.name, JSON, _json(tensor.name, _shaped(elements, tensor.shape) if flat else elements))
+
+
+def _whole(payload: Any) -> Part:
+    """The request as it came, for an envelope that reads V2 itself."""
+    inputs = []
+    for tensor in payload.inputs:
+        data = getattr(tensor.data, "root", tensor.data)
+        shown = [each.decode("utf-8", "replace") if isinstance(each, bytes) else each for each in _flat(data)]
+        datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
+        inputs.append({"name": tensor.name, "shape": list(tensor.shape), "datatype": datatype, "data": shown})
+    return Part("body", JSON, _json("inputs", {"id": payload.id, "inputs": inputs}))
+
+
+def _check_shape(tensor: Any, count: int) -> None:
+    if len(tensor.shape) > _MOST_DIMENSIONS:
+        raise InvalidInput(tensor.name, f"shape must have at most {_MOST_DIMENSIONS} dimensions")
+    if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != count:
+        raise InvalidInput(tensor.name, f"shape {list(tensor.shape)} does not fit {count} elements")
+
+
+def _shaped(elements: list[Any], shape: list[int]) -> list[Any]:
+    """Row by row, as deep as the shape is long."""
+    for size in reversed(shape[1:]):
+        elements = [elements[start : start + size] for start in range(0, len(elements), size)] if size else []
+    return elements
+
+
+def _flat(elements: Any) -> list[Any]:
+    found: list[Any] = []
+    for each in elements if isinstance(elements, list) else [elements]:
+        if isinstance(each, list):
+            found += _flat(each)
+        else:
+            found.append(each)
+    return found
+
+
+def _raw(name: str, element: Any, as_base64: bool) -> bytes:
+    if not isinstance(element, (str, bytes)):
+        raise InvalidInput(name, f"must hold strings, got a {type(element).__name__}")
+    try:
+        raw = element.encode() if isinstance(element, str) else element
+        return base64.b64decode(raw, validate=True) if as_base64 else raw
+    except binascii.Error:
+        raise InvalidInput(name, "is not valid base64") from None
+    except UnicodeEncodeError:
+        raise InvalidInput(name, "is not text that UTF-8 can carry") from None
+
+
+def _json(name: str, value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidInput(name, "its elements are not what its datatype says") from None
+
+
+def _parameters(holder: Any) -> Mapping[str, Any]:
+    return (holder.model_extra or {}) if holder is not None else {}
+
+
+def _transport_headers(payload: Any) -> Mapping[str, str]:
+    return (payload.parameters.headers or {}) if payload.parameters is not None else {}
+
+
+def _spelled(value: Any) -> str:
+    """As a header carries it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else orjson.dumps(value).decode()

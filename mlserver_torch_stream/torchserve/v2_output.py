@@ -1,0 +1,131 @@
+"""A handler's pieces as V2 responses: one output tensor ``output``, of the bytes that TorchServe would send.
+
+Knows nothing of when a response is due. A body is the plain object that REST spells as JSON, but that the elements of
+BYTES are bytes; ``as_rest`` makes them text.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Piece
+
+OUTPUT = "output"
+LENGTHS = "piece_lengths"
+Body = dict[str, Any]
+
+
+class Reply:
+    """Responses to one request, numbered from 0. ``request_index``: among several messages of one stream."""
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: str | None,
+        request: HandlerRequest,
+        speaks_v2: bool,
+        request_index: int | None,
+    ) -> None:
+        self._model_name = model_name
+        self._model_version = model_version
+        self._request = request
+        self._speaks_v2 = speaks_v2
+        self._request_index = request_index
+        self._count = 0
+        self.final_sent = False
+
+    def piece(self, piece: Piece) -> Body:
+        return self._body(self._outputs([piece]), piece.last, piece)
+
+    def whole(self, pieces: Sequence[Piece]) -> Body:
+        """One response of all pieces: their bytes joined, and where there are several how long each of them is."""
+        outputs = self._outputs(pieces)
+        if len(pieces) > 1:
+            lengths = [len(piece.value) for piece in pieces]
+            outputs.append({"name": LENGTHS, "datatype": "INT64", "shape": [len(lengths)], "data": lengths})
+        return self._body(outputs, True, pieces[-1])
+
+    def failure(self, error: Exception) -> Body:
+        """The final response of a stream that has begun."""
+        body = self._body([], True, None)
+        body["error"] = body["parameters"]["error"] = str(error) or type(error).__name__
+        return body
+
+    def _outputs(self, pieces: Sequence[Piece]) -> list[Body]:
+        joined = b"".join(piece.value for piece in pieces)
+        if self._speaks_v2 and len(pieces) == 1 and (outputs := _v2_outputs(joined)) is not None:
+            return outputs
+        return [{"name": OUTPUT, "datatype": "BYTES", "shape": [1], "data": [joined]}]
+
+    def _body(self, outputs: list[Body], final: bool, piece: Piece | None) -> Body:
+        request = self._request
+        parameters: dict[str, Any] = {
+            "request_id": request.request_id,
+            "chunk_index": self._count,
+            "triton_final_response": final,
+        }
+        if self._request_index is not None:
+            parameters["request_index"] = self._request_index
+        if request.sequence_id is not None:
+            parameters["sequence_id"] = request.sequence_id
+        if piece is not None:
+            parameters |= {f"header.{name}": text for name, text in piece.headers.items()}
+            if piece.content_type:
+                parameters["content_type"] = piece.content_type
+            if piece.status != 200:
+                parameters["status"] = piece.status
+        self._count += 1
+        self.final_sent |= final
+        body = {
+            "model_name": self._model_name,
+            "id": request.request_id,
+            "parameters": parameters,
+            "outputs": outputs,
+        }
+        if self._model_version is not None:
+            body["model_version"] = self._model_version
+        return body
+
+
+def as_rest(body: Body) -> Body:
+    """Elements of BYTES as text; what is no text as base64, which the tensor's content type says."""
+    return {**body, "outputs": [_tensor_as_rest(tensor) for tensor in body["outputs"]]}
+
+
+def _tensor_as_rest(tensor: Body) -> Body:
+    if tensor["datatype"] != "BYTES":
+        return tensor
+    try:
+        return {**tensor, "data": [_text(each) for each in tensor["data"]]}
+    except UnicodeDecodeError:
+        encoded = [base64.b64encode(_bytes(each)).decode() for each in tensor["data"]]
+        return {**tensor, "parameters": {"content_type": "base64"}, "data": encoded}
+
+
+def _v2_outputs(value: bytes) -> list[Body] | None:
+    """What the envelope ``kservev2`` has made, as tensors; None if it is something else."""
+    try:
+        outputs = orjson.loads(value)["outputs"]
+        return [
+            {
+                "name": str(each["name"]),
+                "datatype": str(each["datatype"]),
+                "shape": [int(size) for size in each["shape"]],
+                "data": [_bytes(item) if each["datatype"] == "BYTES" else item for item in each["data"]],
+            }
+            for each in outputs
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _text(element: Any) -> str:
+    return element.decode() if isinstance(element, bytes) else str(element)
+
+
+def _bytes(element: Any) -> bytes:
+    return element if isinstance(element, bytes) else str(element).encode()

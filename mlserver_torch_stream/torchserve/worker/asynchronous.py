@@ -1,0 +1,70 @@
+"""asyncCommunication: each request is a task of its own on the handler's event loop.
+
+Knows nothing of batches. A task whose client leaves is cancelled at once, and one that fails fails alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, answer
+from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.context import ClientsLeft, HandlerContext, Request
+from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
+from mlserver_torch_stream.torchserve.worker.handler import Entry
+
+logger = logging.getLogger(__name__)
+
+
+class Tasks:
+    """All methods run on the loop's thread, but for ``start`` and ``cancel``, which other threads call."""
+
+    def __init__(
+        self, entry: Entry, context: HandlerContext, channel: Channel, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._entry = entry
+        self._context = context
+        self._channel = channel
+        self._loop = loop
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._loop.call_soon_threadsafe(self._begin, request)
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._loop.call_soon_threadsafe(self._stop, request_id)
+
+    def _begin(self, request: Request) -> None:
+        self._tasks[request.id] = self._loop.create_task(self._answer(request))
+
+    def _stop(self, request_id: str) -> None:
+        task = self._tasks.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    async def _answer(self, request: Request) -> None:
+        context, channel = self._context.copy(), self._channel
+        outlet = context.for_call([request], channel, stoppable=True)
+        pieces: list[Piece] = []
+        began = time.monotonic()
+        try:
+            returned = await self._entry([request.data()], context)
+            add_prediction_time(context, began)
+            pieces = answer(context, channel, returned, [request], outlet.ended)
+        except ClientsLeft:
+            pass
+        except asyncio.CancelledError:
+            if not channel.gone(request.id):
+                channel.failed([request.id], FAILED, "the handler cancelled its own task")
+        except (Exception, SystemExit) as error:
+            logger.error("The handler failed", exc_info=error)
+            status, message = failure(error)
+            channel.failed([request.id] if request.id not in outlet.ended else [], status, message)
+        finally:
+            del self._tasks[request.id]
+        channel.pieces(pieces, ended=[request.id])

@@ -1,0 +1,87 @@
+"""One call of a handler for one batch: everybody gets pieces as they come, and the return value as the last.
+
+Knows nothing of how batches are made, nor of batches that members join and leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.torchserve.worker import values
+from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.context import ClientsLeft, HandlerContext, Outlet, Request
+from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
+from mlserver_torch_stream.torchserve.worker.handler import Entry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """``speaks``: False on ranks whose answers nobody waits for. ``stoppable``: a call may end at any of its sends."""
+
+    entry: Entry
+    context: HandlerContext
+    channel: Channel
+    speaks: bool = True
+    stoppable: bool = True
+
+    def call(self, requests: Sequence[Request]) -> None:
+        """Never raises but for what ends the process."""
+        context, channel = self.context, self.channel
+        outlet = context.for_call(requests, channel, self.stoppable)
+        pieces: list[Piece] = []
+        began = time.monotonic()
+        try:
+            returned = self.entry([request.data() for request in requests], context)
+        except ClientsLeft:
+            pass
+        except (Exception, SystemExit) as error:
+            self._failed(error, outlet, requests)
+        else:
+            add_prediction_time(context, began)
+            if self.speaks:
+                pieces = answer(context, channel, returned, requests, outlet.ended)
+        channel.pieces(pieces, ended=[request.id for request in requests])
+
+    def _failed(self, error: BaseException, outlet: Outlet, requests: Sequence[Request]) -> None:
+        logger.error("The handler failed", exc_info=error)
+        if self.speaks:
+            status, message = failure(error)
+            left = [request.id for request in requests if request.id not in outlet.ended]
+            self.channel.failed(left, status, message, again=len(requests) > 1)
+
+
+def answer(
+    context: HandlerContext, channel: Channel, returned: Any, requests: Sequence[Request], ended: Collection[str]
+) -> list[Piece]:
+    """The last pieces out of what a handler returned; what cannot be sent has failed, alone."""
+    left = [index for index, request in enumerate(requests) if request.id not in ended]
+    trouble = mismatch(returned, len(requests))
+    if trouble is not None:
+        channel.failed([requests[index].id for index in left], FAILED, trouble)
+        return []
+    pieces = []
+    for index in left:
+        try:
+            pieces.append(context.piece(index, returned[index], last=True))
+        except values.Unserialisable as error:
+            channel.failed([requests[index].id], FAILED, str(error))
+    return pieces
+
+
+def mismatch(returned: Any, count: int) -> str | None:
+    """Why this is no list of so many results."""
+    if not isinstance(returned, list):
+        return f"the handler returned a {type(returned).__name__} instead of a list"
+    if len(returned) != count:
+        return f"number of batch response mismatched: the handler returned {len(returned)} results for {count} requests"
+    return None
+
+
+def add_prediction_time(context: HandlerContext, began: float) -> None:
+    context.metrics.add_time("PredictionTime", round((time.monotonic() - began) * 1000, 2))

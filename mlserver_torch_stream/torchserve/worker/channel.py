@@ -1,0 +1,89 @@
+"""The worker's end of its connection: pieces and failures out, and who does not wait for them any more.
+
+Knows nothing of handlers. A process that a handler forks is nobody here: its end is closed at the fork, so that it can
+neither send nor keep the connection open.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlserver_torch_stream.torchserve.frames import FrameReader, send_frame
+
+_MOST_MESSAGE_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a handler gave for one request. ``last``: nothing follows."""
+
+    request_id: str
+    value: bytes
+    last: bool
+    content_type: str = ""
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Channel:
+    """Sends from any thread; reads in one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.pid = os.getpid()
+        self._connection = connection
+        self._reader = FrameReader(connection)
+        self._sending = threading.Lock()
+        self._gone: set[str] = set()
+        os.register_at_fork(after_in_child=connection.close)
+
+    @property
+    def forked(self) -> bool:
+        """True in a child that a handler forked."""
+        return os.getpid() != self.pid
+
+    def read(self) -> tuple[dict[str, Any], bytes] | None:
+        return self._reader.read()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self._send({"t": kind, **fields})
+
+    def pieces(self, pieces: Iterable[Piece], ended: Iterable[str] = ()) -> None:
+        """``ended``: the requests that the handler has done with, after these pieces. Their ids may come again."""
+        sent, over = list(pieces), list(ended)
+        self._gone.difference_update(over)
+        items = [
+            {
+                "id": each.request_id,
+                "n": len(each.value),
+                "last": each.last,
+                "ct": each.content_type,
+                "status": each.status,
+                "headers": dict(each.headers),
+            }
+            for each in sent
+        ]
+        self._send({"t": "pieces", "items": items, "ended": over}, b"".join(each.value for each in sent))
+
+    def failed(self, request_ids: Collection[str], status: int, message: str, again: bool = False) -> None:
+        """``again``: they may do better one by one."""
+        if request_ids:
+            told = message[:_MOST_MESSAGE_CHARS]
+            self.tell("failed", ids=list(request_ids), status=status, message=told, again=again)
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more."""
+        self._gone.update(request_ids)
+
+    def gone(self, request_id: str) -> bool:
+        return request_id in self._gone
+
+    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
+        if self.forked:
+            return
+        with self._sending:
+            send_frame(self._connection, header, body)

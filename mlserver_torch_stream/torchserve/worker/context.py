@@ -1,0 +1,123 @@
+"""The context that a handler gets: TorchServe's own, whose socket leads to our channel.
+
+Knows nothing of batching. Import it when ``ts`` can be imported: the class is the package's, or the shim's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ts.context import Context, RequestProcessor
+
+from mlserver_torch_stream.torchserve.worker import values
+from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.wire import Prediction, parse
+
+STREAM_NEXT = "ts_stream_next"
+_OURS = {STREAM_NEXT, "content-type"}
+
+
+class ClientsLeft(BaseException):
+    """Raised out of a handler's send when nobody waits for its call any more. No ``except Exception`` catches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, as it came. ``parts``: name, content type and value of each."""
+
+    id: str
+    headers: Mapping[str, str]
+    parts: Sequence[tuple[str, str, bytes]]
+
+    def data(self) -> dict[str, Any]:
+        return {name: values.decode(value, content_type) for name, content_type, value in self.parts}
+
+    def processor(self) -> RequestProcessor:
+        parts = {name: {"content-type": content_type} for name, content_type, _ in self.parts}
+        return RequestProcessor({**parts, **self.headers})
+
+
+class HandlerContext(Context):  # type: ignore[misc]
+    """``ts_stream_next`` set to "false" by the handler itself, before it sends a piece, makes that piece the last."""
+
+    def for_call(self, requests: Sequence[Request], channel: Channel, stoppable: bool) -> Outlet:
+        """Prepares for one call; what it gives goes through the outlet."""
+        self.request_ids = {index: request.id for index, request in enumerate(requests)}
+        self.request_processor = [request.processor() for request in requests]
+        self.metrics.request_ids = self.request_ids
+        self.stopping_criteria = None
+        self.cl_socket = outlet = Outlet(self, channel, stoppable)
+        self._ending: set[int] = set()
+        return outlet
+
+    def copy(self) -> HandlerContext:
+        """For a call beside others; free attributes are shared."""
+        return copy.copy(self)
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        if key == STREAM_NEXT:
+            if value == "false":
+                self._ending.add(idx)
+            elif idx in self._ending:
+                value = "false"
+        super().set_response_header(idx, key, value)
+
+    def piece(self, index: int, value: Any, last: bool) -> Piece:
+        """Raises values.Unserialisable."""
+        status, _ = self.get_response_status(index)
+        headers = self.get_response_headers(index)
+        return Piece(
+            self.request_ids[index],
+            values.encode(value),
+            last,
+            self.get_response_content_type(index) or "",
+            status or 200,
+            _told(headers),
+        )
+
+
+class Outlet:
+    """``context.cl_socket``: understands what TorchServe would send to its frontend."""
+
+    def __init__(self, context: HandlerContext, channel: Channel, stoppable: bool) -> None:
+        self._context = context
+        self._channel = channel
+        self._stoppable = stoppable  # False: others take part in the call, and would wait for it for ever
+        self._ids = frozenset(context.request_ids.values())
+        self.ended: set[str] = set()  # have had their last piece
+
+    def sendall(self, message: bytes | bytearray | None) -> None:
+        """Raises ClientsLeft."""
+        if message is None:  # a rank that does not speak
+            return
+        response = parse(message)
+        if response.code != 200:
+            failed = [each.request_id for each in response.predictions if each.request_id not in self.ended]
+            self._channel.failed(failed, response.code, response.message)
+            self.ended.update(failed)
+        else:
+            pieces = [self._piece(each) for each in response.predictions if self._wanted(each.request_id)]
+            self.ended.update(piece.request_id for piece in pieces if piece.last)
+            self._channel.pieces(pieces)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ClientsLeft."""
+        waiting = self._ids - self.ended
+        if self._stoppable and waiting and all(map(self._channel.gone, waiting)):
+            raise ClientsLeft
+
+    def _wanted(self, request_id: str) -> bool:
+        return request_id in self._ids and request_id not in self.ended and not self._channel.gone(request_id)
+
+    @staticmethod
+    def _piece(given: Prediction) -> Piece:
+        last = given.headers.get(STREAM_NEXT) == "false"
+        return Piece(given.request_id, given.value, last, given.content_type, given.status, _told(given.headers))
+
+
+def _told(headers: Mapping[str, str]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in headers.items() if name not in _OURS}

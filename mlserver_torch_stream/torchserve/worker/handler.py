@@ -1,0 +1,144 @@
+"""From an archive's folder to a handler's entry point, found and initialised as TorchServe does it.
+
+Knows nothing of requests. Whatever goes wrong is one line for whoever loads the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Entry = Callable[[Any, Any], Any]
+ENVELOPES = ("body", "json", "kserve", "kservev2")
+_SHIM = Path(__file__).parent.parent / "shim"
+_EXTRA = "install mlserver-torch-stream[torchserve]"
+
+
+class HandlerRefused(Exception):
+    """The handler cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """``entry`` is called with data and context; ``initialize`` with a context, once, before."""
+
+    entry: Entry
+    initialize: Callable[[Any], Any]
+
+
+def provide_ts(which: str) -> bool:
+    """Makes ``import ts`` work: torchserve's own package where it is installed, else the shim. True: it is its own."""
+    installed = which != "shim" and _installed()
+    if which == "package" and not installed:
+        raise HandlerRefused(f"torchserve is not installed: {_EXTRA}")
+    if not installed:
+        sys.path.insert(0, str(_SHIM))
+    return installed
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("ts.torch_handler") is not None
+    except ImportError:  # no ts at all, or somebody else's
+        sys.modules.pop("ts", None)
+        return False
+
+
+def enter(folder: str) -> None:
+    """Makes an archive's folder the working directory and the first place of imports."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+
+
+def find_handler(spelled: str, folder: str, envelope: str, asynchronous: bool) -> Handler:
+    """``spelled``: ``file[.py][:function]``, or the name of a handler that TorchServe brings. Raises HandlerRefused."""
+    file, _, function = spelled.partition(":")
+    name = file.rsplit("/", 1)[-1].removesuffix(".py")
+    module = _import(name, Path(folder), spelled)
+    found = _in_module(module, function)
+    if inspect.iscoroutinefunction(found.entry) != asynchronous:
+        raise HandlerRefused(
+            "asyncCommunication needs an `async def handle`, and this one is not"
+            if asynchronous
+            else "the handler is an `async def`: set asyncCommunication: true in model-config.yaml"
+        )
+    return Handler(_enveloped(found.entry, envelope, asynchronous), found.initialize) if envelope else found
+
+
+def _import(name: str, folder: Path, spelled: str) -> ModuleType:
+    path = next((each for each in (folder / f"{name}.py", folder / name / "__init__.py") if each.is_file()), None)
+    if path is None:
+        return _built_in(name, spelled)
+    # Under its own name, as its classes and pickles expect, unless that is taken by a module that others rely on.
+    module_name = f"handler_{name}" if name in sys.modules else name
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise HandlerRefused(f"importing {path.name} raised {described(error)}") from error
+    return module
+
+
+def _built_in(name: str, spelled: str) -> ModuleType:
+    if not name.isidentifier():
+        raise HandlerRefused(f"no handler {spelled!r} in the archive")
+    try:
+        return importlib.import_module(f"ts.torch_handler.{name}")
+    except ModuleNotFoundError as error:
+        if error.name == f"ts.torch_handler.{name}":
+            raise HandlerRefused(
+                f"no handler {spelled!r} in the archive; if it is one that TorchServe brings, {_EXTRA}"
+            ) from None
+        raise HandlerRefused(f"TorchServe's handler {spelled!r} needs a module that is missing: {error.name}") from None
+    except ImportError as error:
+        raise HandlerRefused(f"TorchServe's handler {spelled!r} cannot be imported: {error}") from None
+
+
+def _in_module(module: ModuleType, function: str) -> Handler:
+    entry = getattr(module, function or "handle", None)
+    if callable(entry):
+        return Handler(entry, lambda context: entry(None, context))
+    if function:
+        raise HandlerRefused(f"{module.__name__} has no function {function!r}")
+    own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+    classes = [each for each in own if hasattr(each, "initialize") and hasattr(each, "handle")]
+    if len(classes) != 1:
+        names = ", ".join(each.__name__ for each in classes) or "none"
+        raise HandlerRefused(
+            f"{module.__name__} must have a function `handle` or exactly one class with initialize and handle; "
+            f"it has {names}"
+        )
+    make: Callable[[], Any] = classes[0]
+    try:
+        made = make()
+    except Exception as error:
+        raise HandlerRefused(f"{classes[0].__name__}() raised {described(error)}") from error
+    return Handler(made.handle, made.initialize)
+
+
+def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
+    if envelope not in ENVELOPES:
+        raise HandlerRefused(f"unknown envelope {envelope!r}; known are {', '.join(ENVELOPES)}")
+    if asynchronous:
+        raise HandlerRefused("envelopes do not go with asyncCommunication")
+    module = importlib.import_module(f"ts.torch_handler.request_envelope.{envelope}")
+    own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+    make: Callable[[Entry], Any] = own[0]
+    handle: Entry = make(entry).handle
+    return handle
+
+
+def described(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

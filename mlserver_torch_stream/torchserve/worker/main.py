@@ -1,0 +1,164 @@
+"""A worker's main program: one thread reads what the server sends, the main thread runs the handler.
+
+Knows nothing of MLServer. When the server's end closes, the process ends at once with all that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from mlserver_torch_stream.torchserve.frames import split
+from mlserver_torch_stream.torchserve.worker import handler as handlers
+from mlserver_torch_stream.torchserve.worker.channel import Channel
+
+
+def main(descriptor: int) -> None:
+    logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    worker = Worker(Channel(connection))
+    worker.load()
+    worker.run()
+
+
+class Worker:
+    """``load`` once, then ``run`` until the server goes away."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tasks: Any = None  # where requests go that have a loop of their own
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def load(self) -> None:
+        """The first message says what; the process ends if it cannot be done."""
+        first = self._channel.read()
+        if first is None:
+            os._exit(0)
+        self._order = order = first[0]
+        if order["mode"] == "async":
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        try:
+            self._package = handlers.provide_ts(order["ts"])
+            handlers.enter(order["folder"])
+            self._found = handlers.find_handler(
+                order["handler"], order["folder"], order["envelope"], order["mode"] == "async"
+            )
+            self._context = self._make_context()
+            self._initialize()
+        except handlers.HandlerRefused as error:
+            if error.__cause__ is not None:
+                logging.error("The handler cannot be loaded", exc_info=error.__cause__)
+            self._channel.tell("refused", message=str(error))
+            _end()
+        self._channel.tell("ready", package=self._package)
+
+    def _make_context(self) -> Any:
+        from ts import __version__
+
+        from mlserver_torch_stream.torchserve.worker.context import HandlerContext
+        from mlserver_torch_stream.torchserve.worker.metrics import Metrics
+
+        order = self._order
+        return HandlerContext(
+            order["model"],
+            order["folder"],
+            order["manifest"],
+            order["batch_size"],
+            order["gpu"],
+            __version__,
+            True,
+            Metrics(self._channel, order["model"]),
+            order["yaml"],
+        )
+
+    def _initialize(self) -> None:
+        try:
+            self._found.initialize(self._context)
+        except (Exception, SystemExit) as error:
+            raise handlers.HandlerRefused(f"initialize raised {handlers.described(error)}") from error
+        if self._channel.forked:
+            os._exit(0)
+
+    def run(self) -> None:
+        mode = self._order["mode"]
+        entry, context, channel = self._found.entry, self._context, self._channel
+        if mode == "async":
+            from mlserver_torch_stream.torchserve.worker.asynchronous import Tasks
+
+            assert self._loop is not None
+            self._tasks = Tasks(entry, context, channel, self._loop)
+            self._start_reading()
+            self._loop.run_forever()
+            return
+        self._start_reading()
+        if mode == "continuous":
+            from mlserver_torch_stream.torchserve.worker.continuous import Continuous, run_steps
+
+            run_steps(Continuous(entry, context, channel), self._take)
+        else:
+            from mlserver_torch_stream.torchserve.worker.calls import Caller
+
+            caller = Caller(entry, context, channel, self._order["speaks"], self._order["stoppable"])
+            while True:
+                caller.call(self._take(True))
+
+    def _take(self, wait: bool) -> list[Any]:
+        """What has been asked meanwhile."""
+        self._leave_if_forked()
+        asked: list[Any] = []
+        try:
+            asked += self._asked.get(block=wait)
+            while self._order["mode"] == "continuous":
+                asked += self._asked.get_nowait()
+        except queue.Empty:
+            pass
+        return asked
+
+    def _leave_if_forked(self) -> None:
+        if self._channel.forked:
+            os._exit(0)
+
+    def _start_reading(self) -> None:
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+
+    def _read(self) -> None:
+        from mlserver_torch_stream.torchserve.worker.context import Request
+
+        while (frame := self._channel.read()) is not None:
+            header, body = frame
+            if header["t"] == "cancel":
+                self._channel.leave(header["ids"])
+                if self._tasks is not None:
+                    self._tasks.cancel(header["ids"])
+                continue
+            lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
+            values = iter(split(body, lengths))
+            requests = [
+                Request(
+                    given["id"],
+                    given["headers"],
+                    [(part["name"], part["ct"], next(values)) for part in given["parts"]],
+                )
+                for given in header["requests"]
+            ]
+            if self._tasks is not None:
+                self._tasks.start(requests)
+            else:
+                self._asked.put(requests)
+        _end()
+
+
+def _end() -> None:
+    """Takes along whatever the handler has started in this process group."""
+    sys.stdout.flush()
+    os.killpg(os.getpgrp(), signal.SIGKILL)

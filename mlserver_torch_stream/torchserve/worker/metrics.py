@@ -1,0 +1,49 @@
+"""``context.metrics``: TorchServe's own store, whose figures go to the server instead of the log.
+
+Knows nothing of how they are shown. Import it when ``ts`` can be imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import ts
+from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
+
+from mlserver_torch_stream.torchserve.worker.channel import Channel
+
+_CONFIG = os.path.join(os.path.dirname(ts.__file__), "configs", "metrics.yaml")
+
+
+class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
+    """Each metric that comes into being sends its values through the channel."""
+
+    def __init__(self, channel: Channel, model_name: str) -> None:
+        super().__init__(config_file_path=_CONFIG)
+        self._channel = channel
+        self.initialize_cache()
+        self.model_name = model_name
+
+    def add_metric_to_cache(self, *args: Any, **options: Any) -> Any:
+        metric = super().add_metric_to_cache(*args, **options)
+        metric.emit_metrics = partial(self._emit, metric)
+        return metric
+
+    def _emit(self, metric: Any, request_id: str, value: Any, dimension_string: str) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            logging.getLogger(__name__).error("Metric %s: %r is no number", metric.metric_name, value)
+            return
+        pairs = (each.partition(":") for each in dimension_string.split(",") if each)
+        self._channel.tell(
+            "metric",
+            name=metric.metric_name,
+            unit=metric.unit,
+            type=metric.metric_type.value,
+            value=number,
+            labels={name: text for name, _, text in pairs},
+        )
