@@ -45,6 +45,11 @@ class Findings:
         return sum(self.costs.values(), CacheCost()) if self.problem is None else None
 
 
+def logits_tolerance(dtype: torch.dtype) -> float:
+    """The largest error of a logit that rounding explains, in standard deviations of the logits."""
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+
+
 def check_batching(model: PreTrainedModel) -> Findings:
     """Runs the check in pieces, then with whole prompts if pieces fail; never raises for what the model does."""
     try:
@@ -130,7 +135,7 @@ class _Trial:
     def _compare(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
         output = self._model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
         expected = output.logits[0, -1]
-        self.tolerance = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
+        self.tolerance = logits_tolerance(expected.dtype)
         expected, got = expected.float(), logits.float()
         error = ((got - expected).abs().max() / expected.std()).item()
         self.worst = max(self.worst, error if error == error else float("inf"))

@@ -1,0 +1,62 @@
+"""The check, at load, that forwards which run at the same time give the logits that each gives alone.
+
+Knows no family by name: a model's code may keep something between its layers that is not the cache's.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.cache.rows import CacheLayout
+from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.loading.selfcheck import logits_tolerance
+from mlserver_torch_stream.engine.pipeline.flights import Flights
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
+
+_ROUNDS = 2
+_PROMPT = 5
+_STEPS = 2
+
+
+def check_pipeline(model: PreTrainedModel, pipeline: Pipeline) -> str | None:
+    """Why forwards must not overlap; None if they may. Never raises for what the model does."""
+    try:
+        worst, tolerance = _worst(model, pipeline)
+    except Exception as error:  # whatever a model's code raises, one forward at a time is the answer
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if worst <= tolerance:
+        return None
+    return f"logits of forwards that overlap differ from single ones by {worst:.3g} standard deviations"
+
+
+def _worst(model: PreTrainedModel, pipeline: Pipeline) -> tuple[float, float]:
+    """The largest error, and the largest that there may be; both in standard deviations of the logits."""
+    layout, forward = CacheLayout(model.config), StagedForward(ModelForward(model), pipeline)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    trials = range(_ROUNDS * pipeline.depth)
+    alone = [_logits(layout, forward, trial, vocabulary) for trial in trials]
+    flights: Flights[int, torch.Tensor] = Flights(len(trials), pipeline.threads)
+    try:
+        for trial in trials:
+            flights.launch(trial, lambda trial=trial: _logits(layout, forward, trial, vocabulary))  # type: ignore[misc]
+        errors = []
+        while flights:
+            errors += [_error(alone[trial], flight.result()) for trial, flight in flights.landed()]
+    finally:
+        flights.close()
+    return max(errors), logits_tolerance(alone[0].dtype)
+
+
+def _logits(layout: CacheLayout, forward: Forward, trial: int, vocabulary: int) -> torch.Tensor:
+    """Of a prompt of this trial's own length and of each token after it."""
+    cache = layout.cache(capacity=_PROMPT + trial + _STEPS)
+    cache.begin_row()
+    ids = [(7919 * (trial + 1) + 31 * position) % vocabulary for position in range(_PROMPT + trial + _STEPS)]
+    pieces = [ids[: _PROMPT + trial], *([token] for token in ids[_PROMPT + trial :])]
+    return torch.cat([forward([piece], cache) for piece in pieces])
+
+
+def _error(expected: torch.Tensor, got: torch.Tensor) -> float:
+    error = ((got.float() - expected.float()).abs().max() / expected.float().std()).item()
+    return error if error == error else float("inf")

@@ -1,0 +1,339 @@
+"""Layers on several devices at once: groups of rows in flight, the tokens of one device, and every way to end.
+
+The devices are emulated: a map that names several, over layers that are all on the CPU. What a stage is to the engine,
+a part of the model that lets one forward in at a time, is the real thing.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob, TokenStream
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
+from mlserver_torch_stream.engine.pipeline.check import check_pipeline
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline, pipeline_of
+from mlserver_torch_stream.engine.pipeline.stages import read_stages
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.types import FinishReason, TokenEvent
+from tests.engine.tiny import (
+    VOCAB,
+    byte_tokenizer,
+    collect,
+    greedy,
+    idle,
+    prompt_of,
+    reference,
+    run,
+    running,
+    spelled,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
+
+REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(7)]
+
+
+def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrainedModel:
+    """The model with a map of its layers over so many devices; a tied head is where the embedding is."""
+    count = len(model.model.layers)
+    places = {f"model.layers.{index}": index * stages // count for index in range(count)}
+    rest = {name: stages - 1 for name, _ in model.model.named_children() if name not in ("layers", "embed_tokens")}
+    last = {"lm_head": 0 if tied else stages - 1}
+    model.hf_device_map = {"model.embed_tokens": 0, **places, **{f"model.{name}": at for name, at in rest.items()}}
+    model.hf_device_map |= last
+    return model
+
+
+@contextmanager
+def pipelined(model: PreTrainedModel, **options: Any) -> Iterator[tuple[EngineWorker, Pipeline]]:
+    pipeline = pipeline_of(model, threads=1)
+    assert pipeline is not None
+    with torch.inference_mode():
+        findings = check_batching(model)
+    assert findings.cost is not None, findings.problem
+    given = {"cache_bytes": 2**24, "max_rows": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    backend = PipelinedBackend(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
+    with running(model, backend=backend) as engine:
+        yield engine, pipeline
+
+
+async def together(engine: EngineWorker, requests: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
+    return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests)))
+
+
+class Busy:
+    """Sees how many stages compute at the same time. A sleep stands for a device at work: it needs no core."""
+
+    def __init__(self, pipeline: Pipeline, seconds: float) -> None:
+        self._lock = threading.Lock()
+        self._inside: dict[str, int] = {stage.name: 0 for stage in pipeline.stages}
+        self._seconds = seconds
+        self.most_stages = 0
+        self.most_in_one = 0
+        for stage in pipeline.stages:
+            stage.modules[-1].register_forward_hook(lambda *_, name=stage.name: self._work(name))
+
+    def _work(self, name: str) -> None:
+        with self._lock:
+            self._inside[name] += 1
+            self.most_stages = max(self.most_stages, sum(map(bool, self._inside.values())))
+            self.most_in_one = max(self.most_in_one, *self._inside.values())
+        time.sleep(self._seconds)
+        with self._lock:
+            self._inside[name] -= 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "lfm2", "qwen3_next"])
+def test_the_tokens_of_one_device(family: str) -> None:
+    model = laid_out(tiny_model(family), 3)
+    expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
+    with pipelined(model) as (engine, _):
+        assert run(together(engine, REQUESTS)) == expected
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_all_stages_work_at_once_and_each_on_one_group(stages: int) -> None:
+    model = laid_out(tiny_model("llama", num_hidden_layers=4), stages)
+    requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
+    expected = [reference(model, prompt, count) for prompt, count in requests]
+    with pipelined(model) as (engine, pipeline):
+        busy = Busy(pipeline, 0.004)
+        assert run(together(engine, requests)) == expected
+    assert busy.most_stages == stages
+    assert busy.most_in_one == 1
+
+
+def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
+    model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
+    expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
+    with pipelined(model) as (engine, pipeline):
+        busy = Busy(pipeline, 0.001)
+        assert run(together(engine, REQUESTS)) == expected
+    assert busy.most_in_one == 1 and busy.most_stages == 2
+
+
+def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
+    model = laid_out(tiny_model("llama"), 3)
+
+    async def scenario(engine: EngineWorker) -> list[int]:
+        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(150))]) for i in range(6)]
+        await until(lambda: engine.stats().running_rows == 6, "six rows")
+        assert isinstance(engine._backend, PipelinedBackend)
+        sizes = [len(group.rows) for group in engine._backend._scheduler.groups]
+        for stream in streams:
+            stream.close()
+        await until(lambda: idle(engine), "an idle engine")
+        return sizes
+
+    with pipelined(model) as (engine, _):
+        assert run(scenario(engine)) == [2, 2, 2]
+
+
+def test_prompts_are_prefilled_side_by_side() -> None:
+    model = laid_out(tiny_model("llama"), 3)
+    with pipelined(model, prefill_tokens=8) as (engine, pipeline):
+        busy = Busy(pipeline, 0.004)
+        requests = [(prompt_of(40, i), 1) for i in range(3)]  # one token each: nothing is ever decoded
+        assert run(together(engine, requests)) == [reference(model, *request) for request in requests]
+        assert engine.stats().decode_steps == 0
+    assert busy.most_stages == 3
+
+
+def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
+    model = laid_out(tiny_model("llama"), 3)
+    stays = [(prompt_of(6, i), 40) for i in range(3)]
+    expected = [reference(model, prompt, count) for prompt, count in stays]
+
+    async def scenario(engine: EngineWorker) -> None:
+        answers = asyncio.create_task(together(engine, stays))
+        for round_ in range(8):
+            leaving = [engine.submit([PromptJob(prompt_of(9, 10 + round_ + i), greedy(200))]) for i in range(2)]
+            if round_ % 2:  # else while they are prefilled
+                await anext(leaving[0])
+            for stream in leaving:
+                stream.close()
+            await asyncio.sleep(0.002)
+        assert await answers == expected
+        await until(lambda: idle(engine), "an idle engine")
+        assert engine.stats().cancelled_sequences >= 8  # those closed before they were taken in count as never come
+
+    with pipelined(model, prefill_tokens=3) as (engine, _):
+        run(scenario(engine))
+
+
+def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
+    model = laid_out(tiny_model("llama"), 2)
+    prompt = prompt_of(30)
+    expected = reference(model, prompt, 12)
+
+    async def scenario(engine: EngineWorker) -> None:
+        events = await collect(engine, [PromptJob(prompt, greedy(12, n=3))])
+        assert [list(events[index].token_ids) for index in range(3)] == [expected] * 3
+        assert await tokens_of(engine, prompt, greedy(12)) == expected
+        assert engine.stats().prefix_hit_tokens == 29
+
+    with pipelined(model, prefix_bytes=2**20) as (engine, _):
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("whole", ["The capital of France is", "The capital of Spain"])
+def test_an_open_prompt_is_prefilled_as_it_comes(whole: str) -> None:
+    model = laid_out(tiny_model("llama"), 2)
+    ids = spelled(whole)
+    expected = reference(model, ids, 10)
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([PromptJob((), greedy(10), open=True)])
+        for byte in spelled("The capital of France"):
+            stream.extend([byte])
+        stream.seal(ids)  # the second time with other ids than some that are in, or on their way
+        assert [token async for event in stream for token in event.token_ids] == expected
+
+    with pipelined(model) as (engine, _):
+        run(scenario(engine))
+
+
+def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
+    model = laid_out(tiny_model("llama"), 3)
+    good = [(prompt_of(6, i), 30) for i in range(4)]
+    expected = [reference(model, prompt, count) for prompt, count in good]
+    marked = 249
+
+    def fail(ids: list[list[int]]) -> BaseException | None:
+        return RuntimeError("no such row") if any(row == [marked] for row in ids) else None
+
+    async def scenario(engine: EngineWorker) -> None:
+        answers = asyncio.create_task(together(engine, good))
+        forced = greedy(5, logit_bias={marked: 100.0})
+        events = await collect(engine, [PromptJob(prompt_of(7, 9), forced)])
+        assert events[0].finish_reason is FinishReason.ERROR and "no such row" in str(events[0].error)
+        assert await answers == expected
+        await until(lambda: idle(engine), "an idle engine")
+
+    with watched(model) as watch, pipelined(model) as (engine, _):
+        watch.fail = fail
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> None:
+    model = laid_out(tiny_model("llama"), 3)
+    expected = [reference(model, *request) for request in REQUESTS]
+    wanted = 1 if phase == "decode" else 3
+    failing = True
+
+    def fail(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if failing and hidden.shape[1] == wanted:
+            raise RuntimeError("in the middle")
+
+    async def scenario(engine: EngineWorker) -> None:
+        nonlocal failing
+        events = await collect(engine, [PromptJob(prompt_of(3, i), greedy(9), first_index=i) for i in range(6)])
+        assert {event.finish_reason for event in events.values()} == {FinishReason.ERROR}
+        failing = False
+        assert await together(engine, REQUESTS) == expected
+
+    with pipelined(model) as (engine, _):
+        model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+        run(scenario(engine))
+
+
+def test_a_thread_that_dies_ends_every_stream_and_the_engine() -> None:
+    model = laid_out(tiny_model("llama"), 2)
+
+    async def scenario(engine: EngineWorker) -> None:
+        streams = [engine.submit([PromptJob(prompt_of(6, i), greedy(200))]) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        model.model.layers[2].register_forward_pre_hook(_die)
+        ends = list(await asyncio.gather(*map(last_of, streams)))
+        assert {end.finish_reason for end in ends} == {FinishReason.ERROR}
+        await until(lambda: not engine.alive, "the end")
+
+    with pipelined(model) as (engine, _):
+        run(scenario(engine))
+
+
+async def last_of(stream: TokenStream) -> TokenEvent:
+    return [event async for event in stream][-1]
+
+
+def _die(*_: Any) -> None:
+    raise SystemExit("a stage's thread died")
+
+
+def test_nothing_runs_on_after_a_shutdown() -> None:
+    model = laid_out(tiny_model("llama"), 2)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.01)
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = engine.submit([PromptJob(prompt_of(6), greedy(200))])
+        await anext(stream)
+        await asyncio.get_running_loop().run_in_executor(None, engine.shutdown)
+
+    with pipelined(model) as (engine, _):
+        model.model.layers[2].register_forward_hook(count)
+        run(scenario(engine))
+        seen = calls
+        time.sleep(0.05)
+        assert calls == seen
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
+
+
+def test_stages_are_read_off_the_map() -> None:
+    model = tiny_model("llama")
+    assert read_stages(model) == ()
+    model.hf_device_map = {"": "cpu"}
+    assert len(read_stages(model)) == 1 and pipeline_of(model, 1) is None
+    model.hf_device_map = {"model.embed_tokens": 1, "model.layers": 0, "model.norm": 1, "lm_head": 1, "gone": 2}
+    one, zero = read_stages(model)
+    assert [one.name, zero.name] == ["cuda:1", "cuda:0"]
+    assert list(zero.modules) == list(model.model.layers)  # the list itself is never called
+    model.hf_device_map = {"model": "disk", "lm_head": "disk"}
+    assert len(read_stages(model)) == 1  # what is not there is computed in one place all the same
+
+
+def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> None:
+    model = laid_out(tiny_model("llama"), 3)
+    pipeline = pipeline_of(model, 1)
+    assert pipeline is not None
+    kept: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        kept[:] = [output]
+        time.sleep(0.005)
+
+    def give(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + kept[0].mean()
+
+    with torch.inference_mode():
+        assert check_pipeline(model, pipeline) is None
+        model.model.layers[0].register_forward_hook(keep)  # what a model's code might do: it keeps a state between
+        model.model.layers[2].register_forward_hook(give)
+        problem = check_pipeline(model, pipeline)
+    assert problem is not None and "standard deviations" in problem
+    model.model.layers[1].register_forward_pre_hook(_fail)
+    assert "cannot" in (check_pipeline(model, pipeline) or "")
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("it cannot")
