@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.faults import Changed, CloudError, Denied, Exis
 # interpreter that is going. With this pause before the loop ends none of 75 runs did, without it up to 18 of 25.
 _GRACE_S = 0.05
 _DATED = "modified:"  # no ETag: compared with what comes, as a server need not understand If-Match
-_CHUNK = 256 * 1024
+_CHUNK = 64 * 1024
 _LISTED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -200,5 +200,5 @@ def _remote(url: str, scheme: str, options: dict[str, str]) -> Any:
 
 
 def _endpoint(options: Mapping[str, str]) -> str:
-    given = next((value for name, value in options.items() if "endpoint" in name.lower()), None)
+    given = next((value for name, value in options.items() if name.lower().endswith(("endpoint", "base_url"))), None)
     return given or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""

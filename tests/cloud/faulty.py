@@ -1,0 +1,139 @@
+"""A scripted object server: an S3-like bucket whose answers go wrong as a test says, and that keeps what it was asked.
+
+Knows nothing of our code: it is the faulty world that a fetch must survive. Also enough of GCS for reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Fault:
+    """What happens to a GET instead of an answer: ``kind`` is a status, or reset, cut, stall, change."""
+
+    kind: str | int
+    retry_after: str | None = None
+    body: bytes = b"<Error><Code>SlowDown</Code></Error>"
+
+
+@dataclass
+class FaultyServer:
+    """``objects`` by path; ``faults``: by path, what happens to its next GETs, in order."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    faults: dict[str, list[Fault]] = field(default_factory=dict)
+    asked: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, Range
+    url: str = ""
+    delay: float = 0.0
+    quiet: threading.Event = field(default_factory=threading.Event)  # set: stalled answers end
+
+    def gets(self, path: str) -> list[str | None]:
+        return [asked for method, at, asked in self.asked if method == "GET" and at == path]
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.md5(body).hexdigest()}"'
+
+
+def _handler(server: FaultyServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(send=False)
+
+        def do_GET(self) -> None:
+            self._answer(send=True)
+
+        def _answer(self, send: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            wanted = self.headers.get("Range")
+            server.asked.append((self.command, path, wanted))
+            body = server.objects.get(path)
+            if body is None:
+                return self._plain(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            if self.headers.get("If-Match") not in (None, _etag(body)):
+                return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            pending = server.faults.get(path) or []
+            fault = pending.pop(0) if send and pending else None
+            if fault is not None and isinstance(fault.kind, int):
+                return self._plain(fault.kind, fault.body, fault.retry_after)
+            if fault is not None and fault.kind == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                self.close_connection = True
+                return self.connection.close()
+            time.sleep(server.delay)
+            self._body(path, body, wanted, fault, send)
+
+        def _body(self, path: str, body: bytes, wanted: str | None, fault: Fault | None, send: bool) -> None:
+            start, end = 0, len(body)
+            if wanted:
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                start, end = int(first), min(len(body), int(last or len(body)) + 1)
+            self.send_response(206 if wanted else 200)
+            self.send_header("Content-Length", str(end - start))
+            self.send_header("ETag", _etag(body))
+            self.send_header("Last-Modified", "Wed, 21 Oct 2026 07:28:00 GMT")
+            self.send_header("x-goog-generation", "1")
+            if wanted:
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
+            self.end_headers()
+            if not send:
+                return
+            if fault is None:
+                self.wfile.write(body[start:end])
+                return
+            self.wfile.write(body[start : (start + end) // 2])
+            self.wfile.flush()
+            if fault.kind == "change":
+                server.objects[path] = body[::-1]
+            if fault.kind == "stall":
+                server.quiet.wait(60)
+            self.close_connection = True
+
+        def _plain(self, status: int, body: bytes, retry_after: str | None = None) -> None:
+            self.send_response(status)
+            if retry_after is not None:
+                self.send_header("Retry-After", retry_after)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves is none of the server's business."""
+
+
+@contextmanager
+def faulty_server(objects: dict[str, bytes] | None = None) -> Iterator[FaultyServer]:
+    server = FaultyServer(objects or {})
+    http = _Server(("127.0.0.1", 0), _handler(server))
+    server.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.quiet.set()
+        http.shutdown()
+        thread.join()
+        http.server_close()

@@ -1,0 +1,201 @@
+"""The stages between rows and results: order, bounds, waits, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+
+from mlserver_torch_stream.cloud.faults import CloudError, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.job import Job, stream
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.store import Store
+
+
+async def _rows(count: int, *, fails: int | None = None, error: Exception | None = None) -> AsyncGenerator[Row, None]:
+    for index in range(count):
+        failure = Failure("invalid_row", "bad") if index == fails else None
+        yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": str(index)}, size=10, failure=failure)
+    if error is not None:
+        raise error
+
+
+async def _echo(rows: Sequence[Row]) -> list[Outcome]:
+    await asyncio.sleep(0)
+    return [Outcome({"text": row.custom_id}, completion_tokens=2) for row in rows]
+
+
+async def _collect(results: AsyncGenerator[Result, None]) -> list[Result]:
+    return [result async for result in results]
+
+
+def _run(rows: AsyncGenerator[Row, None], infer: Infer, **limits: Any) -> list[Result]:
+    return asyncio.run(_collect(infer_rows(rows, infer, Limits(**limits))))
+
+
+def test_results_keep_the_order_of_the_rows_whatever_the_batches_take() -> None:
+    async def uneven(rows: Sequence[Row]) -> list[Outcome]:
+        await asyncio.sleep(0.02 if rows[0].index % 3 == 0 else 0)
+        return await _echo(rows)
+
+    found = _run(_rows(50, fails=7), uneven, batch_rows=3, batches=5)
+    assert [result.row.index for result in found] == list(range(50))
+    assert found[7].outcome.failure == Failure("invalid_row", "bad")
+    assert all(result.outcome.response == {"text": f"k:{i}"} for i, result in enumerate(found) if i != 7)
+
+
+def test_ten_thousand_objects_behind_a_slow_head_stay_within_the_window_and_the_memory() -> None:
+    window = 64
+    inferred = 0
+    behind_the_head: list[int] = []
+    rss: dict[int, int] = {}
+
+    async def slow_head(rows: Sequence[Row]) -> list[Outcome]:
+        nonlocal inferred
+        if rows[0].index == 0:
+            while inferred < window - 8:  # all that may be let in is done, and the head is not
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.05)
+            behind_the_head.append(inferred)
+        await asyncio.sleep(0.002)
+        inferred += len(rows)
+        return [Outcome({"text": row.data.decode()}) for row in rows]
+
+    async def run() -> Meter:
+        store = Store.memory()
+        keys = [f"{number:05}.txt" for number in range(10_000)]
+        for key in keys:
+            await store.put(key, key.encode() * 20)
+        objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
+        meter = Meter()
+        rows = Source(store, objects).rows()
+        count = 0
+        async for result in infer_rows(rows, slow_head, Limits(window=window, batch_rows=8), meter):
+            assert result.row.key == keys[count] and result.outcome.response == {"text": keys[count] * 20}
+            count += 1
+            if count in (1_000, 10_000):
+                rss[count] = psutil.Process().memory_info().rss
+        assert count == 10_000
+        return meter
+
+    meter = asyncio.run(asyncio.wait_for(run(), 120))
+    assert behind_the_head == [window - 8]
+    assert meter.peak_undelivered <= window
+    assert (rss[10_000] - rss[1_000]) / 2**20 <= 10
+
+
+def test_a_lone_row_does_not_wait_for_others_longer_than_it_may() -> None:
+    more = asyncio.Event()
+
+    async def rows() -> AsyncGenerator[Row, None]:
+        yield Row(0, "k", 1, "k", body={"prompt": "x"})
+        await more.wait()
+        yield Row(1, "k", 2, "k", body={"prompt": "x"})
+
+    async def run() -> list[int]:
+        found = []
+        async for result in infer_rows(rows(), _echo, Limits(batch_rows=100, max_wait=0.01)):
+            found.append(result.row.index)
+            more.set()  # the source goes on only once the first result is here
+        return found
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == [0, 1]
+
+
+def test_batches_side_by_side_are_bounded() -> None:
+    running, most = 0, 0
+
+    async def watch(rows: Sequence[Row]) -> list[Outcome]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.002)
+        running -= 1
+        return await _echo(rows)
+
+    _run(_rows(60), watch, batch_rows=2, batches=3, window=60)
+    assert most == 3
+
+
+def test_an_exception_fails_its_batch_alone_and_a_wrong_number_of_outcomes_too() -> None:
+    async def breaks(rows: Sequence[Row]) -> list[Outcome]:
+        if rows[0].index == 2:
+            raise ValueError("it burned")
+        return (await _echo(rows))[: 1 if rows[0].index == 4 else None]
+
+    found = _run(_rows(8), breaks, batch_rows=2)
+    failures = {r.row.index: r.outcome.failure for r in found if r.outcome.failure is not None}
+    assert sorted(failures) == [2, 3, 4, 5]
+    assert failures[2] == Failure("inference_failed", "ValueError: it burned")
+    assert "1 outcomes came for 2 rows" in failures[4].message
+
+
+@pytest.mark.parametrize("where", ["source", "infer"])
+def test_what_ends_a_run_is_raised_behind_the_results_before_it(where: str) -> None:
+    async def infer(rows: Sequence[Row]) -> list[Outcome]:
+        if where == "infer" and rows[0].index >= 6:
+            raise Unavailable("the server is gone")
+        return await _echo(rows)
+
+    async def run() -> list[int]:
+        found = []
+        rows = _rows(6 if where == "source" else 40, error=Missing("the source is gone"))
+        with pytest.raises(CloudError, match="is gone"):
+            async for result in infer_rows(rows, infer, Limits(batch_rows=2, batches=1)):
+                found.append(result.row.index)
+        return found
+
+    assert asyncio.run(run()) == list(range(6))
+
+
+def test_leaving_early_ends_every_task() -> None:
+    cancelled = []
+
+    async def hang(rows: Sequence[Row]) -> list[Outcome]:
+        if rows[0].index == 0:
+            return await _echo(rows)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(rows[0].index)
+            raise
+        return []
+
+    async def run() -> None:
+        results = infer_rows(_rows(9), hang, Limits(batch_rows=1, batches=3))
+        async with contextlib.aclosing(results):
+            async for _ in results:
+                await asyncio.sleep(0.01)
+                break
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert sorted(cancelled) == [1, 2, 3]
+
+
+def test_figures_are_named_as_in_beam() -> None:
+    meter = Meter()
+    asyncio.run(_collect(infer_rows(_rows(10, fails=0), _echo, Limits(batch_rows=3), meter)))
+    figures = meter.figures()
+    assert (figures["rows"], figures["failed"], figures["num_inferences"]) == (10, 1, 9)
+    assert figures["inference_request_batch_size"] == {"count": 3, "sum": 9, "min": 3, "max": 3, "mean": 3}
+    assert figures["inference_request_batch_byte_size"]["sum"] == 90
+    assert figures["inference_batch_latency_micro_secs"]["count"] == 3
+    assert figures["failed_batches_counter"] == 0 and figures["completion_tokens"] == 18
+    assert 0 <= figures["busy_share"] <= 1
+
+
+def test_the_api_streams_results_of_any_place_without_an_output(tmp_path: Any) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    (tmp_path / "b.txt").write_text("z")
+    found = asyncio.run(_collect(stream(Job(str(tmp_path)), _echo)))
+    assert [result.row.custom_id for result in found] == ["a.jsonl:1", "a.jsonl:2", "b.txt"]
+    with pytest.raises(Refused, match="--output"):
+        asyncio.run(_collect(stream(Job(str(tmp_path), output="/tmp/x"), _echo)))
