@@ -10,7 +10,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -82,6 +82,9 @@ bench-peers: $(INSTALLED) ## the same load on other servers, each in an environm
 
 bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py $(BENCH)
+
+bench-pipeline: $(INSTALLED) ## how busy a device map keeps its devices, which are emulated
+	$(BIN)/python -m benchmarks.pipeline $(BENCH)
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml

@@ -1,0 +1,145 @@
+"""How busy a device map keeps its devices: tokens/s over N emulated devices, one after another and pipelined.
+
+    python -m benchmarks.pipeline [--stages 2 4] [--rows 4] [--milliseconds 20] [--seconds 5]
+
+A device is a stage that sleeps while it computes, which needs no core, over a model so small that its own arithmetic
+hardly counts. Two kinds: one whose time does not depend on its rows, as where reading the weights takes it, and one
+that takes its time for each row. The first keeps as many rows per batch and has N batches; the second splits its rows.
+Efficiency is the gain divided by N. Everything but the devices is the engine as it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from benchmarks.machine import describe, warning
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
+from mlserver_torch_stream.engine.pipeline.passage import pipeline_of
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.types import ModelInfo, SamplingParameters
+
+VOCABULARY = 259
+CONTEXT = 1024
+Sleep = Callable[[int], float]  # seconds of a stage's work, by its rows
+
+
+def small_model(layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+    model: PreTrainedModel = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def byte_codec() -> TextCodec:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def lay_out(model: PreTrainedModel, sleep: Sleep) -> None:
+    """A map of one layer per device, each of which sleeps when it has computed."""
+    last = len(model.model.layers) - 1
+    model.hf_device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": last, "lm_head": last}
+    for index, layer in enumerate(model.model.layers):
+        model.hf_device_map[f"model.layers.{index}"] = index
+        layer.register_forward_hook(partial(_work, sleep))
+
+
+def _work(sleep: Sleep, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+    time.sleep(sleep(output.shape[0]))
+
+
+def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipelined: bool) -> float:
+    """Once all rows are being decoded."""
+    model = small_model(stages)
+    with torch.inference_mode():
+        cost = check_batching(model).cost
+    assert cost is not None
+    lay_out(model, sleep)
+    codec = byte_codec()
+    samplers = SamplerFactory(codec, VOCABULARY, ())
+    options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_rows": rows, "prefill_tokens": 512}
+    pipeline = pipeline_of(model, threads=1)
+    assert pipeline is not None
+    backend = (
+        PipelinedBackend(model, samplers, pipeline=pipeline, **options)
+        if pipelined
+        else BatchedBackend(model, samplers, **options)
+    )
+    engine = EngineWorker(backend, codec, ModelInfo(VOCABULARY, CONTEXT, rows), ())
+    try:
+        return asyncio.run(_measure(engine, rows, seconds))
+    finally:
+        engine.shutdown()
+
+
+async def _measure(engine: EngineWorker, rows: int, seconds: float) -> float:
+    sampling = SamplingParameters(max_tokens=CONTEXT - 16, ignore_eos=True)
+    streams = [engine.submit([PromptJob(tuple(range(row, row + 8)), sampling)]) for row in range(rows)]
+    try:
+        while engine.stats().running_rows < rows:
+            await asyncio.sleep(0.01)
+        began, tokens = time.monotonic(), engine.stats().generated_tokens
+        await asyncio.sleep(seconds)
+        assert engine.stats().running_rows == rows, "answers ended while they were measured: fewer seconds, please"
+        return (engine.stats().generated_tokens - tokens) / (time.monotonic() - began)
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rows", type=int, default=4, help="in a batch")
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="that a stage takes for such a batch")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = describe()
+    print(f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores")
+    if busy := warning(machine):
+        print(busy)
+    per_batch = options.milliseconds / 1000
+    per_row = per_batch / options.rows
+    print(f"\n{'devices':>8} {'a device takes':>28} {'in turn':>14} {'pipelined':>14} {'gain':>6} {'efficiency':>11}")
+    for stages in options.stages:
+        rows = options.rows
+        for kind, sleep, before, after in (
+            (f"{options.milliseconds:g} ms per batch", lambda _: per_batch, rows, rows * stages),
+            (f"{1000 * per_row:g} ms per row", lambda rows: per_row * rows, rows * stages, rows * stages),
+        ):
+            one = tokens_per_second(stages, before, sleep, options.seconds, pipelined=False)
+            all_ = tokens_per_second(stages, after, sleep, options.seconds, pipelined=True)
+            gain = all_ / one
+            print(
+                f"{stages:>8} {kind:>28} {one:>10.1f} t/s {all_:>10.1f} t/s {gain:>6.2f} {gain / stages:>10.0%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
