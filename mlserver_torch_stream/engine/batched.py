@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
 _MOST_KEPT_PER_STEP = 2
+# Keys and values of so many tokens are copied in the time of prefilling one; 13 to 50 (benchmarks/LOG.md).
+_COPIED_PER_PREFILLED = 16
 
 
 class BatchedBackend:
@@ -102,16 +104,13 @@ class BatchedBackend:
         self._retire()
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        pieces = self._scheduler.pieces()
-        self._gauge()  # who was admitted does not wait any more, however long the step takes
-        for piece in pieces:
-            self._prefill(piece, deliver)
+        prefilled = self._prefill_share(deliver)
         groups = [group for group in self._scheduler.groups if group.rows]
         for group in groups:
             self._decode(group, deliver)
         self._retire()
         self._gauge()
-        return bool(pieces or groups)
+        return prefilled or bool(groups)
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -121,20 +120,32 @@ class BatchedBackend:
 
     # --- prefill ---
 
-    def _prefill(self, piece: Piece, deliver: Deliver) -> None:
-        job = piece.job
+    def _prefill_share(self, deliver: Deliver) -> bool:
+        """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
+        spent = 0
+        while pieces := self._scheduler.pieces(spent=spent):
+            self._gauge()  # who was admitted does not wait any more, however long the step takes
+            for piece in pieces:
+                spent += self._prefill(piece, deliver)
+        return spent > 0
+
+    def _prefill(self, piece: Piece, deliver: Deliver) -> int:
+        """Returns how many prefilled tokens the work was worth, at least 1."""
+        job, known = piece.job, piece.job.prefilled
         try:
             ids = self._take_up(piece)
+            work = len(ids) + (job.prefilled - known) // _COPIED_PER_PREFILLED
             logits = self._prefill_forward([ids], self._prefills[job])
             self._advance(job, ids)
             started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
         except Exception as error:
             self._fail_prefill(job, error, deliver)
-            return
+            return piece.count
         if started is not None:
             group, choices = started
             self._gauge()
             self._accept(group, range(len(group.rows) - job.rows, len(group.rows)), choices, deliver)
+        return work
 
     def _fail_prefill(self, job: Job, error: Exception, deliver: Deliver) -> None:
         logger.error("prefill failed", exc_info=error)

@@ -109,12 +109,15 @@ class Scheduler:
     def add(self, job: Job) -> None:
         self.waiting.add(job)
 
-    def pieces(self, busy: Collection[Job] = (), most: int | None = None) -> list[Piece]:
+    def pieces(self, busy: Collection[Job] = (), most: int | None = None, spent: int = 0) -> list[Piece]:
         """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit.
 
-        At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way.
+        At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way. ``spent``:
+        tokens that this step has prefilled already.
         """
         left = self._limits.prefill_tokens
+        if spent:
+            left = max(0, left - spent) if left is not None else 0
         pieces: list[Piece] = []
         for job in self.prefilling:
             if job not in busy and len(pieces) != most:

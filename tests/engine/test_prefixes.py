@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.tiny import (
     VOCAB,
     byte_tokenizer,
+    collect,
     greedy,
     reference,
     run,
@@ -85,6 +86,20 @@ def test_the_same_prompt_again_leaves_one_id_for_the_logits() -> None:
         for _ in range(2):
             assert run(tokens_of(engine, SYSTEM, greedy(4))) == reference(model, SYSTEM, 4)
         assert engine.stats().prefix_hit_tokens == len(SYSTEM) - 1
+
+
+def test_prompts_whose_beginning_is_known_take_little_of_a_steps_share() -> None:
+    """60 copied ids and a new one count as 4 of 8: two prompts a step, not one."""
+    model = tiny_model()
+    prompts = [(*SYSTEM, number) for number in range(6)]
+    with keeping() as engine:
+        run(tokens_of(engine, SYSTEM, greedy(2)))
+        before = engine.stats().decode_steps
+        jobs = [PromptJob(prompt, greedy(2), first_index=number) for number, prompt in enumerate(prompts)]
+        answers = run(collect(engine, jobs))
+        assert engine.stats().decode_steps - before == 3
+    for number, prompt in enumerate(prompts):
+        assert list(answers[number].token_ids) == reference(model, prompt, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "lfm2", "gpt2", "bloom"])
