@@ -102,6 +102,10 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
+    def load(self) -> int:
+        """Prompts that wait or are prefilled, and rows that are decoded."""
+
+    @property
     def alive(self) -> bool:
         """False once the engine's thread has died, or was shut down."""
 

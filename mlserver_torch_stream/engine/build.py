@@ -8,17 +8,20 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.budget import HOST, cache_budget, in_words, prefix_bytes
 from mlserver_torch_stream.engine.cache.cost import shares as device_shares
-from mlserver_torch_stream.engine.devices import check_devices, spread_budget
+from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
 from mlserver_torch_stream.engine.forward import Forward, input_device
 from mlserver_torch_stream.engine.loading.context import steady_positions
@@ -40,6 +43,7 @@ from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batch
 from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.packed import pack_linears
 from mlserver_torch_stream.engine.ranks.prepare import Ranks, prepare_ranks
+from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
@@ -52,11 +56,6 @@ from mlserver_torch_stream.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
-# Of a GPU's free memory after loading; the rest is for activations and the allocator's fragments.
-GPU_CACHE_SHARE = 0.8
-# Of the host's memory, for kept prompts: what is used of it stays used.
-HOST_PREFIX_BYTES = 256 * 2**20
-_HOST = torch.device("cpu")
 
 
 OnDeath = Callable[[BaseException], None]
@@ -83,12 +82,20 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An engine and what it stands on."""
+    """An engine and what it stands on, or several behind one: then ``parts`` are all of them, ``weights`` one's."""
 
-    engine: EngineWorker
+    engine: Engine
     codec: TextCodec
     summary: str
     weights: Lease[Prepared]
+    parts: tuple[Running, ...] = ()
+
+    def stop(self, shares: Shares) -> None:
+        """Blocks."""
+        self.engine.shutdown()
+        for part in self.parts or (self,):
+            shares.release(part.codec)
+            _give_back(part.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class BuiltEngine:
     shares: Shares
 
     @property
-    def engine(self) -> EngineWorker:
+    def engine(self) -> Engine:
         return self.lease.value.engine
 
     @property
@@ -120,10 +127,7 @@ class BuiltEngine:
 
     def shutdown(self) -> None:
         """Stops the engine and gives its memory back. Blocks."""
-        running = self.lease.value
-        running.engine.shutdown()
-        self.shares.release(running.codec)
-        _give_back(running.weights)
+        self.lease.value.stop(self.shares)
 
 
 def build_engine(
@@ -134,9 +138,9 @@ def build_engine(
     Weights that are loaded already are shared; for the same ``owner`` with the same settings its engine too.
     """
     threads = set_threads(resolved.settings, read_host())
-    weights = weights_key(resolved, threads)
-    key = engine_key(resolved, owner, weights)
-    return BuiltEngine(shares.engines.lease(key, lambda: _run(resolved, weights, threads, on_death, shares)), shares)
+    key = engine_key(resolved, owner, weights_key(resolved, threads))
+    run = _run if resolved.settings.replicas == 1 else _run_replicas
+    return BuiltEngine(shares.engines.lease(key, lambda: run(resolved, threads, on_death, shares)), shares)
 
 
 def reclaim_memory() -> None:
@@ -147,7 +151,24 @@ def reclaim_memory() -> None:
     trim_heap()
 
 
-def _run(resolved: ResolvedSettings, key: Hashable, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
+def _run_replicas(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
+    deaths = Deaths(resolved.settings.replicas, on_death)
+    parts: list[Running] = []
+    try:
+        for settings in on_devices_of_their_own(resolved.settings):
+            parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, shares))
+    except BaseException:
+        for part in parts:
+            part.stop(shares)
+        raise
+    engines = [part.engine for part in parts]
+    first = parts[0]
+    summary = f"{len(parts)} replicas: {'; '.join(dict.fromkeys(part.summary for part in parts))}"
+    return Running(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
+
+
+def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
+    key = weights_key(resolved, threads)
     place = locate(resolved)
     codec = TextCodec(tokenizer := load_tokenizer(place, resolved))
     lease: Lease[Prepared] = shares.weights.lease(key, lambda: _prepare(place, resolved, threads, shares))
@@ -262,16 +283,18 @@ def _choose_backend(
         return serial, loaded.max_context, f"one request at a time ({problem})"
     parts = device_shares(findings.costs, loaded.max_context)
     ranks = prepared.ranks
-    host = host if ranks is None else ranks.host(host)
-    budget = _cache_budget(parts, settings.kv_cache_memory, shares, codec, host)
-    prefix_bytes = _prefix_bytes(budget, settings.prefix_cache_memory, on_host=_HOST in parts)
+    budget = cache_budget(
+        *(parts, settings.kv_cache_memory, shares, codec, host),
+        engines=settings.replicas,
+        most=sys.maxsize if ranks is None else ranks.shard.room,
+    )
     batched = partial(
         BatchedBackend,
         loaded.model,
         samplers,
         cost=findings.cost,
         cache_bytes=budget,
-        prefix_bytes=prefix_bytes,
+        prefix_bytes=prefix_bytes(budget, settings.prefix_cache_memory, on_host=HOST in parts),
         max_rows=settings.max_batch_rows,
         prefill_tokens=settings.prefill_chunk if findings.chunked else None,
         forward=prepared.forward if ranks is None else ranks.forward,
@@ -285,7 +308,7 @@ def _choose_backend(
     origin = resolved.origins["kv_cache_memory"]
     how = (
         f"{_kernels(resolved, prepared)}up to {settings.max_batch_rows} rows at a time, "
-        f"KV cache {_size(budget)} "
+        f"KV cache {in_words(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
     )
     return batched, context, how
@@ -305,42 +328,8 @@ def _rebuild(new_backend: Callable[[], Backend], prepared: Prepared) -> Backend:
     return new_backend()
 
 
-def _cache_budget(
-    parts: Mapping[torch.device, float], asked: int | None, shares: Shares, owner: object, host: Host
-) -> int:
-    """Bytes in all, of which the devices hold these parts.
-
-    A GPU's own free memory already lacks what other engines on it have taken.
-    """
-    if asked is None:
-        room = {
-            device: shares.promise(owner, None, host.available_bytes)
-            if device == _HOST
-            else int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
-            for device in parts
-        }
-        asked = spread_budget(room, parts)
-    if _HOST in parts:
-        shares.promise(owner, int(asked * parts[_HOST]), host.available_bytes)
-    return asked
-
-
-def _prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
-    """The part of the KV cache's memory that kept prompts may take."""
-    if asked is None:
-        share = budget // 8
-        return min(share, HOST_PREFIX_BYTES) if on_host else share
-    if asked >= budget:
-        raise LoadFailed(f"prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows")
-    return asked
-
-
 def _faults() -> Faults | None:
     faults = read_faults(os.environ)
     if faults is not None:
         logger.warning("%s is set: this engine fails on purpose", VARIABLE)
     return faults
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

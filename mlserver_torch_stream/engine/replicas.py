@@ -1,6 +1,6 @@
 """Several engines with the same model behind one: each prompt goes to the one with the least to do.
 
-Knows nothing of devices, weights or tensors; to everybody else it is an engine.
+Knows nothing of weights or tensors; to everybody else it is an engine.
 """
 
 from __future__ import annotations
@@ -9,28 +9,37 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from threading import Lock
-from typing import Protocol
+
+import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineStats, PromptJob, TokenStream
-from mlserver_torch_stream.errors import NotServing, QueueFull
+from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull
+from mlserver_torch_stream.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
 OnDeath = Callable[[BaseException], None]
 
+_KEY = "parameters.extra.replicas"
+_NEEDS = {"device_map": None, "max_memory": None, "offload_folder": None, "tensor_parallel_size": 1}
 
-class Replica(Engine, Protocol):
-    """An engine that says how much it has to do."""
 
-    @property
-    def load(self) -> int:
-        """Prompts that wait or are prefilled, and rows that are decoded."""
+def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
+    """One replica's settings each. Raises LoadFailed where there are not enough GPUs; on CPUs they share them."""
+    for key, needed in _NEEDS.items():
+        if (value := getattr(settings, key)) != needed:
+            raise LoadFailed(f"{_KEY}: {settings.replicas} do not go with {key}: {value!r}")
+    if not torch.cuda.is_available():
+        return [settings] * settings.replicas
+    if settings.replicas > torch.cuda.device_count():
+        raise LoadFailed(f"{_KEY}: {settings.replicas} GPUs are wanted and {torch.cuda.device_count()} are here")
+    return [settings.model_copy(update={"device_map": number}) for number in range(settings.replicas)]
 
 
 class ReplicatedEngine:
     """An ``Engine``: alive while one of ``replicas`` is; what it counts is the sum of what they do."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
         self._taken = [0] * len(self._replicas)  # submits, so that idle ones are given work in turn
         self.info = min(replicas, key=lambda replica: replica.info.max_context).info
@@ -58,9 +67,15 @@ class ReplicatedEngine:
         numbers = numbers or list(range(len(self._replicas)))
         return sorted(numbers, key=lambda number: (self._replicas[number].load, self._taken[number]))
 
+    @property
+    def load(self) -> int:
+        return sum(replica.load for replica in self._replicas)
+
     def stats(self) -> EngineStats:
         parts = [replica.stats() for replica in self._replicas]
-        return EngineStats(**{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(EngineStats)})
+        return EngineStats(
+            **{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(EngineStats)}
+        )
 
     def drain(self) -> None:
         for replica in self._replicas:

@@ -25,11 +25,14 @@ class Shares:
         self.weights: Pool[Any] = Pool()
         self.engines: Pool[Any] = Pool()
 
-    def promise(self, owner: object, asked: int | None, available: int) -> int:
-        """Bytes of KV cache on the host for ``owner``: what it asked for, else half of what nobody was promised."""
+    def promise(self, owner: object, asked: int | None, available: int, engines: int = 1) -> int:
+        """Bytes of KV cache on the host for ``owner``: what it asked for, else half of what nobody was promised.
+
+        That half is for ``engines`` of its kind.
+        """
         with self._lock:
             free = max(0, available - sum(self._promised.values()))
-            self._promised[owner] = default_kv_budget(free) if asked is None else asked
+            self._promised[owner] = default_kv_budget(free, engines) if asked is None else asked
             return self._promised[owner]
 
     def release(self, owner: object) -> None:

@@ -246,7 +246,7 @@ class EngineWorker:
     def _loop(self) -> None:
         busy = False
         while True:
-            if not busy:
+            if not busy and not self._stopping:  # whose wake-up may have been taken in since it was looked at
                 self._wait()
             if self._poll():
                 return

@@ -1,6 +1,7 @@
 """What a model raises fails the requests concerned and nobody else; if the thread dies, everybody is told."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,21 @@ async def failed(engine: EngineWorker, prompt: tuple[int, ...], params: Sampling
     assert isinstance(event.error, GenerationFailed)
     assert event.usage is not None
     return event
+
+
+def test_a_stop_that_comes_while_the_inbox_is_emptied_is_not_slept_through(model: PreTrainedModel) -> None:
+    gate = threading.Event()
+
+    def stop() -> None:
+        engine._stopping = True
+        engine._post(lambda: None)  # taken in at once, by the loop that runs this
+
+    with running(model) as engine:
+        engine._post(lambda: gate.wait(30) or None)
+        engine._post(stop)
+        gate.set()
+        engine._thread.join(30)
+        assert not engine._thread.is_alive()
 
 
 async def settled(engine: EngineWorker) -> None:

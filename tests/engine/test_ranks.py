@@ -160,7 +160,6 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, tiny_model: Path) -> 
         ("device_map", "auto"),
         ("weights", "int8"),
         ("engine", "serial"),
-        ("replicas", 2),
         ("max_memory", {"cpu": "1GiB"}),
     ],
 )

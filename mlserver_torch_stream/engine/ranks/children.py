@@ -112,10 +112,10 @@ class _Child(threading.Thread):
         self._rank = rank
         self._arguments = [str(rank), str(size), str(port), str(os.getpid())]
         self._on_end = on_end
-        self._started = threading.Event()
+        self._spawned = threading.Event()
         self._failure: OSError | None = None
         self.start()
-        self._started.wait()
+        self._spawned.wait()
         if self._failure is not None:
             raise self._failure
 
@@ -128,7 +128,9 @@ class _Child(threading.Thread):
             self._failure = error
             return
         finally:
-            self._started.set()
+            self._spawned.set()
         status = self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         self._on_end(f"rank {self._rank} {how}")

@@ -6,12 +6,11 @@ Knows nothing of engines.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.loading.host import Host
 from mlserver_torch_stream.engine.loading.loader import Place
 from mlserver_torch_stream.engine.ranks.forming import form
 from mlserver_torch_stream.engine.ranks.leader import Leader
@@ -34,10 +33,6 @@ class Ranks:
 
     def __str__(self) -> str:
         return f"{self.leader.size} ranks, "
-
-    def host(self, host: Host) -> Host:
-        """What is free for this rank where the fullest of them is."""
-        return replace(host, available_bytes=min(host.available_bytes, self.shard.room))
 
 
 def prepare_ranks(place: Place, resolved: ResolvedSettings) -> Ranks:

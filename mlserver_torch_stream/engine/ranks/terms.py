@@ -21,7 +21,6 @@ _NEEDS: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "weights": ("auto",),
     "engine": ("auto", "batched"),
-    "replicas": (1,),
 }
 
 

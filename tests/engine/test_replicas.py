@@ -1,0 +1,194 @@
+"""Several engines behind one: the least loaded is given work, and one's death leaves the others serving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.api import Engine, PromptJob
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing, QueueFull
+from mlserver_torch_stream.settings import parse_settings
+from mlserver_torch_stream.types import FinishReason
+from tests.engine.tiny import collect, greedy, prompt_of, run, until
+
+REQUESTS = [(prompt_of(3 + 5 * number, number), 8 + 5 * number) for number in range(6)]
+
+
+def build(folder: Path, deaths: list[BaseException] | None = None, shares: Shares | None = None, **extra: Any) -> Any:
+    settings = {"threads": 1, "kv_cache_memory": "8MiB", "fast_path": "off", **extra}
+    resolved = parse_settings(str(folder), settings, environ={})
+    on_death = deaths.append if deaths is not None else None
+    return build_engine(resolved, on_death=on_death, shares=Shares() if shares is None else shares)
+
+
+def end(built: BuiltEngine) -> None:
+    if built.give_back():
+        built.shutdown()
+
+
+@pytest.fixture
+def deaths() -> list[BaseException]:
+    return []
+
+
+@pytest.fixture
+def three(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
+    built = build(tiny_model, deaths, replicas=3, max_queue=4)
+    yield built
+    end(built)
+
+
+def members(built: BuiltEngine) -> Sequence[EngineWorker]:
+    return [part.engine for part in built.lease.value.parts]  # type: ignore[misc]
+
+
+async def answer(engine: Engine, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    event = (await collect(engine, [PromptJob(prompt, greedy(count))]))[0]  # type: ignore[arg-type]
+    assert event.error is None, event.error
+    return event.token_ids
+
+
+async def kill(engine: EngineWorker) -> None:
+    """For good: what would start it anew fails as a lost device does."""
+
+    def lost() -> Any:
+        raise RuntimeError("the device is lost")
+
+    engine._rebuild = lost
+    engine.fail(RuntimeError("an illegal access"))
+    await until(lambda: not engine.alive, "a dead replica")
+
+
+def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltEngine, tiny_model: Path) -> None:
+    one = build(tiny_model)
+
+    async def scenario(engine: Engine) -> list[tuple[int, ...]]:
+        return list(await asyncio.gather(*(answer(engine, *request) for request in REQUESTS)))
+
+    expected = run(scenario(one.engine))
+    end(one)
+    assert "3 replicas" in three.summary
+    assert run(scenario(three.engine)) == expected
+    assert three.engine.stats().generated_tokens == sum(count for _, count in REQUESTS)
+    assert [member.stats().generated_tokens > 0 for member in members(three)] == [True] * 3
+
+
+def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:
+    shares = Shares()
+    built = build(tiny_model, shares=shares, replicas=2)
+    assert shares.weights.made == 1
+    end(built)
+    assert len(shares.weights) == 0
+
+
+def test_a_prompt_goes_to_the_replica_with_the_least_to_do(three: BuiltEngine) -> None:
+    async def scenario() -> None:
+        streams = [three.engine.submit([PromptJob(prompt_of(5, number), greedy(900))]) for number in range(3)]
+        assert [member.load for member in members(three)] == [1, 1, 1]
+        streams[1].close()
+        await until(lambda: members(three)[1].load == 0, "an idle replica")
+        streams.append(three.engine.submit([PromptJob(prompt_of(5, 7), greedy(900))]))
+        assert [member.load for member in members(three)] == [1, 1, 1]
+        for stream in streams:
+            stream.close()
+
+    run(scenario())
+
+
+def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path) -> None:
+    built = build(tiny_model, replicas=2, max_queue=1, max_batch_rows=1)
+
+    async def scenario() -> None:
+        streams = []
+        for number in range(2):
+            streams.append(built.engine.submit([PromptJob(prompt_of(5, number), greedy(900))]))
+            await until(lambda: built.engine.stats().running_rows == len(streams), "a row")
+        streams += [built.engine.submit([PromptJob(prompt_of(5, 9), greedy(9))]) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            built.engine.submit([PromptJob(prompt_of(5, 9), greedy(9))])
+        for stream in streams:
+            stream.close()
+
+    run(scenario())
+    end(built)
+
+
+def test_ones_death_ends_its_own_streams_and_leaves_the_others_serving(
+    three: BuiltEngine, deaths: list[BaseException]
+) -> None:
+    async def scenario() -> None:
+        readers = [
+            asyncio.create_task(collect(three.engine, [PromptJob(prompt_of(5, number), greedy(600))]))  # type: ignore[arg-type]
+            for number in range(3)
+        ]
+        await until(lambda: three.engine.stats().running_rows == 3, "three rows")
+        await kill(members(three)[0])
+        ends = [(await reader)[0] for reader in readers]
+        assert [event.finish_reason for event in ends] == [FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH]
+        assert isinstance(ends[0].error, GenerationFailed)
+        assert three.engine.alive and deaths == []
+        for _ in range(4):
+            await answer(three.engine, prompt_of(4), 3)
+
+    run(scenario())
+
+
+def test_the_last_ones_death_is_everybodys(three: BuiltEngine, deaths: list[BaseException]) -> None:
+    async def scenario() -> None:
+        for member in members(three):
+            assert three.engine.alive and deaths == []
+            await kill(member)
+        assert not three.engine.alive
+        await until(lambda: len(deaths) == 1, "word of the end")
+        with pytest.raises(NotServing):
+            three.engine.submit([PromptJob(prompt_of(3))])
+
+    run(scenario())
+
+
+def test_a_draining_engine_drains_all(three: BuiltEngine) -> None:
+    async def scenario() -> None:
+        stream = three.engine.submit([PromptJob(prompt_of(5), greedy(900))])
+        three.engine.drain()
+        with pytest.raises(NotServing):
+            three.engine.submit([PromptJob(prompt_of(3))])
+        three.engine.abort_all()
+        events = [event async for event in stream]
+        assert events[-1].finish_reason is FinishReason.ABORT
+
+    run(scenario())
+
+
+def test_replicas_share_what_is_free_for_the_cache(tiny_model: Path) -> None:
+    built = build(tiny_model, replicas=2, kv_cache_memory=None)
+    first, second = (member.stats().kv_cache_budget for member in members(built))
+    assert 0.5 * first < second <= first
+    end(built)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device_map", "auto"), ("max_memory", {"cpu": "1GiB"}), ("tensor_parallel_size", 2)]
+)
+def test_settings_that_place_layers_do_not_go_with_replicas(tiny_model: Path, key: str, value: Any) -> None:
+    with pytest.raises(LoadFailed, match=f"replicas: 2 do not go with {key}"):
+        build(tiny_model, replicas=2, **{key: value})
+
+
+def test_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    from mlserver_torch_stream.engine.replicas import on_devices_of_their_own
+
+    settings = parse_settings(str(tiny_model), {"replicas": 2}, environ={}).settings
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [each.device_map for each in on_devices_of_their_own(settings)] == [0, 1]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LoadFailed, match="2 GPUs are wanted and 1 are here"):
+        on_devices_of_their_own(settings)

@@ -1,0 +1,10 @@
+"""A child that does nothing but live as long as its parent: ``python -m tests.engine.tied RANK SIZE PORT PARENT``."""
+
+import sys
+import threading
+
+from mlserver_torch_stream.engine.ranks.bond import die_with
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[4]))
+    threading.Event().wait(60)
