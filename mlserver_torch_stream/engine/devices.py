@@ -1,4 +1,4 @@
-"""Devices with memory of their own: whether they still answer, and how large a cache over several of them can be.
+"""Devices with memory of their own: their names, whether they still answer, and how large a cache over several can be.
 
 Knows nothing of models.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
@@ -23,3 +24,19 @@ def check_devices(devices: Iterable[torch.device]) -> None:
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:
     """Bytes in all, of which each device holds its share: the one with the least room for its share decides."""
     return int(min(room[device] / share for device, share in shares.items() if share > 0))
+
+
+def device_name(place: str | int | torch.device) -> str:
+    """Of a value of a device map."""
+    return f"cuda:{place}" if isinstance(place, int) else str(place)
+
+
+def execution_device(module: nn.Module) -> str | int | torch.device | None:
+    """Where accelerate's hooks have the module compute; None without one."""
+    for each in module.modules():
+        hook = getattr(each, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if (place := getattr(part, "execution_device", None)) is not None:
+                found: str | int | torch.device = place
+                return found
+    return None

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
+from mlserver_torch_stream.engine.devices import device_name
 from mlserver_torch_stream.engine.loading.context import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
@@ -147,15 +148,11 @@ def describe(name: str, model: Any) -> str:
 
 def _devices(model: Any) -> str:
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
-    names = [_device_name(device) for device in device_map.values()]
+    names = [device_name(device) for device in device_map.values()]
     if len(set(names)) == 1:
         return names[0]
-    layers = Counter(_device_name(device) for module, device in device_map.items() if _LAYER.search(f".{module}"))
+    layers = Counter(device_name(device) for module, device in device_map.items() if _LAYER.search(f".{module}"))
     return ", ".join(f"{device} ({layers[device]} layers)" for device in dict.fromkeys(names))
-
-
-def _device_name(device: Any) -> str:
-    return f"cuda:{device}" if isinstance(device, int) else str(device)
 
 
 def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) -> Any:

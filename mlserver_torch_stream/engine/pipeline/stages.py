@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.devices import device_name, execution_device
 from mlserver_torch_stream.engine.shares import Turns
 
 _OFFLOADED = ("cpu", "disk")
@@ -48,21 +49,6 @@ def _computed_on(module: nn.Module, place: str | int | torch.device) -> str:
     """Weights that no device has room for are computed where their hook brings them."""
     hook_place = execution_device(module) if str(place) in _OFFLOADED else None
     return device_name(place if hook_place is None else hook_place)
-
-
-def execution_device(module: nn.Module) -> str | int | torch.device | None:
-    """Where accelerate's hook has the module compute; None without one."""
-    for each in module.modules():
-        hook = getattr(each, "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            if (place := getattr(part, "execution_device", None)) is not None:
-                found: str | int | torch.device = place
-                return found
-    return None
-
-
-def device_name(place: str | int | torch.device) -> str:
-    return f"cuda:{place}" if isinstance(place, int) else str(place)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

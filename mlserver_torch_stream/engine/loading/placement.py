@@ -1,0 +1,169 @@
+"""What lies where: layers, bytes of weights and of KV cache on each device, and what has to be moved at every step.
+
+Knows nothing of how a map is chosen; it reads the model as accelerate has left it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.cache.cost import CacheCost
+from mlserver_torch_stream.engine.devices import device_name, execution_device
+from mlserver_torch_stream.engine.forward import input_device
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
+_OFFLOADED = ("cpu", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one place of the map holds; ``brought_to``: the device that computes it, where that is another."""
+
+    place: str
+    layers: tuple[int, ...]
+    rest: tuple[str, ...]  # modules outside of the layers
+    weights: int  # bytes
+    brought_to: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"layers {_ranges(self.layers)}"] if self.layers else []
+        return f"{self.place}: {', '.join([*parts, *self.rest])} ({size(self.weights)})"
+
+
+def read_placement(model: PreTrainedModel) -> tuple[Held, ...]:
+    """One for each place that the map names, in its order."""
+    device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+    entries: dict[tuple[str, str | None], list[str]] = {}
+    for name, place in device_map.items():
+        entries.setdefault((device_name(place), _brought_to(model, name, place)), []).append(name)
+    seen: set[int] = set()
+    return tuple(_held(model, place, names, brought_to, seen) for (place, brought_to), names in entries.items())
+
+
+def _brought_to(model: PreTrainedModel, name: str, place: Any) -> str | None:
+    """Accelerate computes what is on no GPU on one of them; what is on disk on the CPU, if there is no GPU."""
+    module = _module(model, name)
+    device = None if module is None or str(place) not in _OFFLOADED else execution_device(module)
+    return None if device is None or device_name(device) == str(place) else device_name(device)
+
+
+def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str | None, seen: set[int]) -> Held:
+    layers: set[int] = set()
+    rest: list[str] = []
+    weights = 0
+    for name in names:
+        module = _module(model, name)
+        tensors = [_tensor(model, name)] if module is None else [*module.parameters(), *module.buffers()]
+        # Tied weights are one tensor, and lie where they are met first.
+        weights += sum(bytes_of(tensor) for tensor in tensors if id(tensor) not in seen)
+        seen.update(map(id, tensors))
+        paths = [name] if module is None else [path for path, _ in module.named_modules(prefix=name)]
+        found = {int(match[1]) for path in paths if (match := _LAYER.search(path))}
+        layers |= found
+        if name == "" or not found:
+            rest.append(name.rpartition(".")[2] or "everything else")
+    return Held(place, tuple(sorted(layers)), tuple(rest), weights, brought_to)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    """None for a parameter that the map places by itself."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, own = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(owner), own)
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """What a tensor takes where it lies; a quantised one is several inside."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(bytes_of(getattr(tensor, name)) for name in names)
+    count: int = tensor.numel() * tensor.element_size()
+    return count
+
+
+def moved_bytes(placement: Sequence[Held]) -> int:
+    """Weights that are brought to a device at every step."""
+    return sum(held.weights for held in placement if held.brought_to is not None)
+
+
+def seconds_per_step(model: PreTrainedModel) -> float:
+    """What a forward of one token takes now, with all that it has to move: the faster one of two."""
+    token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
+    times = []
+    for _ in range(2):
+        began = time.monotonic()
+        model(token, use_cache=False).logits.tolist()
+        times.append(time.monotonic() - began)
+    return min(times)
+
+
+def describe_moves(placement: Sequence[Held], seconds: float) -> str:
+    """How slow a model will be that does not lie where it is computed."""
+    moved = moved_bytes(placement)
+    ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
+    return (
+        f"{size(moved)} of weights are moved from {', '.join(ways)} at every step, whatever its rows: measured now, a "
+        f"step of one token takes {seconds:.3g} s ({size(int(moved / seconds))}/s), so an answer comes at "
+        f"{1 / seconds:.3g} tokens/s at most"
+    )
+
+
+def describe_placement(
+    placement: Sequence[Held],
+    costs: Mapping[torch.device, CacheCost],
+    parts: Mapping[torch.device, float],
+    budget: int,
+) -> str:
+    """Each place with its share of a KV cache of ``budget`` bytes, and what a token takes of it there."""
+    caches = [
+        f"{device}: {size(int(budget * parts[device]))}, {size(cost.of(1, 1))} for the first token of a row"
+        for device, cost in costs.items()
+    ]
+    return f"{'; '.join(map(str, placement))}; KV cache on {'; '.join(caches)}"
+
+
+def no_room(
+    placement: Sequence[Held], costs: Mapping[torch.device, CacheCost], budget: int, free: Mapping[torch.device, int]
+) -> str:
+    """Why a model cannot be served that has no room for a row of two tokens, in numbers."""
+    needs = [
+        f"on {device} a row of two tokens takes {size(cost.of(1, 2))} and {size(free[device])} are free"
+        for device, cost in costs.items()
+    ]
+    return (
+        f"{size(budget)} of KV cache hold no row of this model: {'; '.join(needs)}, beside the weights of "
+        f"{'; '.join(map(str, placement))}"
+    )
+
+
+def size(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 7``."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

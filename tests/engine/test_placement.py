@@ -1,0 +1,110 @@
+"""What lies where, said at load: layers, bytes, cache; what is moved at every step; and a map that leaves no room."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mlserver_torch_stream.engine.cache.cost import shares
+from mlserver_torch_stream.engine.loading.placement import (
+    bytes_of,
+    describe_moves,
+    describe_placement,
+    moved_bytes,
+    no_room,
+    read_placement,
+    seconds_per_step,
+    size,
+)
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from tests.engine.tiny import tiny_model as make
+
+SPLIT = {
+    "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+    "model.rotary_emb": "cpu", "lm_head": "cpu",
+}  # fmt: skip
+
+
+def loaded(folder: Path, tmp_path: Path, **options: Any) -> PreTrainedModel:
+    options = {"offload_folder": str(tmp_path / "offload"), "dtype": torch.float32, **options}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.eval()
+
+
+def test_layers_and_bytes_of_each_place(tiny_model: Path, tmp_path: Path) -> None:
+    model = loaded(tiny_model, tmp_path, device_map=SPLIT)
+    memory, disk = read_placement(model)
+    assert (memory.place, memory.layers, memory.brought_to) == ("cpu", (0,), None)
+    assert (disk.place, disk.layers, disk.brought_to) == ("disk", (1,), "cpu")
+    layer = sum(parameter.numel() * 4 for parameter in model.model.layers[0].parameters())
+    everything = sum(tensor.numel() * 4 for tensor in [*model.parameters(), *model.buffers()])
+    assert disk.weights == layer and memory.weights == everything - layer
+    assert moved_bytes([memory, disk]) == layer
+    assert str(memory) == f"cpu: layers 0, embed_tokens, norm, rotary_emb, lm_head ({size(memory.weights)})"
+
+
+def test_what_is_moved_at_every_step_is_measured_and_said(tiny_model: Path, tmp_path: Path) -> None:
+    model = loaded(tiny_model, tmp_path, device_map=SPLIT)
+    with torch.inference_mode():
+        seconds = seconds_per_step(model)
+    assert seconds > 0
+    said = describe_moves(read_placement(model), 0.5)
+    assert said.startswith("144.5 KiB of weights are moved from disk to cpu at every step")
+    assert "a step of one token takes 0.5 s (289.0 KiB/s), so an answer comes at 2 tokens/s at most" in said
+
+
+def test_max_memory_is_honoured(tiny_model: Path, tmp_path: Path) -> None:
+    limit = 300_000
+    model = loaded(tiny_model, tmp_path, device_map="auto", max_memory={"cpu": limit})
+    held = {each.place: each for each in read_placement(model)}
+    assert held["cpu"].weights <= limit
+    assert held["disk"].layers == (0, 1) and held["disk"].weights > 0
+    resident = sum(bytes_of(tensor) for tensor in model.parameters() if tensor.device.type != "meta")
+    assert resident <= limit
+
+
+def test_one_device_holds_everything(tiny_model: Path, tmp_path: Path) -> None:
+    (held,) = read_placement(loaded(tiny_model, tmp_path))
+    assert held.place == "cpu" and held.layers == (0, 1) and moved_bytes([held]) == 0
+
+
+def test_tied_weights_count_once_and_parameters_by_themselves_count() -> None:
+    model = make("llama", tie_word_embeddings=True)
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "model.norm.weight": 1, "lm_head": 0}
+    first, second = read_placement(model)
+    assert first.weights == bytes_of(model.lm_head.weight)
+    layers = sum(bytes_of(parameter) for parameter in model.model.layers.parameters())
+    assert second.weights == layers + bytes_of(model.model.norm.weight)
+    assert (first.place, second.place, second.layers) == ("cuda:0", "cuda:1", (0, 1, 2))
+
+
+def test_weights_on_the_cpu_are_computed_where_a_gpu_is() -> None:
+    """accelerate takes the first device that is not the CPU; here that is `meta`, which computes nothing."""
+    model = make("llama")
+    device_map = {"model": "cpu", "lm_head": "meta"}
+    dispatch_model(model, device_map, main_device="meta", force_hooks=True)
+    cpu, other = read_placement(model)
+    assert cpu.brought_to == "meta" and other.brought_to is None
+
+
+def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path) -> None:
+    model = loaded(tiny_model, tmp_path, device_map=SPLIT)
+    with torch.inference_mode():
+        costs = check_batching(model).costs
+    placement = read_placement(model)
+    said = describe_placement(placement, costs, shares(costs, 1024), 2**20)
+    assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes for the first token of a row")
+    refusal = no_room(placement, costs, 700, {torch.device("cpu"): 2048})
+    assert "700 bytes of KV cache hold no row" in refusal
+    assert "on cpu a row of two tokens takes 1.0 KiB and 2.0 KiB are free" in refusal
+    assert "disk: layers 1 (144.5 KiB)" in refusal
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 bytes"), (1536, "1.5 KiB"), (5 * 2**20, "5.0 MiB"), (3 * 2**29, "1.5 GiB")]
+)
+def test_bytes_in_words(count: int, words: str) -> None:
+    assert size(count) == words
