@@ -59,7 +59,12 @@ def _check_ready(server: Server, status: int = 200) -> None:
     assert httpx.get(f"{server.url}/v2/health/live", timeout=10).status_code == 200
 
 
-@pytest.mark.parametrize("annotated", [False, True], ids=["as_is", "with_the_variables_that_kserve_can_inject"])
+_AS_IS = pytest.param(False, id="as_is", marks=pytest.mark.slow)
+_INJECTED = pytest.param(True, id="with_the_variables_that_kserve_can_inject")
+_WORKERS = {"MLSERVER_MODEL_PARALLEL_WORKERS": "1"}
+
+
+@pytest.mark.parametrize("annotated", [_AS_IS, _INJECTED])
 def test_kserve_serves_what_its_storage_initializer_left(
     tiny_model: Path, tmp_path: Path, cache: Path, annotated: bool
 ) -> None:
@@ -76,7 +81,7 @@ def test_kserve_serves_what_its_storage_initializer_left(
         _check_streams(server, "smollm2")
 
 
-@pytest.mark.parametrize("annotated", [False, True], ids=["as_is", "with_the_variables_that_kserve_can_inject"])
+@pytest.mark.parametrize("annotated", [_AS_IS, _INJECTED])
 def test_kserve_loads_a_model_that_no_storage_initializer_brings(
     tiny_model: Path, tmp_path: Path, cache: Path, annotated: bool
 ) -> None:
@@ -92,7 +97,10 @@ def test_kserve_loads_a_model_that_no_storage_initializer_brings(
         _check_streams(server, "smollm2")
 
 
-@pytest.mark.parametrize("injected", [{}, {"MLSERVER_MODEL_PARALLEL_WORKERS": "1"}], ids=["now", "with_workers"])
+@pytest.mark.parametrize(
+    "injected",
+    [pytest.param({}, id="now"), pytest.param(_WORKERS, id="with_workers", marks=pytest.mark.slow)],
+)
 def test_seldon_serves_what_its_agent_left(
     tiny_model: Path, tmp_path: Path, cache: Path, injected: Environment
 ) -> None:

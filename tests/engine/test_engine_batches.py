@@ -26,6 +26,7 @@ from tests.engine.tiny import (
 )
 
 LONG = 2048
+_SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def test_rows_of_very_different_lengths_decode_apart(model: PreTrainedModel, wat
     assert max(len(step) for step in watch.steps) == 2
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", *(pytest.param(each, marks=_SLOW) for each in ("gemma2", "gpt_oss"))]
+)
 def test_a_long_run_with_many_short_visitors_moves_its_slabs_and_stays_right(family: str) -> None:
     """The write pointer passes the slab's end many times; windows are left behind; rows come and go meanwhile."""
     model = tiny_model(family, max_position_embeddings=1024)
@@ -137,7 +140,7 @@ def _greedy(request: tuple[tuple[int, ...], int]) -> tuple[tuple[int, ...], obje
     return request[0], greedy(request[1])
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=_SLOW)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "lfm2", "qwen3_next"])
 def test_random_company(family: str, seed: int) -> None:
     """Requests arrive, are cancelled, come in pieces and end at random, over a cache that holds only some of them."""
