@@ -113,6 +113,7 @@ class EngineSettings(BaseModel):
     device_map: DeviceMap | None = None
     max_memory: MaxMemory | None = None
     offload_folder: str | None = None
+    pipeline: Literal["auto", "off"] = "auto"  # the devices of a map work at the same time
     attn_implementation: str | None = None
     quantization_config: dict[str, Any] | None = None
     trust_remote_code: bool = False

@@ -6,7 +6,7 @@ Knows nothing of models: it is told which part of a row's cache each device hold
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -48,6 +48,14 @@ def cache_budget(
     if HOST in parts:
         shares.promise(owner, int(asked * parts[HOST]), host.available_bytes)
     return asked
+
+
+def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:
+    """Of each device, now."""
+    return {
+        device: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host.available_bytes
+        for device in devices
+    }
 
 
 def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:

@@ -19,34 +19,22 @@ from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
-from mlserver_torch_stream.engine.budget import HOST, cache_budget, in_words, prefix_bytes
+from mlserver_torch_stream.engine.budget import HOST, cache_budget, free_bytes, in_words, prefix_bytes
 from mlserver_torch_stream.engine.cache.cost import shares as device_shares
-from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
-from mlserver_torch_stream.engine.forward import Forward, input_device
 from mlserver_torch_stream.engine.loading.context import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host import Host, read_host
-from mlserver_torch_stream.engine.loading.loader import (
-    LoadedModel,
-    Place,
-    Weights,
-    complete,
-    load_tokenizer,
-    load_weights,
-    locate,
-    set_threads,
-)
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, locate, set_threads
+from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.loading.pool import Lease
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
-from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
-from mlserver_torch_stream.engine.packed import pack_linears
-from mlserver_torch_stream.engine.ranks.prepare import Ranks, prepare_ranks
+from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
+from mlserver_torch_stream.engine.prepare import Prepared, give_back_weights, prepare
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
-from mlserver_torch_stream.engine.shares import PROCESS, Shares, Turns
+from mlserver_torch_stream.engine.shares import PROCESS, Shares
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import LoadFailed
@@ -57,27 +45,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
 
-
 OnDeath = Callable[[BaseException], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Weights with all that is found out about them once, whoever shares them. ``turns``: for who steps them."""
-
-    weights: Weights
-    findings: Findings
-    forward: Forward | None
-    packed: int  # linear layers of the model that oneDNN has laid out
-    device: torch.device  # of the token ids
-    turns: Turns
-    ranks: Ranks | None = None
-
-    def check_devices(self) -> None:
-        """Raises what a device raises that is lost."""
-        if self.ranks is not None:
-            self.ranks.leader.check()
-        check_devices({self.device, *self.findings.costs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +63,7 @@ class Running:
         self.engine.shutdown()
         for part in self.parts or (self,):
             shares.release(part.codec)
-            _give_back(part.weights)
+            give_back_weights(part.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,49 +139,14 @@ def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, sha
     key = weights_key(resolved, threads)
     place = locate(resolved)
     codec = TextCodec(tokenizer := load_tokenizer(place, resolved))
-    lease: Lease[Prepared] = shares.weights.lease(key, lambda: _prepare(place, resolved, threads, shares))
+    lease: Lease[Prepared] = shares.weights.lease(key, lambda: prepare(place, resolved, threads, shares))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
         return _start(resolved, lease, loaded, codec, threads, on_death, shares)
     except BaseException:
         shares.release(codec)
-        _give_back(lease)
+        give_back_weights(lease)
         raise
-
-
-def _give_back(lease: Lease[Prepared]) -> None:
-    ranks = lease.value.ranks
-    if lease.end() and ranks is not None:
-        ranks.leader.stop()
-
-
-def _prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shares) -> Prepared:
-    settings = resolved.settings
-    if settings.tensor_parallel_size > 1:
-        return _prepare_ranks(place, resolved, shares)
-    with torch.inference_mode():
-        weights = load_weights(place, resolved)
-        findings = Findings(problem="set by engine: serial")
-        if settings.engine != "serial":
-            findings = check_batching(weights.model)
-        forward: Forward | None = None
-        if settings.weights == "int8":
-            forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
-        elif findings.cost is not None and settings.fast_path == "auto":
-            forward = take_fast_path(weights.model, threads, resolved.cache_dir)
-        packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
-    device = input_device(weights.model)
-    trim_heap()  # of what the conversion and the packing of the weights have left
-    logger.info("Loaded the weights of %s", resolved.source.name)
-    return Prepared(weights, findings, forward, packed, device, shares.cores if device.type == "cpu" else Turns())
-
-
-def _prepare_ranks(place: Place, resolved: ResolvedSettings, shares: Shares) -> Prepared:
-    ranks = prepare_ranks(place, resolved)
-    weights, findings = ranks.shard.weights, ranks.shard.findings
-    device = input_device(weights.model)
-    turns = shares.cores if device.type == "cpu" else Turns()
-    return Prepared(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
 
 
 def _start(
@@ -289,7 +222,7 @@ def _choose_backend(
         most=sys.maxsize if ranks is None else ranks.shard.room,
     )
     batched = partial(
-        BatchedBackend,
+        BatchedBackend if prepared.pipeline is None else partial(PipelinedBackend, pipeline=prepared.pipeline),
         loaded.model,
         samplers,
         cost=findings.cost,
@@ -304,7 +237,12 @@ def _choose_backend(
     )
     context = batched().longest_row(loaded.max_context)
     if context < 2:
-        raise LoadFailed(f"kv_cache_memory: {budget} bytes hold no row of this model")
+        key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
+        free = free_bytes(findings.costs, host)
+        raise LoadFailed(f"parameters.extra.{key}: {no_room(prepared.placement, findings.costs, budget, free)}")
+    if len(prepared.placement) > 1:
+        spread = describe_placement(prepared.placement, findings.costs, parts, budget)
+        logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
     how = (
         f"{_kernels(resolved, prepared)}up to {settings.max_batch_rows} rows at a time, "
@@ -317,6 +255,8 @@ def _choose_backend(
 def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
     if prepared.ranks is not None:
         return str(prepared.ranks)
+    if prepared.pipeline is not None:
+        return f"{prepared.pipeline.depth} devices at work on a group of rows each, "
     if prepared.forward is None:
         return f"{prepared.packed} linear layers laid out for this CPU, " if prepared.packed else ""
     return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "

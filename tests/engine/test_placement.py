@@ -1,5 +1,9 @@
 """What lies where, said at load: layers, bytes, cache; what is moved at every step; and a map that leaves no room."""
 
+import asyncio
+import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.cost import shares
 from mlserver_torch_stream.engine.loading.placement import (
     bytes_of,
@@ -20,6 +25,11 @@ from mlserver_torch_stream.engine.loading.placement import (
     size,
 )
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of
 from tests.engine.tiny import tiny_model as make
 
 SPLIT = {
@@ -108,3 +118,72 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
 )
 def test_bytes_in_words(count: int, words: str) -> None:
     assert size(count) == words
+
+
+def built(folder: Path, shares_: Shares, **extra: Any) -> BuiltEngine:
+    given = {"dtype": "float32", "threads": 1, "fast_path": "off", **extra}
+    return build_engine(parse_settings(uri=str(folder), extra=given, environ={}), shares=shares_)
+
+
+def test_the_load_says_what_lies_where_and_how_slow_it_is(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    offload = {"device_map": SPLIT, "offload_folder": str(tmp_path)}
+    engine = built(tiny_model, Shares(), **offload, kv_cache_memory="1MiB")
+    try:
+        said = caplog.text
+        assert "144.5 KiB of weights are moved from disk to cpu at every step" in said
+        assert "Placement of tiny-llama: cpu: layers 0, embed_tokens" in said
+        assert "KV cache on cpu: 1.0 MiB" in said
+    finally:
+        engine.shutdown()
+
+
+def test_a_model_without_room_for_its_cache_is_refused_with_the_numbers(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoadFailed, match=r"kv_cache_memory: 700 bytes of KV cache hold no row of this model: on cpu a"):
+        built(tiny_model, Shares(), kv_cache_memory=700)
+    others = Shares()
+    others.promise("another model", 2**60, 0)  # all that there is
+    with pytest.raises(LoadFailed, match=r"extra\.device_map: 0 bytes of KV cache .* 1\.0 KiB and .* disk: layers 1"):
+        built(tiny_model, others, device_map=SPLIT, offload_folder=str(tmp_path))
+
+
+SPREAD = '''
+from transformers import LlamaForCausalLM
+
+class Spread(LlamaForCausalLM):
+    """As accelerate would leave it on two GPUs, for a machine without one."""
+
+    hf_device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1,
+                     "model.norm": 1, "lm_head": 1}
+'''
+
+
+@pytest.mark.parametrize("pipeline", ["auto", "off"])
+def test_a_map_over_two_devices_is_pipelined_unless_the_settings_say_otherwise(
+    tiny_model: Path, tmp_path: Path, pipeline: str
+) -> None:
+    folder = tmp_path / "spread"
+    shutil.copytree(tiny_model, folder)
+    (folder / "modeling_spread.py").write_text(SPREAD)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_spread.Spread"}
+    (folder / "config.json").write_text(json.dumps(config))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    plain.generation_config.eos_token_id = None
+    requests = [(prompt_of(3 + 4 * i, i), 12) for i in range(5)]
+    expected = [reference(plain, prompt, count) for prompt, count in requests]
+
+    async def scenario(engine: BuiltEngine) -> list[list[int]]:
+        assert isinstance(engine.engine, EngineWorker)
+        answers = [asyncio.create_task(tokens_of(engine.engine, prompt, greedy(count))) for prompt, count in requests]
+        return [await answer for answer in answers]
+
+    engine = built(folder, Shares(), trust_remote_code=True, pipeline=pipeline)
+    try:
+        assert "on cuda:0 (1 layers), cuda:1 (1 layers)" in engine.summary
+        assert ("2 devices at work on a group of rows each" in engine.summary) == (pipeline == "auto")
+        assert run(scenario(engine)) == expected
+    finally:
+        engine.shutdown()

@@ -20,6 +20,7 @@ _SHAPING = {
     "device_map",
     "max_memory",
     "offload_folder",
+    "pipeline",
     "attn_implementation",
     "quantization_config",
     "tensor_parallel_size",

@@ -107,7 +107,7 @@ def seconds_per_step(model: PreTrainedModel) -> float:
     times = []
     for _ in range(2):
         began = time.monotonic()
-        model(token, use_cache=False).logits.tolist()
+        model(token).logits.tolist()
         times.append(time.monotonic() - began)
     return min(times)
 
@@ -145,10 +145,8 @@ def no_room(
         f"on {device} a row of two tokens takes {size(cost.of(1, 2))} and {size(free[device])} are free"
         for device, cost in costs.items()
     ]
-    return (
-        f"{size(budget)} of KV cache hold no row of this model: {'; '.join(needs)}, beside the weights of "
-        f"{'; '.join(map(str, placement))}"
-    )
+    beside = f", beside the weights: {'; '.join(map(str, placement))}" if placement else ""
+    return f"{size(budget)} of KV cache hold no row of this model: {'; '.join(needs)}{beside}"
 
 
 def size(count: int) -> str:

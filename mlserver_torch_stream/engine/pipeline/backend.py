@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
@@ -39,10 +39,18 @@ class PipelinedBackend(BatchedBackend):
     Rows do not change groups: groups that have grown unequal cost no more than one group would.
     """
 
-    def __init__(self, model: PreTrainedModel, samplers: SamplerFactory, *, pipeline: Pipeline, **options: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samplers: SamplerFactory,
+        *,
+        pipeline: Pipeline,
+        forward: Forward | None = None,
+        **options: Any,
+    ) -> None:
         """``options``: as of ``BatchedBackend``."""
-        forward = StagedForward(ModelForward(model), pipeline)
-        super().__init__(model, samplers, forward=forward, stages=pipeline.depth, **options)
+        staged = StagedForward(forward or ModelForward(model), pipeline)
+        super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth
         self._flights: Flights[Group | Job, torch.Tensor] = Flights(pipeline.depth * (MAX_GROUPS + 1), pipeline.threads)
         self._pieces: dict[Job, _Away] = {}

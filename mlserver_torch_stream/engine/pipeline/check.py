@@ -5,6 +5,8 @@ Knows no family by name: a model's code may keep something between its layers th
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from transformers import PreTrainedModel
 
@@ -12,11 +14,23 @@ from mlserver_torch_stream.engine.cache.rows import CacheLayout
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.loading.selfcheck import logits_tolerance
 from mlserver_torch_stream.engine.pipeline.flights import Flights
-from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward, pipeline_of
+
+logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
 _PROMPT = 5
 _STEPS = 2
+
+
+def take_pipeline(model: PreTrainedModel, threads: int) -> Pipeline | None:
+    """None where one device computes everything, and where forwards must not overlap: then one line says why."""
+    pipeline = pipeline_of(model, threads)
+    problem = None if pipeline is None else check_pipeline(model, pipeline)
+    if problem is None:
+        return pipeline
+    logger.warning("the devices work one after another: %s", problem)
+    return None
 
 
 def check_pipeline(model: PreTrainedModel, pipeline: Pipeline) -> str | None:

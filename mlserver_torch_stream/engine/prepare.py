@@ -1,0 +1,98 @@
+"""Weights on their devices, with all that is found out about them once, whoever shares them.
+
+Knows nothing of requests or of the engines over them. Blocks for as long as loading takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from mlserver_torch_stream.engine.devices import check_devices
+from mlserver_torch_stream.engine.forward import Forward, input_device
+from mlserver_torch_stream.engine.loading.heap import trim_heap
+from mlserver_torch_stream.engine.loading.loader import Place, Weights, load_weights
+from mlserver_torch_stream.engine.loading.placement import (
+    Held,
+    describe_moves,
+    moved_bytes,
+    read_placement,
+    seconds_per_step,
+)
+from mlserver_torch_stream.engine.loading.pool import Lease
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
+from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
+from mlserver_torch_stream.engine.packed import pack_linears
+from mlserver_torch_stream.engine.pipeline.check import take_pipeline
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline
+from mlserver_torch_stream.engine.ranks.prepare import Ranks, prepare_ranks
+from mlserver_torch_stream.engine.shares import Shares, Turns
+from mlserver_torch_stream.settings import ResolvedSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Weights with all that is found out about them once, whoever shares them. ``turns``: for who steps them."""
+
+    weights: Weights
+    findings: Findings
+    forward: Forward | None
+    packed: int  # linear layers of the model that oneDNN has laid out
+    device: torch.device  # of the token ids
+    turns: Turns | None  # None: its devices have turns of their own
+    ranks: Ranks | None = None
+    placement: tuple[Held, ...] = ()
+    pipeline: Pipeline | None = None
+
+    def check_devices(self) -> None:
+        """Raises what a device raises that is lost."""
+        if self.ranks is not None:
+            self.ranks.leader.check()
+        check_devices({self.device, *self.findings.costs})
+
+
+def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shares) -> Prepared:
+    """Raises LoadFailed."""
+    settings = resolved.settings
+    if settings.tensor_parallel_size > 1:
+        return _prepare_ranks(place, resolved, shares)
+    with torch.inference_mode():
+        weights = load_weights(place, resolved)
+        placement = read_placement(weights.model)
+        if moved_bytes(placement):
+            slowness = describe_moves(placement, seconds_per_step(weights.model))
+            logger.warning("%s: %s", resolved.source.name, slowness)
+        findings = Findings(problem="set by engine: serial")
+        if settings.engine != "serial":
+            findings = check_batching(weights.model)
+        forward: Forward | None = None
+        if settings.weights == "int8":
+            forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
+        elif findings.cost is not None and settings.fast_path == "auto":
+            forward = take_fast_path(weights.model, threads, resolved.cache_dir)
+        packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
+        overlaps = forward is None and findings.cost is not None and settings.pipeline == "auto"
+        pipeline = take_pipeline(weights.model, threads) if overlaps else None
+    device = input_device(weights.model)
+    trim_heap()  # of what the conversion and the packing of the weights have left
+    logger.info("Loaded the weights of %s", resolved.source.name)
+    turns = None if pipeline is not None else shares.cores if device.type == "cpu" else Turns()
+    return Prepared(weights, findings, forward, packed, device, turns, placement=placement, pipeline=pipeline)
+
+
+def _prepare_ranks(place: Place, resolved: ResolvedSettings, shares: Shares) -> Prepared:
+    ranks = prepare_ranks(place, resolved)
+    weights, findings = ranks.shard.weights, ranks.shard.findings
+    device = input_device(weights.model)
+    turns = shares.cores if device.type == "cpu" else Turns()
+    return Prepared(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
+
+
+def give_back_weights(lease: Lease[Prepared]) -> None:
+    ranks = lease.value.ranks
+    if lease.end() and ranks is not None:
+        ranks.leader.stop()
