@@ -80,13 +80,12 @@ def _bare_handler(path: Path, handler: str) -> Archive:
 def _unpack(path: Path) -> Archive:
     folder = Path(tempfile.mkdtemp(prefix="mlserver-torch-stream-mar-"))
     try:
-        with path.open("rb") as file:
-            if zipfile.is_zipfile(file):
-                with zipfile.ZipFile(file) as archive:
-                    _extract(_of_zip(archive), folder, path)
-            else:
-                with tarfile.open(fileobj=file, mode="r:gz") as archive:
-                    _extract(_of_tar(archive), folder, path)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                _extract(_of_zip(archive), folder, path)
+        else:
+            with tarfile.open(path, mode="r:gz") as packed:
+                _extract(_of_tar(packed), folder, path)
         return _read(folder, own=True)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,7 +112,8 @@ def _of_zip(archive: zipfile.ZipFile) -> Iterator[_Member]:
 
 def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
     for info in archive:
-        yield _Member(info.name, info.size, info.isfile() or info.isdir(), archive.extractfile(info))
+        content = archive.extractfile(info) if info.isfile() else None
+        yield _Member(info.name, info.size, info.isfile() or info.isdir(), content)
 
 
 def _extract(members: Iterator[_Member], folder: Path, archive: Path) -> None:

@@ -50,6 +50,9 @@ class FrameReader:
             raise BrokenFrame("a header that is no object")
         return header, body
 
+    def close(self) -> None:
+        self._file.close()
+
 
 def split(body: bytes, lengths: list[int]) -> list[bytes]:
     """The parts that were joined to one body."""

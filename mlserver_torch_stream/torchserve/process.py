@@ -55,6 +55,7 @@ class Worker:
         self._heard = heard
         self._lost = lost
         self._ranks: list[_Rank] = []
+        self._readers: list[threading.Thread] = []
         self._room = threading.Semaphore(_MOST_UNHEARD)
         self._flowing = threading.Event()
         self._flowing.set()
@@ -65,7 +66,9 @@ class Worker:
             self._ranks.append(_Rank(number, shown, environment))
         for rank in self._ranks:
             rank.send({**order.message, "speaks": rank.number == 0}, b"")
-            threading.Thread(target=self._read, args=(rank,), name=f"reader of {rank.name}", daemon=True).start()
+            reader = threading.Thread(target=self._read, args=(rank,), name=f"reader of {rank.name}", daemon=True)
+            self._readers.append(reader)
+            reader.start()
 
     @property
     def pids(self) -> list[int]:
@@ -93,14 +96,13 @@ class Worker:
 
     def wait(self) -> None:
         """Until no process is left. Blocks."""
-        for rank in self._ranks:
-            rank.wait()
+        for reader in self._readers:
+            reader.join(2 * _STOP_S)
 
     def _read(self, rank: _Rank) -> None:
         why = ""
         try:
-            reader = FrameReader(rank.connection)
-            while (frame := reader.read()) is not None:
+            while (frame := rank.frames.read()) is not None:
                 if rank.number == 0 or frame[0]["t"] in ("ready", "refused"):
                     self._flowing.wait()
                     self._room.acquire()
@@ -109,6 +111,7 @@ class Worker:
             why = f": {error}"
         rank.kill()
         self._tell_lost(Ended(f"{rank.name} {rank.wait()}{why}"))
+        rank.close()
         self.kill()  # the other ranks are nothing without it
 
     def _hear(self, header: dict[str, Any], body: bytes) -> None:
@@ -130,6 +133,7 @@ class _Rank:
         self.number = number
         self.name = name
         self.connection, theirs = socket.socketpair()
+        self.frames = FrameReader(self.connection)
         self._outgoing: list[bytes] = []
         self._condition = threading.Condition()
         self._closed = False
@@ -149,7 +153,8 @@ class _Rank:
             os.close(writing)
             theirs.close()
         drain(self._reading, name)
-        threading.Thread(target=self._write, name=f"writer to {name}", daemon=True).start()
+        self._writer = threading.Thread(target=self._write, name=f"writer to {name}", daemon=True)
+        self._writer.start()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
         encoded = json.dumps(header).encode()
@@ -176,6 +181,12 @@ class _Rank:
         if code is None:
             return "does not end"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def close(self) -> None:
+        """After its end."""
+        self._writer.join(_STOP_S)
+        self.frames.close()
+        self.connection.close()
 
     def _write(self) -> None:
         while True:

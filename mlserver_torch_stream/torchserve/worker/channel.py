@@ -39,7 +39,8 @@ class Channel:
         self._reader = FrameReader(connection)
         self._sending = threading.Lock()
         self._gone: set[str] = set()
-        os.register_at_fork(after_in_child=connection.close)
+        self._shut = False
+        os.register_at_fork(after_in_child=self._shut_in_child)
 
     @property
     def forked(self) -> bool:
@@ -81,6 +82,13 @@ class Channel:
 
     def gone(self, request_id: str) -> bool:
         return request_id in self._gone
+
+    def _shut_in_child(self) -> None:
+        """The descriptor itself: closing the socket would leave it open for the reader's file. Not again in a child's
+        own child, where the number may be somebody else's."""
+        if not self._shut:
+            self._shut = True
+            os.close(self._connection.fileno())
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self.forked:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Continuous:
     """The batch and who waits to join it.
 
-    A call that raises is made again without those who joined in it, who then join one at a time; where nobody joined,
+    A call that raises is made again without those who joined in it, who then join one at a time; where that raises too,
     with each member alone. So whoever makes it raise fails alone.
     """
 
@@ -57,15 +57,25 @@ class Continuous:
             return
         if len(batch) == 1:
             self._fail(batch[0], error)
+        else:
+            self._find_who(error, batch, joined)
+
+    def _find_who(self, error: BaseException, batch: list[Request], joined: list[Request]) -> None:
+        """After a call that raised, with whoever joined in it."""
+        members = [each for each in batch if each not in joined]
+        if not joined or (members and self._call(members) is not None):
+            self._each_alone(members)
+            self._suspects.extend(joined)
         elif len(joined) == 1:
             self._fail(joined[0], error)
-        elif joined:
-            self._suspects.extend(joined)
         else:
-            for member in batch:
-                alone = self._call([member])
-                if alone is not None:
-                    self._fail(member, alone)
+            self._suspects.extend(joined)
+
+    def _each_alone(self, members: list[Request]) -> None:
+        for member in members:
+            error = self._call([member])
+            if error is not None:
+                self._fail(member, error)
 
     def _newcomers(self) -> list[Request]:
         if self._suspects:

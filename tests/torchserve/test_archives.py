@@ -1,0 +1,131 @@
+"""What a uri names, and what is refused before anything of it runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.torchserve.archive import open_archive
+from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
+
+_MODEL = {"modelName": "hello", "handler": "hello.py", "configFile": "model-config.yaml"}
+_FILES = {"hello.py": HELLO, "model-config.yaml": "batchSize: 4\nhandler: {a: 1}\n", "deep/er/data.txt": "x"}
+
+
+def _as_tar(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in {**files, "MAR-INF/MANIFEST.json": json.dumps({"model": model})}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return str(path)
+
+
+def _as_folder(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
+    for name, text in {**files, "MAR-INF/MANIFEST.json": json.dumps({"model": model})}.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("hello.mar", write_mar), ("hello.tar.gz", _as_tar), ("hello", _as_folder)]
+)
+def test_an_archive_of_each_kind_is_served_and_leaves_nothing_behind(tmp_path: Path, name: str, write: Any) -> None:
+    uri = write(tmp_path / name, _FILES, _MODEL)
+    archive = open_archive(uri, None)
+    assert archive.yaml == {"batchSize": 4, "handler": {"a": 1}} and archive.handler == "hello.py"
+    assert (archive.folder / "deep/er/data.txt").read_text().strip() == "x"
+    archive.close()
+    assert archive.folder.exists() == (not archive.own) == (name == "hello")
+
+    async def scenario() -> None:
+        async with running(uri) as pool:
+            assert await ask(pool) == ["hello", "hello", "hello", "hello world "]
+
+    run(scenario())
+
+
+def test_a_bare_handler_and_a_function_in_it(tmp_path: Path) -> None:
+    uri = write_handler(
+        tmp_path, "def mine(data, context):\n    return None if data is None else [context.model_yaml_config['a']]"
+    )
+    (tmp_path / "model-config.yaml").write_text("a: from the yaml")
+
+    async def scenario() -> None:
+        async with running(f"{uri}:mine") as pool:
+            assert await ask(pool) == ["from the yaml"]
+
+    run(scenario())
+
+
+def test_a_relative_uri_starts_at_the_settings_folder(tmp_path: Path) -> None:
+    write_handler(tmp_path / "models", HELLO)
+    assert open_archive("./models/handler.py", str(tmp_path)).folder == tmp_path / "models"
+
+
+@pytest.mark.parametrize("name", ["../outside.py", "/etc/outside", "a/../../outside", "..\\outside", "C:/outside"])
+def test_a_path_that_escapes_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    for uri in (
+        write_mar(tmp_path / "in/m.mar", {name: "x"}, _MODEL),
+        _as_tar(tmp_path / "in/m.tar.gz", {name: "x"}, _MODEL),
+    ):
+        with pytest.raises(LoadFailed, match="leads out of the archive"):
+            open_archive(uri, None)
+    assert not list(tmp_path.rglob("outside*"))
+
+
+def test_links_and_devices_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.mar", "w") as archive:
+        info = zipfile.ZipInfo("link")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(info, "/etc/passwd")
+    with tarfile.open(tmp_path / "m.tar.gz", "w:gz") as tar:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    for name in ("m.mar", "m.tar.gz"):
+        with pytest.raises(LoadFailed, match="link or a device"):
+            open_archive(str(tmp_path / name), None)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        (None, "no MAR-INF/MANIFEST.json"),
+        ("{", "not JSON"),
+        ('{"model": {}}', "no model.handler"),
+        ("[]", "no model.handler"),
+        ('{"runtime": "LSP", "model": {"handler": "x"}}', "runtime 'LSP' is not implemented"),
+        ('{"model": {"handler": "x", "configFile": "missing.yaml"}}', "cannot read missing.yaml"),
+    ],
+)
+def test_what_is_wrong_with_a_manifest_is_said(tmp_path: Path, manifest: str | None, said: str) -> None:
+    with zipfile.ZipFile(tmp_path / "m.mar", "w") as archive:
+        archive.writestr("handler.py", "")
+        if manifest is not None:
+            archive.writestr("MAR-INF/MANIFEST.json", manifest)
+    with pytest.raises(LoadFailed, match=said):
+        open_archive(str(tmp_path / "m.mar"), None)
+
+
+def test_no_archive_at_all(tmp_path: Path) -> None:
+    (tmp_path / "broken.mar").write_bytes(b"PK\x03\x04 nothing")
+    (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b nothing")
+    (tmp_path / "model.bin").write_bytes(b"")
+    for name in ("broken.mar", "broken.tar.gz"):
+        with pytest.raises(LoadFailed, match="cannot unpack"):
+            open_archive(str(tmp_path / name), None)
+    with pytest.raises(SettingsError, match=r"no \.mar"):
+        open_archive(str(tmp_path / "model.bin"), None)
+    with pytest.raises(SettingsError, match="no such archive"):
+        open_archive(str(tmp_path / "missing.mar"), None)

@@ -1,0 +1,254 @@
+"""Every way in which a handler is wrong: a clear reason for its client or its operator, and the next request served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.torchserve.jobs import HandlerFailed
+from mlserver_torch_stream.torchserve.pool import Pool
+from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
+
+_CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self, data, context): return [1]\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise RuntimeError('at import')", "importing handler.py raised RuntimeError: at import"),
+        ("import sys; sys.exit(3)", "importing handler.py raised SystemExit: 3"),
+        ("def handle(: pass", "importing handler.py raised SyntaxError"),
+        (_CLASS.format("One") + _CLASS.format("Two"), "exactly one class .*it has One, Two"),
+        ("x = 1", "it has none"),
+        (_CLASS.format("One").replace("...", "raise ValueError('no weights')"), "initialize raised ValueError: no wei"),
+        ("import os; os._exit(7)", "exited with status 7 before it was ready"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV before it was ready"),
+        ("import time; time.sleep(600)", "not ready within 1 s"),
+        ("from ts.nothing_of_the_kind import x", "importing handler.py raised ModuleNotFoundError"),
+    ],
+)
+def test_a_handler_that_cannot_be_loaded_fails_the_load_with_the_reason(tmp_path: Path, source: str, said: str) -> None:
+    config = {"startupTimeout": 1} if "sleep" in source else {}
+
+    async def scenario() -> None:
+        with pytest.raises(LoadFailed, match=said):
+            async with running(write_handler(tmp_path, source, config)):
+                pass
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        ("handler.py:missing", "has no function 'missing'"),
+        ("text_classifier", "install mlserver-torch-stream"),
+        ("nowhere.py", "no handler 'nowhere.py' in the archive"),
+    ],
+)
+def test_a_handler_that_is_not_there_is_refused_by_name(tmp_path: Path, handler: str, said: str) -> None:
+    import json
+
+    (tmp_path / "MAR-INF").mkdir()
+    (tmp_path / "MAR-INF/MANIFEST.json").write_text(json.dumps({"model": {"modelName": "m", "handler": handler}}))
+    (tmp_path / "handler.py").write_text("x = 1")
+
+    async def scenario() -> None:
+        with pytest.raises(LoadFailed, match=said):
+            async with running(str(tmp_path)):
+                pass
+
+    run(scenario())
+
+
+_WRONG = """
+import os, sys, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+from ts.service import PredictionException
+
+def handle(data, context):
+    if data is None:
+        return None
+    def send(value):
+        send_intermediate_predict_response([value], context.request_ids, "ok", 200, context)
+    what = data[0]["body"].decode()
+    if what == "fine":
+        return ["fine"]
+    if what == "raise before":
+        raise ValueError("before the first piece")
+    if what == "raise after":
+        send("first")
+        raise ValueError("after the first piece")
+    if what == "prediction":
+        raise PredictionException("not this one", 418)
+    if what == "not found":
+        raise PredictionException("not here", 404)
+    if what == "memory":
+        raise MemoryError
+    if what == "cuda":
+        raise RuntimeError("CUDA out of memory. Tried to allocate")
+    if what == "exit":
+        sys.exit(1)
+    if what == "too many":
+        return ["a", "b"]
+    if what == "no list":
+        return "text"
+    if what == "unserialisable":
+        return [object()]
+    if what == "unserialisable piece":
+        send(object())
+        return ["end"]
+    if what == "status":
+        context.set_response_status(429, "slow down", 0)
+        return ["too fast"]
+    if what == "die":
+        send("first")
+        os._exit(9)
+    if what == "hang":
+        send("first")
+        time.sleep(600)
+    if what == "write":
+        line = "x" * 200
+        for _ in range(40_000):
+            print(line)
+        return ["written"]
+    if what == "fork":
+        if os.fork() == 0:
+            send("from the child")
+            return ["from the child"]
+        return ["from the parent"]
+    if what == "fork and stay":
+        if os.fork() == 0:
+            time.sleep(600)
+        return ["from the parent"]
+"""
+
+
+async def _fine(pool: Pool) -> None:
+    assert await ask(pool, "fine") == ["fine"]
+
+
+@pytest.mark.parametrize("which", ["shim", "package"])
+def test_each_wrong_request_is_told_why_and_the_next_one_is_served(tmp_path: Path, which: str) -> None:
+    expected = {
+        "raise before": (503, "the handler raised ValueError: before the first piece"),
+        "prediction": (418, "not this one"),
+        "not found": (422, "not here"),
+        "memory": (507, "the handler raised MemoryError"),
+        "cuda": (507, "CUDA out of memory"),
+        "exit": (503, "the handler raised SystemExit: 1"),
+        "too many": (503, "the handler returned 2 results for 1 requests"),
+        "no list": (503, "the handler returned a str instead of a list"),
+        "unserialisable": (503, "Unsupported model output data type."),
+        "unserialisable piece": (503, "Unsupported model output data type."),
+        "status": (429, "too fast"),
+    }
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _WRONG), which) as pool:
+            for text, (status, said) in expected.items():
+                failed = await outcome(pool.submit(request(text)))
+                assert isinstance(failed, HandlerFailed), text
+                assert (failed.status, said in failed.message) == (status, True), failed.message
+                await _fine(pool)
+            job = pool.submit(request("raise after"))
+            assert (await anext(job)).value == b"first"
+            with pytest.raises(HandlerFailed, match="after the first piece"):
+                await anext(job)
+            await _fine(pool)
+            assert pool._crew.restarts == 0  # none of it ended the worker
+
+    run(scenario())
+
+
+def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _WRONG, {"minWorkers": 2})) as pool:
+            first = {place.worker.pids[0] for place in pool._crew.places if place.worker}
+            dies = pool.submit(request("die"))
+            assert (await anext(dies)).value == b"first"
+            with pytest.raises(HandlerFailed, match="exited with status 9"):
+                await anext(dies)
+            await _fine(pool)
+            await until(lambda: len(pool._crew.ready) == 2)
+            assert {place.worker.pids[0] for place in pool._crew.places if place.worker} != first
+            await asyncio.gather(*(_fine(pool) for _ in range(4)))
+
+    run(scenario())
+
+
+def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _WRONG, {"responseTimeout": 1})) as pool:
+            hangs = pool.submit(request("hang"))
+            assert (await anext(hangs)).value == b"first"
+            waits = pool.submit(request("fine", "waits"))
+            ended = await outcome(hangs)
+            assert getattr(ended, "status", None) == 504 and "responseTimeout" in str(ended)
+            assert await outcome(waits) == ["fine"]
+
+    run(scenario())
+
+
+def test_output_without_end_is_drained_and_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """8 MB: the handler gets through, and the log holds a few hundred lines of it."""
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _WRONG)) as pool:
+            assert await ask(pool, "write") == ["written"]
+            await _fine(pool)
+
+    run(scenario())
+    kept = [record for record in caplog.records if "x" * 200 in record.getMessage()]
+    assert 0 < len(kept) < 5_000
+    assert any("more lines dropped" in record.getMessage() for record in caplog.records)
+
+
+def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path: Path) -> None:
+    async def scenario() -> list[psutil.Process]:
+        async with running(write_handler(tmp_path, _WRONG)) as pool:
+            assert await ask(pool, "fork") == ["from the parent"]
+            assert await ask(pool, "fork and stay") == ["from the parent"]
+            await _fine(pool)
+            worker = pool._crew.places[0].worker
+            assert worker is not None
+            children: list[psutil.Process] = psutil.Process(worker.pids[0]).children(recursive=True)
+            assert children
+            return children
+
+    _, alive = psutil.wait_procs(run(scenario()), timeout=20)
+    assert not alive
+
+
+def test_a_worker_that_cannot_be_started_again_makes_the_model_not_ready(tmp_path: Path) -> None:
+    """And is tried again until it can."""
+    source = """
+        import os, pathlib
+        if pathlib.Path("broken").exists():
+            raise RuntimeError("broken now")
+
+        def handle(data, context):
+            if data is not None and data[0]["body"] == b"die":
+                os._exit(1)
+            return ["fine"]
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source)) as pool:
+            (tmp_path / "broken").touch()
+            dies = await outcome(pool.submit(request("die")))
+            assert isinstance(dies, HandlerFailed)
+            waits = pool.submit(request("fine"))
+            assert getattr(await outcome(waits), "status", None) == 503
+            assert pool.trouble is not None and "broken now" in pool.trouble
+            (tmp_path / "broken").unlink()
+            await until(lambda: pool.trouble is None)
+            await _fine(pool)
+
+    run(scenario())

@@ -1,0 +1,239 @@
+"""Static batches: when they are due, who is in them, and that nobody in them suffers from others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mlserver_torch_stream.errors import QueueFull
+from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
+from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Piece
+from mlserver_torch_stream.torchserve.waiting import Waiting
+from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
+
+
+def _waiting(count: int, now: float = 0.0, **config: int | bool) -> tuple[Waiting, list[Job]]:
+    waiting = Waiting(read_config({}, config))
+    jobs = [_job(f"r{index}", now) for index in range(count)]
+    for job in jobs:
+        waiting.add(job, now)
+    return waiting, jobs
+
+
+def _job(name: str, now: float = 0.0, sequence: str | None = None, end: bool = False) -> Job:
+    return Job(HandlerRequest(name, (), {}, sequence, end), name, now, lambda job: None)
+
+
+def test_a_full_batch_is_due_at_once_and_another_after_the_delay() -> None:
+    waiting, _ = _waiting(2, now=10.0, batchSize=3, maxBatchDelay=100)
+    assert waiting.due(0, idle_since=0.0, now=10.0) == 10.1
+    assert waiting.due(0, idle_since=12.0, now=12.0) == 12.1  # the worker comes later than the request
+    waiting.add(_job("r2", 10.05), 10.05)
+    assert waiting.due(0, idle_since=0.0, now=10.05) == 10.05
+    assert [job.key for job in waiting.take(0, 3)] == ["r0", "r1", "r2"]
+    assert waiting.due(0, 0.0, 11.0) is None
+
+
+def test_the_queue_has_a_bound() -> None:
+    waiting, _ = _waiting(2, jobQueueSize=2)
+    with pytest.raises(QueueFull, match="jobQueueSize"):
+        waiting.add(_job("more"), 0.0)
+
+
+def test_a_batch_on_a_real_worker_takes_what_came_together(tmp_path: Path) -> None:
+    source = """
+        def handle(data, context):
+            return None if data is None else [str(len(data))] * len(data)
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, {"batchSize": 4, "maxBatchDelay": 10_000})) as pool:
+            jobs = [pool.submit(request("", f"r{index}")) for index in range(4)]
+            assert [await texts(job) for job in jobs] == [["4"]] * 4
+        async with running(write_handler(tmp_path, source, {"batchSize": 4, "maxBatchDelay": 20})) as pool:
+            assert await texts(pool.submit(request())) == ["1"]
+
+    run(scenario())
+
+
+def test_members_of_a_batch_get_as_many_pieces_as_they_have(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, COUNTER, {"batchSize": 3, "maxBatchDelay": 10_000})) as pool:
+            jobs = [pool.submit(request(f"count {count}", f"r{count}")) for count in (1, 4, 0)]
+            assert [len(await texts(job)) for job in jobs] == [2, 5, 1]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("which", ["shim", "package"])
+def test_a_member_ends_early_and_its_stream_with_it(tmp_path: Path, which: str) -> None:
+    """The others go on; the early one does not wait for them."""
+    source = """
+        import pathlib, time
+        from ts.handler_utils.utils import send_intermediate_predict_response
+
+        def handle(data, context):
+            if data is None:
+                return None
+            short = [row["body"] for row in data].index(b"short")
+            context.set_response_header(short, "ts_stream_next", "false")
+            send_intermediate_predict_response(["piece"] * len(data), context.request_ids, "ok", 200, context)
+            while not pathlib.Path("short-is-over").exists():
+                time.sleep(0.005)
+            return ["end"] * len(data)
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, {"batchSize": 2, "maxBatchDelay": 10_000}), which) as pool:
+            long, short = (pool.submit(request(text, text)) for text in ("long", "short"))
+            assert await texts(short) == ["piece"]
+            (tmp_path / "short-is-over").touch()
+            assert await texts(long) == ["piece", "end"]
+
+    run(scenario())
+
+
+def test_who_makes_a_batch_fail_fails_alone(tmp_path: Path) -> None:
+    """The others are run again alone, and what they have had of their pieces does not come twice."""
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, COUNTER, {"batchSize": 3, "maxBatchDelay": 10_000})) as pool:
+            jobs = [pool.submit(request(text, text)) for text in ("count 3", "raise", "count 1")]
+            first, bad, last = await asyncio.gather(*map(outcome, jobs))
+            assert first == ["0", "1", "2", "end"] and last == ["0", "end"]
+            assert isinstance(bad, HandlerFailed) and bad.status == 503
+            assert bad.message == "the handler raised ValueError: asked to raise"
+
+    run(scenario())
+
+
+def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reason() -> None:
+    job = _job("r")
+    job.deliver(Piece(b"a", False))
+    job.deliver(Piece(b"b", False))
+    job.again = HandlerFailed("the handler raised")
+    job.run_again()
+    job.deliver(Piece(b"a", False))
+    job.deliver(Piece(b"other", False))
+
+    async def scenario() -> None:
+        assert [(await anext(job)).value for _ in range(2)] == [b"a", b"b"]
+        with pytest.raises(HandlerFailed, match="began differently"):
+            await anext(job)
+
+    run(scenario())
+
+
+def test_a_client_that_lags_in_company_is_cut(tmp_path: Path) -> None:
+    """Its batch goes on."""
+    source = """
+        from ts.handler_utils.utils import send_intermediate_predict_response
+
+        def handle(data, context):
+            if data is None:
+                return None
+            for _ in range(600):
+                send_intermediate_predict_response([b"x" * 65536] * 2, context.request_ids, "ok", 200, context)
+            return ["end"] * 2
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, {"batchSize": 2, "maxBatchDelay": 10_000})) as pool:
+            lags, reads = pool.submit(request("", "lags")), pool.submit(request("", "reads"))
+            assert len(await texts(reads)) == 601
+            ended = await outcome(lags)
+            assert "has not read" in str(ended)
+
+    run(scenario())
+
+
+def test_job_tickets_refuse_where_no_worker_is_free(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, COUNTER, {"useJobTicket": True})) as pool:
+            busy = pool.submit(request("count 50", "busy"))
+            with pytest.raises(QueueFull, match="useJobTicket"):
+                pool.submit(request("count 1", "more"))
+            assert len(await texts(busy)) == 51
+            assert await texts(pool.submit(request("count 1", "later"))) == ["0", "end"]
+
+    run(scenario())
+
+
+# --- sequences ---
+
+_SEQUENCES = {"sequenceBatching": True, "maxNumSequence": 2, "maxSequenceJobQueueSize": 3, "batchSize": 4}
+
+
+def test_a_batch_has_one_request_of_a_sequence_and_they_come_in_order() -> None:
+    waiting = Waiting(HandlerConfig(**_SEQUENCES, minWorkers=1))
+    for name, sequence in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("free", None)):
+        waiting.add(_job(name, 0.0, sequence), 0.0)
+    first = waiting.take(0, 4)
+    assert [job.key for job in first] == ["a1", "b1", "free"]
+    assert waiting.take(0, 4) == []
+    for job in first:
+        waiting.ended(job, 1.0, False)
+    assert [job.key for job in waiting.take(0, 4)] == ["a2"]
+
+
+def test_sequences_stay_with_their_worker_and_have_bounds() -> None:
+    waiting = Waiting(HandlerConfig(**_SEQUENCES, minWorkers=2, sequenceMaxIdleMSec=1000))
+    waiting.add(_job("a1", 0.0, "a"), 0.0)
+    waiting.add(_job("b1", 0.0, "b"), 0.0)
+    with pytest.raises(QueueFull, match="maxNumSequence"):
+        waiting.add(_job("c1", 0.0, "c"), 0.0)
+    (a1,) = waiting.take(0, 4)  # each worker holds its share of them
+    (b1,) = waiting.take(1, 4)
+    for job in (a1, b1):
+        waiting.ended(job, 0.5, False)
+    for number in range(3):
+        waiting.add(_job(f"a{number}", 1.0, "a"), 1.0)
+    with pytest.raises(QueueFull, match="maxSequenceJobQueueSize"):
+        waiting.add(_job("a9", 1.0, "a"), 1.0)
+    assert waiting.take(1, 4) == [] and [job.key for job in waiting.take(0, 4)] == ["a0"]
+    waiting.add(_job("c1", 2.0, "c"), 2.0)  # b has been idle for too long
+
+
+def test_a_sequence_that_ends_makes_room() -> None:
+    waiting = Waiting(HandlerConfig(**{**_SEQUENCES, "maxNumSequence": 1}, sequenceMaxIdleMSec=10**6))
+    waiting.add(_job("a", 0.0, "a", end=True), 0.0)
+    (job,) = waiting.take(0, 1)
+    waiting.ended(job, 0.0, False)
+    waiting.add(_job("b", 0.0, "b"), 0.0)
+
+
+def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
+    """A running sum per sequence, in two workers, with requests of both sequences at once."""
+    source = """
+        import os
+        sums = {}
+
+        def handle(data, context):
+            if data is None:
+                return None
+            results = []
+            for index, row in enumerate(data):
+                sequence = context.get_sequence_id(index)
+                sums[sequence] = sums.get(sequence, 0) + int(row["body"])
+                if context.get_request_header(index, "ts_request_sequence_end"):
+                    results.append(f"{sums.pop(sequence)} over")
+                else:
+                    results.append(f"{sums[sequence]} {os.getpid()}")
+            return results
+    """
+    config = {**_SEQUENCES, "minWorkers": 2, "sequenceMaxIdleMSec": 60_000, "maxBatchDelay": 1}
+
+    def ask(name: str, number: int, last: bool) -> HandlerRequest:
+        headers = {"ts_request_sequence_id": name} | ({"ts_request_sequence_end": "true"} if last else {})
+        return request(str(number), f"{name}{number}", headers=headers, sequence_id=name, sequence_end=last)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, config)) as pool:
+            jobs = {name: [pool.submit(ask(name, number, number == 3)) for number in (1, 2, 3)] for name in ("a", "b")}
+            for answers in [[(await texts(job))[0].split() for job in each] for each in jobs.values()]:
+                assert [answer[0] for answer in answers] == ["1", "3", "6"]
+                assert answers[0][1] == answers[1][1] and answers[2][1] == "over"
+
+    run(scenario())

@@ -1,0 +1,273 @@
+"""The worker's parts that need no process: its socket for handlers, values, and the spelling between them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.torchserve.frames import FrameReader
+from mlserver_torch_stream.torchserve.worker import values
+from mlserver_torch_stream.torchserve.worker.channel import Channel
+from mlserver_torch_stream.torchserve.worker.wire import parse
+
+_SHIM = Path(values.__file__).parent.parent / "shim"
+
+
+@pytest.fixture
+def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``import ts`` is the shim's, for this test only."""
+    kept = {name: module for name, module in sys.modules.items() if _uses_ts(name)}
+    for name in kept:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(_SHIM))
+    yield
+    for name in [name for name in sys.modules if _uses_ts(name)]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def _uses_ts(name: str) -> bool:
+    return name.partition(".")[0] == "ts" or name.startswith("mlserver_torch_stream.torchserve.worker.")
+
+
+class _Call:
+    """One call's context, and what the server's end hears of it."""
+
+    def __init__(self, count: int) -> None:
+        from mlserver_torch_stream.torchserve.worker.channel import Channel
+        from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
+        from mlserver_torch_stream.torchserve.worker.metrics import Metrics
+
+        self._near, self._far = socket.socketpair()
+        self._reader = FrameReader(self._far)
+        self.channel: Any = Channel(self._near)
+        metrics = Metrics(self.channel, "model")
+        self.context: Any = HandlerContext("model", "/", {}, count, None, "0", True, metrics, {})
+        requests = [Request(f"r{index}", {}, ()) for index in range(count)]
+        self.outlet = self.context.for_call(requests, self.channel, stoppable=True)
+
+    def send(self, ret: Any, request_ids: dict[int, str] | None = None) -> None:
+        from ts.handler_utils.utils import send_intermediate_predict_response
+
+        ids = self.context.request_ids if request_ids is None else request_ids
+        send_intermediate_predict_response(ret, ids, "ok", 200, self.context)
+
+    def heard(self) -> list[tuple[str, bytes | str, bool]]:
+        """Of the next message: id, value or error, last."""
+        frame = self._reader.read()
+        assert frame is not None
+        header, body = frame
+        if header["t"] == "failed":
+            return [(request_id, header["message"], True) for request_id in header["ids"]]
+        found = []
+        for item in header["items"]:
+            found.append((item["id"], body[: item["n"]], item["last"]))
+            body = body[item["n"] :]
+        return found
+
+    def close(self) -> None:
+        self._reader.close()
+        self._near.close()
+        self._far.close()
+
+
+@pytest.fixture
+def call(shim: None) -> Iterator[_Call]:
+    made = _Call(2)
+    yield made
+    made.close()
+
+
+def test_a_closed_connection_is_noticed_within_one_piece(call: _Call) -> None:
+    from mlserver_torch_stream.torchserve.worker.context import ClientsLeft
+
+    call.send(["a", "b"])
+    call.channel.leave(["r0"])
+    call.send(["a", "b"])  # one of them still reads
+    call.channel.leave(["r1"])
+    with pytest.raises(ClientsLeft):
+        call.send(["a", "b"])
+    assert [call.heard() for _ in range(3)] == [[("r0", b"a", False), ("r1", b"b", False)], [("r1", b"b", False)], []]
+
+
+def test_pieces_go_to_those_that_are_named_by_place_by_index_or_by_map(call: _Call) -> None:
+    call.send({1: "by index"})
+    call.send(["", "by map"], {1: "r1"})
+    assert call.heard() == [("r1", b"by index", False)]
+    assert call.heard() == [("r1", b"by map", False)]
+
+
+def test_a_handler_ends_one_member_early(call: _Call) -> None:
+    """What comes for it later is dropped."""
+    call.context.set_response_header(0, "ts_stream_next", "false")
+    call.send(["last", "more"])
+    call.send(["late", "more"])
+    assert call.heard() == [("r0", b"last", True), ("r1", b"more", False)]
+    assert call.heard() == [("r1", b"more", False)]
+    assert call.outlet.ended == {"r0"}
+
+
+def test_a_piece_that_cannot_be_serialised_fails_alone(call: _Call) -> None:
+    call.send({0: object(), 1: "fine"})
+    ((request_id, message, last),) = call.heard()
+    assert request_id == "r0" and last and "Unsupported model output data type" in str(message)
+    assert call.outlet.ended == {"r0"}
+
+
+def test_other_ranks_send_nothing(call: _Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    call.send(["a", "b"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    call.send(["c", "d"])
+    assert call.heard()[0][1] == b"c"
+
+
+def test_the_deprecated_place_of_the_sender_works_and_says_so(call: _Call) -> None:
+    from ts.protocol.otf_message_handler import send_intermediate_predict_response
+
+    with pytest.warns(PendingDeprecationWarning):
+        send_intermediate_predict_response(["a", "b"], call.context.request_ids, "ok", 200, call.context)
+    assert [value for _, value, _ in call.heard()] == [b"a", b"b"]
+
+
+def test_headers_and_content_types_travel_with_a_piece_and_the_marker_does_not(call: _Call) -> None:
+    call.context.set_response_content_type(0, "text/plain")
+    call.context.set_response_header(0, "x-a", "b")
+    call.send({0: "a"})
+    header, _ = call._reader.read() or ({}, b"")
+    assert header["items"][0]["ct"] == "text/plain" and header["items"][0]["headers"] == {"x-a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (b"\xff\x00", b"\xff\x00"),
+        (bytearray(b"raw"), b"raw"),
+        ("Grüße", "Grüße".encode()),
+        ({"a": [1, 2]}, json.dumps({"a": [1, 2]}, indent=2).encode()),
+        (3, b"3"),
+        (None, b"null"),
+    ],
+)
+def test_values_are_spelled_as_torchserve_spells_them(value: Any, expected: bytes) -> None:
+    assert values.encode(value) == expected
+
+
+def test_a_tensor_is_spelled_by_torch_save() -> None:
+    import io
+
+    import torch
+
+    saved = values.encode(torch.tensor([1.5, 2.5]))
+    assert torch.equal(torch.load(io.BytesIO(saved)), torch.tensor([1.5, 2.5]))
+
+
+def test_what_no_client_can_be_sent_says_so() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for value in (object(), {1, 2}, loop):
+        with pytest.raises(values.Unserialisable, match="Unsupported model output data type"):
+            values.encode(value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "content_type", "expected"),
+    [
+        (b'{"a": 1}', "application/json", {"a": 1}),
+        (b'{"a": 1}', "application/json; charset=utf-8", {"a": 1}),
+        (b"text", "text/plain", "text"),
+        (b"text", "", bytearray(b"text")),
+        (b"text", "image/png", bytearray(b"text")),
+        (b"{no json", "application/json", bytearray(b"{no json")),
+        (b"\xff", "text/plain", bytearray(b"\xff")),
+    ],
+)
+def test_bodies_are_decoded_as_their_content_type_says(raw: bytes, content_type: str, expected: Any) -> None:
+    decoded = values.decode(raw, content_type)
+    assert decoded == expected and type(decoded) is type(expected)
+
+
+def test_a_response_that_is_cut_off_is_refused() -> None:
+    with pytest.raises(ValueError, match="cut off"):
+        parse(b"\x00\x00\x00\xc8\x00\x00\x00\x05abc")
+
+
+def test_a_forked_child_says_nothing_and_does_not_keep_the_connection_open() -> None:
+    program = """
+import os, socket, sys
+from mlserver_torch_stream.torchserve.worker.channel import Channel
+near, far = socket.socketpair()
+channel = Channel(near)
+child = os.fork()
+if child == 0:
+    far.close()
+    channel.tell("child")
+    sys.stdin.readline()  # stays
+    os._exit(0)
+channel.tell("parent")
+os.close(near.fileno())
+print(far.makefile("rb").read())
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdin is not None
+    line = child.stdout.readline()
+    child.stdin.close()  # the forked one goes on until then
+    child.wait(20)
+    child.stdout.close()
+    assert "parent" in line and "child" not in line
+
+
+@pytest.mark.slow
+def test_the_shim_has_the_signatures_of_the_package() -> None:
+    """What both have takes the same arguments in the same order."""
+    ours, theirs = (_signatures(which) for which in ("shim", "package"))
+    for name, arguments in ours.items():
+        if theirs[name] == ["self", "args", "kwargs"]:  # decorated there, without a trace of what it takes
+            continue
+        assert theirs[name][: len(arguments)] == arguments, name
+
+
+def _signatures(which: str) -> dict[str, list[str]]:
+    program = f"""
+import importlib, inspect, json
+from mlserver_torch_stream.torchserve.worker.handler import provide_ts
+assert provide_ts({which!r}) is ({which!r} == "package")
+names = {{
+    "ts.handler_utils.utils": ["send_intermediate_predict_response", "import_class"],
+    "ts.protocol.otf_message_handler": ["send_intermediate_predict_response", "create_predict_response"],
+    "ts.torch_handler.base_handler": ["BaseHandler"], "ts.context": ["Context", "RequestProcessor"],
+    "ts.service": ["PredictionException"], "ts.handler_utils.timer": ["timed"],
+    "ts.handler_utils.hf_batch_streamer": ["TextIteratorStreamerBatch"],
+    "ts.metrics.metric_cache_yaml_impl": ["MetricsCacheYamlImpl"], "ts.metrics.caching_metric": ["CachingMetric"],
+    "ts.metrics.dimension": ["Dimension"],
+    "ts.utils.util": ["list_classes_from_module", "load_label_mapping", "map_class_to_label", "get_yaml_config"],
+    "ts.torch_handler.request_envelope.base": ["BaseEnvelope"],
+}}
+found = {{}}
+def note(path, callable_):
+    found[path] = [name for name in inspect.signature(callable_).parameters if name not in ("decode", "decode_kwargs")]
+for module, members in names.items():
+    for member in members:
+        thing = getattr(importlib.import_module(module), member)
+        note(f"{{module}}.{{member}}", thing)
+        for name, method in inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else ():
+            if not name.startswith("_"):
+                note(f"{{module}}.{{member}}.{{name}}", method)
+print("@" + json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.rpartition("@")[2]))
+
+
+def test_the_channel_of_this_process_is_not_a_forked_one() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        assert not Channel(near).forked

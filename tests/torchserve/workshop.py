@@ -1,0 +1,129 @@
+"""Handlers in a test's own folder, run by real workers, without MLServer.
+
+Every wait has a bound; what was started is gone at the end of its ``async with``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+import zipfile
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.torchserve.config import read_config
+from mlserver_torch_stream.torchserve.figures import HandlerFigures
+from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Job, Part
+from mlserver_torch_stream.torchserve.pool import Pool
+from mlserver_torch_stream.torchserve.runtime.build import Orders
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+
+# Three times "hello", then "hello world ": what TorchServe's documentation shows.
+HELLO = """
+from ts.handler_utils.utils import send_intermediate_predict_response
+
+def handle(data, context):
+    if data is None:
+        return None
+    for _ in range(3):
+        send_intermediate_predict_response(["hello"] * len(data), context.request_ids, "ok", 200, context)
+    return ["hello world "] * len(data)
+"""
+# "count 3" sends "0", "1", "2" and returns "end"; "raise" raises; a batch steps together, and members drop out.
+COUNTER = """
+import time
+from ts.handler_utils.utils import send_intermediate_predict_response
+
+def handle(data, context):
+    if data is None:
+        return None
+    texts = [row["body"].decode() for row in data]
+    wanted = [int(text.split()[1]) if text.startswith("count") else 0 for text in texts]
+    for step in range(max(wanted)):
+        left = {i: str(step) for i, count in enumerate(wanted) if step < count}
+        send_intermediate_predict_response(left, context.request_ids, "ok", 200, context)
+        time.sleep(0.005)
+    if "raise" in texts:
+        raise ValueError("asked to raise")
+    return ["end"] * len(data)
+"""
+
+
+def write_handler(folder: Path, source: str, config: Mapping[str, Any] | None = None, name: str = "handler") -> str:
+    """The uri of a bare handler with its ``model-config.yaml``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.py"
+    path.write_text(textwrap.dedent(source))
+    if config:
+        (folder / "model-config.yaml").write_text(yaml.safe_dump(dict(config)))
+    return str(path)
+
+
+def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | None = None) -> str:
+    """A ``.mar`` with a manifest, unless ``model`` is None."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, textwrap.dedent(text))
+        if model is not None:
+            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+    return str(path)
+
+
+@asynccontextmanager
+async def running(uri: str, which: str = "shim", **overrides: Any) -> AsyncIterator[Pool]:
+    """The started workers of a handler. ``which``: the ``ts`` that it imports."""
+    archive = open_archive(uri, None)
+    try:
+        config = read_config(archive.yaml, overrides)
+        pool = Pool("model", config, Orders("model", archive, config, which).of, HandlerFigures())
+        await pool.start()
+        try:
+            yield pool
+        finally:
+            await asyncio.to_thread(pool.shutdown)
+    finally:
+        archive.close()
+
+
+def request(text: str = "", request_id: str = "request", **more: Any) -> HandlerRequest:
+    return HandlerRequest(request_id, [Part("body", "", text.encode())], **more)
+
+
+async def texts(job: Job) -> list[str]:
+    """All pieces. Raises what the job ends with."""
+    return [piece.value.decode() async for piece in job]
+
+
+async def ask(pool: Pool, text: str = "", request_id: str = "request", **more: Any) -> list[str]:
+    return await texts(pool.submit(request(text, request_id, **more)))
+
+
+async def outcome(job: Job) -> list[str] | Exception:
+    """All pieces, or what it ended with."""
+    try:
+        return await texts(job)
+    except Exception as error:
+        return error
+
+
+def run(scenario: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(scenario, TIMEOUT_S)
+
+    return asyncio.run(bounded())
+
+
+async def until(condition: Any, seconds: float = 30.0) -> None:
+    """Waits until something is true of the server's own state."""
+    end = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, "not in time"
+        await asyncio.sleep(0.01)
