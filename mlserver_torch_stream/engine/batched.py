@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.faults import Faults
-from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward import Forward, JointForward, ModelForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
 from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler
@@ -63,6 +63,7 @@ class BatchedBackend:
         forward = forward or ModelForward(model)
         self._prefill_forward = faults.wrap("prefill", forward) if faults else forward
         self._decode_forward = faults.wrap("decode", forward) if faults else forward
+        self._joint = self._decode_forward if isinstance(self._decode_forward, JointForward) else None
         self._layout = layout or CacheLayout(model.config)
         self._samplers = samplers
         # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
@@ -106,8 +107,11 @@ class BatchedBackend:
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         prefilled = self._prefill_share(deliver)
         groups = [group for group in self._scheduler.groups if group.rows]
-        for group in groups:
-            self._decode(group, deliver)
+        if self._joint is not None and len(groups) > 1:
+            self._decode_together(self._joint, groups, deliver)
+        else:
+            for group in groups:
+                self._decode(group, deliver)
         self._retire()
         self._gauge()
         return prefilled or bool(groups)
@@ -207,6 +211,22 @@ class BatchedBackend:
         batch.join(cache, rows)
 
     # --- decode ---
+
+    def _decode_together(self, forward: JointForward, groups: Sequence[Group], deliver: Deliver) -> None:
+        began = time.monotonic()
+        for group in groups:
+            self._sweep(group)
+        groups = [group for group in groups if group.rows]
+        parts = [([[answer.tokens[-1]] for answer in group.rows], self._batches[group]) for group in groups]
+        try:
+            found = forward.together(parts) if parts else []
+        except Exception as error:
+            logger.warning("a decode step of %d batches failed, each is tried alone: %s", len(groups), error)
+            for group in groups:
+                self._decode(group, deliver)
+            return
+        for group, logits in zip(groups, found, strict=True):
+            self._settle(group, logits, began, deliver)
 
     def _decode(self, group: Group, deliver: Deliver) -> None:
         began = time.monotonic()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,14 @@ class Forward(Protocol):
     """
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class JointForward(Forward, Protocol):
+    """One that can also take the rows of several caches in one call, so that the weights are read once for all."""
+
+    def together(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]]) -> list[torch.Tensor]:
+        """The same for each part, with as many tokens for every row of every part. All or, if it raises, none."""
 
 
 class ModelForward:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,46 @@ class NativeForward:
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> Tensor:
         rows, queries = len(tokens), len(tokens[0])
-        if rows > self._logits.shape[0]:
-            self._logits = torch.empty(rows, -(-self._vocab // PANEL) * PANEL)
-        self._rotary.reach(max(cache.lengths) + queries)
         at_once = max(1, _MAX_TOKENS // rows)
         for first in range(0, queries, at_once):
             piece = [row[first : first + at_once] for row in tokens] if at_once < queries else tokens
-            try:
-                self._step(piece, cache, wanted=first + at_once >= queries)
-            except BaseException:
-                cache.rollback()
-                raise
-            cache.commit(len(piece[0]))
+            self._step([(piece, cache)], wanted=first + at_once >= queries)
         return self._logits[:rows, : self._vocab]
 
-    def _step(self, tokens: Sequence[Sequence[int]], cache: RowCache, wanted: bool) -> None:
+    def together(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]]) -> list[Tensor]:
+        self._step(parts, wanted=True)
+        ends = list(accumulate(len(tokens) for tokens, _ in parts))
+        return [self._logits[begin:end, : self._vocab] for begin, end in pairwise([0, *ends])]
+
+    def _step(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]], wanted: bool) -> None:
+        """The same number of tokens for every row of every cache."""
+        tokens = [row for some, _ in parts for row in some]
+        try:
+            self._run_step(tokens, [cache for _, cache in parts], wanted)
+        except BaseException:
+            for _, cache in parts:
+                cache.rollback()
+            raise
+        for _, cache in parts:
+            cache.commit(len(tokens[0]))
+
+    def _run_step(self, tokens: Sequence[Sequence[int]], caches: Sequence[RowCache], wanted: bool) -> None:
         rows, queries = len(tokens), len(tokens[0])
+        known = [length for cache in caches for length in cache.lengths]
+        self._rotary.reach(max(known) + queries)
+        if rows > self._logits.shape[0]:
+            self._logits = torch.empty(rows, -(-self._vocab // PANEL) * PANEL)
         ids = (ctypes.c_int64 * (rows * queries))(*(token for row in tokens for token in row))
-        lengths = (ctypes.c_int64 * rows)(*cache.lengths)
-        self._point_at(cache, queries)
+        lengths = (ctypes.c_int64 * rows)(*known)
+        spots = [spot for n, cache in enumerate(caches) for row in range(len(cache.lengths)) for spot in (n, row)]
+        places = (ctypes.c_int64 * (2 * rows))(*spots)
+        self._point_at(caches, queries)
         step = c.Step(
             rows,
             queries,
             ctypes.addressof(ids),
             ctypes.addressof(lengths),
+            ctypes.addressof(places),
             self._slabs,
             self._rotary.cos.data_ptr(),
             self._rotary.sin.data_ptr(),
@@ -97,8 +114,11 @@ class NativeForward:
         if status:
             raise RuntimeError("a step of the kernels failed")
 
-    def _point_at(self, cache: RowCache, queries: int) -> None:
-        for entry, slab in zip(self._slabs, cache.slabs, strict=True):
+    def _point_at(self, caches: Sequence[RowCache], queries: int) -> None:
+        slabs = [slab for cache in caches for slab in cache.slabs]
+        if len(slabs) > len(self._slabs):
+            self._slabs = (c.Slab * len(slabs))()
+        for entry, slab in zip(self._slabs, slabs, strict=False):
             if not slab.is_initialized:
                 slab.lazy_initialization(self._like, self._like)
             entry.start = slab.extend(queries)

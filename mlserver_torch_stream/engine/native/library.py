@@ -62,6 +62,7 @@ class Step(Structure):
         ("queries", c_int64),
         ("tokens", c_void_p),
         ("lengths", c_void_p),
+        ("places", c_void_p),
         ("slabs", POINTER(Slab)),
         ("cos", c_void_p),
         ("sin", c_void_p),

@@ -160,25 +160,26 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
     }
 
-    void attend(Member& me, const Step& step, const Layer& layer, const Slab<T>* slab) {
+    // `slabs`: of this layer, the first cache's; the other caches' lie `layers` apart.
+    void attend(Member& me, const Step& step, const Layer& layer, const Slab<T>* slabs) {
         const int64_t kv = shape_.kv_heads, tokens = step.rows * step.queries;
         Scratch& scratch = scratch_[me.id];
         if (step.queries == 1) {
             const int64_t tasks = tokens * kv, piece = std::max<int64_t>(1, tasks / (4 * me.team));
             me.each(tasks, piece, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; i++) attend_one(layer, *slab, scratch, i, i + 1 < last);
+                for (int64_t i = first; i < last; i++) attend_one(layer, slabs, scratch, i, i + 1 < last);
             });
             return;
         }
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
-                for (int64_t h = 0; h < kv; h++) finish(layer, *slab, t, h, &queries_[t * attended_] + own(h), 0);
+                for (int64_t h = 0; h < kv; h++) finish(layer, slabs, t, h, &queries_[t * attended_] + own(h), 0);
         });
         const int64_t blocks = (step.queries + kQueries - 1) / kQueries, pairs = step.rows * kv;
         me.each(pairs * blocks, 1, [&](int64_t first, int64_t last) {
             // The last blocks see the most keys: they go first, so that nobody waits for a long one at the end.
             for (int64_t i = first; i < last; i++)
-                attend_many(*slab, scratch, i % pairs, blocks - 1 - i / pairs);
+                attend_many(slabs, scratch, i % pairs, blocks - 1 - i / pairs);
         });
     }
 
@@ -186,7 +187,7 @@ template <class T> class Decoder {
 
     // Norms and rotates the group's queries (to `queries`, apart by `stride` elements, 0: by a head) and its key, and
     // puts key and value into the slab.
-    void finish(const Layer& layer, const Slab<T>& slab, int64_t t, int64_t kv_head, T* queries, int64_t stride) {
+    void finish(const Layer& layer, const Slab<T>* slabs, int64_t t, int64_t kv_head, T* queries, int64_t stride) {
         const int dim = (int)shape_.head_dim, group = attention_.group;
         const int half = layer.rotates ? (int)shape_.rotated_half : 0;
         const int64_t row = t / step_->queries, query = t % step_->queries;
@@ -200,7 +201,8 @@ template <class T> class Decoder {
             finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(layer.norms.query, head), cos, sin,
                         half, dim, to);
         }
-        const int64_t at = (row * shape_.kv_heads + kv_head) * slab.capacity + slab.start + query;
+        const Slab<T>& slab = holding(slabs, row);
+        const int64_t at = first_column(slab, row, kv_head) + slab.start + query;
         finish_head(keys + kv_head * dim, scale_of(keys, kv_head, shape_.kv_heads), norm_of(layer.norms.key, kv_head),
                     cos, sin, half, dim, slab.keys + at * dim);
         convert(keys + (shape_.kv_heads + kv_head) * dim, dim, slab.values + at * dim);
@@ -214,22 +216,30 @@ template <class T> class Decoder {
         return norm == nullptr ? nullptr : norm + (shape_.qk_norm == kWhole ? head * shape_.head_dim : 0);
     }
 
+    const Slab<T>& holding(const Slab<T>* slabs, int64_t row) const {
+        return slabs[step_->places[2 * row] * shape_.layers];
+    }
+    int64_t first_column(const Slab<T>& slab, int64_t row, int64_t kv_head) const {
+        return (step_->places[2 * row + 1] * shape_.kv_heads + kv_head) * slab.capacity;
+    }
+
     // Keys and values of a row and head, from the oldest that its first new token sees.
-    Live<T> live(const Slab<T>& slab, int64_t row, int64_t kv_head, int64_t stop) const {
+    Live<T> live(const Slab<T>* slabs, int64_t row, int64_t kv_head, int64_t stop) const {
+        const Slab<T>& slab = holding(slabs, row);
         int64_t seen = step_->lengths[row];
         if (slab.window != 0) seen = std::min(seen, slab.window - 1);
-        const int64_t first = (row * shape_.kv_heads + kv_head) * slab.capacity + slab.start - seen;
+        const int64_t first = first_column(slab, row, kv_head) + slab.start - seen;
         return {slab.keys + first * shape_.head_dim, slab.values + first * shape_.head_dim, seen + stop};
     }
 
     // Task i is a row and a key head; `more`: the next one will be this thread's too.
-    void attend_one(const Layer& layer, const Slab<T>& slab, Scratch& scratch, int64_t i, bool more) {
+    void attend_one(const Layer& layer, const Slab<T>* slabs, Scratch& scratch, int64_t i, bool more) {
         const int64_t kv = shape_.kv_heads, row = i / kv, kv_head = i % kv;
         const int64_t stride = vectors() * 16;
         scratch.queries.assign(attention_.group * stride, 0);
-        finish(layer, slab, row, kv_head, reinterpret_cast<T*>(scratch.queries.data()), stride * per_word<T>);
-        const Live<T> seen = live(slab, row, kv_head, 1);
-        const Live<T> next = more ? live(slab, (i + 1) / kv, (i + 1) % kv, 0) : Live<T>{nullptr, nullptr, 0};
+        finish(layer, slabs, row, kv_head, reinterpret_cast<T*>(scratch.queries.data()), stride * per_word<T>);
+        const Live<T> seen = live(slabs, row, kv_head, 1);
+        const Live<T> next = more ? live(slabs, (i + 1) / kv, (i + 1) % kv, 0) : Live<T>{nullptr, nullptr, 0};
         T* out = &mixed_[row * attended_] + own(kv_head);
         const Word* q = scratch.queries.data();
         switch (vectors()) {
@@ -242,13 +252,13 @@ template <class T> class Decoder {
     }
     int64_t vectors() const { return vectors_ <= 2 ? vectors_ : vectors_ <= 4 ? 4 : vectors_ <= 8 ? 8 : 32; }
 
-    void attend_many(const Slab<T>& slab, Scratch& scratch, int64_t pair, int64_t block) {
+    void attend_many(const Slab<T>* slabs, Scratch& scratch, int64_t pair, int64_t block) {
         const int64_t row = pair / shape_.kv_heads, kv_head = pair % shape_.kv_heads, first = block * kQueries;
         const int64_t at = (row * step_->queries + first) * attended_ + own(kv_head);
-        const Live<T> seen = live(slab, row, kv_head, step_->queries);
+        const Live<T> seen = live(slabs, row, kv_head, step_->queries);
         const int64_t count = std::min<int64_t>(kQueries, step_->queries - first);
         const int64_t first_key = seen.count - step_->queries + first;
-        scratch.many.run({&queries_[at], &mixed_[at], attended_, count, first_key, slab.window, seen}, attention_);
+        scratch.many.run({&queries_[at], &mixed_[at], attended_, count, first_key, holding(slabs, row).window, seen}, attention_);
     }
 
     void head(Member& me, const Step& step) {

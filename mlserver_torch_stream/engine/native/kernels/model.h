@@ -44,7 +44,8 @@ struct Step {
     int64_t rows, queries;
     const int64_t* tokens;   // [rows][queries]
     const int64_t* lengths;  // [rows]: tokens of the row before these
-    const void* slabs;       // [layers]
+    const int64_t* places;   // [rows][2]: the cache that the row is in, and which of its rows it is
+    const void* slabs;       // [caches][layers]
     const float *cos, *sin;  // [positions][rotated_half]
     float* logits;           // [rows][whole panels of the vocabulary], of each row's last token; null: not wanted
 };
