@@ -1,0 +1,163 @@
+"""``mlserver-torch-stream plan MODEL --device NAME``: how many streams a model gets there, and how fast they can be.
+
+Reads the model's config, loads no weights and needs no such device. Knows how to print; ``engine.planning`` does the
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.model_source import resolve_source
+from mlserver_torch_stream.settings import parse_bytes
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.planning.devices import Device
+    from mlserver_torch_stream.engine.planning.model_size import ModelSize
+    from mlserver_torch_stream.engine.planning.plan import Plan
+
+_CONTEXT = 4096
+_DEVICES = 8
+_HOST = "cpu"
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        device = _device(arguments)
+        source = resolve_source(arguments.model)
+        from mlserver_torch_stream.engine.budget import GPU_CACHE_SHARE
+        from mlserver_torch_stream.engine.loading.host import KV_SHARE
+        from mlserver_torch_stream.engine.planning.model_size import read_size
+        from mlserver_torch_stream.engine.planning.plan import make_plan
+
+        size = read_size(source, arguments.dtype, arguments.revision)
+    except (SettingsError, LoadFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    context = min(arguments.context, size.max_context)
+    on_host = arguments.device == _HOST  # whose ranks would share one memory
+    counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else arguments.devices)]
+    share = KV_SHARE if on_host else GPU_CACHE_SHARE
+    plans = [make_plan(size, device, ranks, context, share) for ranks in counts]
+    print("\n".join([*_head(source.name, size, device, context), "", *_table(plans), "", *_advice(plans, size)]))
+    return 0 if any(plan.fits for plan in plans) else 1
+
+
+def _device(arguments: argparse.Namespace) -> Device:
+    from mlserver_torch_stream.engine.loading.host import read_host
+    from mlserver_torch_stream.engine.planning.devices import Device, find_device
+
+    if arguments.device not in (None, _HOST):
+        return find_device(arguments.device)
+    name, memory = "a device", arguments.memory
+    if arguments.device == _HOST:
+        name, memory = "this machine's CPU", memory or read_host().available_bytes
+    if memory is None or arguments.bandwidth is None:
+        raise SettingsError(f"give --device, or --memory and --bandwidth; --device {_HOST} needs --bandwidth too")
+    flops = None if arguments.tflops is None else arguments.tflops * 1e12
+    return Device(name, memory, arguments.bandwidth * 1e9, flops, "as given")
+
+
+def _head(name: str, size: ModelSize, device: Device, context: int) -> list[str]:
+    flops = "" if device.flops is None else f", {device.flops / 1e12:,.4g} TFLOP/s in bf16"
+    experts = f", of which a token meets {size.active / 1e9:.2f}" if size.experts else ""
+    row = size.cost.of(1, context)
+    return [
+        f"{name} ({size.kind}): {size.parameters / 1e9:.2f} billion parameters{experts}; {size.dtype}: "
+        f"{_gb(size.weight_bytes)} GB",
+        f"KV cache: {size.cost.of(1, context) - size.cost.of(1, context - 1):,} bytes for the {context:,}th token of a "
+        f"stream, {row / 1e6:,.1f} MB for a stream of {context:,}",
+        f"{device.name}: {_gb(device.memory)} GB, {device.bandwidth / 1e9:,.0f} GB/s{flops} ({device.source})",
+    ]
+
+
+def _table(plans: Sequence[Plan]) -> list[str]:
+    rows = [
+        [
+            "devices",
+            "weights, GB each",
+            "cache, GB each",
+            "streams",
+            "tokens/s alone",
+            "all together",
+            "prompt tokens/s",
+        ],
+        *(
+            [
+                str(plan.ranks),
+                _gb(plan.weights),
+                _gb(plan.cache),
+                f"{plan.streams:,}",
+                *([f"< {plan.alone:,.0f}", f"< {plan.together:,.0f}"] if plan.fits else ["-", "-"]),
+                f"< {plan.prompts:,.0f}" if plan.fits and plan.prompts is not None else "-",
+            ]
+            for plan in plans
+        ),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _advice(plans: Sequence[Plan], size: ModelSize) -> list[str]:
+    least = next((plan.ranks for plan in plans if plan.fits), None)
+    limits = (
+        "Speeds are limits: memory read once per step, or arithmetic, whichever is slower. Streams are what the cache "
+        "has room for;\nset max_batch_rows to as many (it is 32 unless set)."
+    )
+    if least is None:
+        most = plans[-1].ranks
+        why = f"{size.kind} can be split by {', '.join(map(str, size.ranks))}"
+        return [f"Does not fit {most} of these: {why}. A device_map with more GPUs, the CPU or a disk holds any model."]
+    if least == 1 and len(plans) == 1:
+        return ["Fits.", limits]
+    if least == 1:
+        return [
+            "Fits one: set replicas to the number of GPUs, or scale pods. Tensor parallel makes one stream faster.",
+            limits,
+        ]
+    return [f"Set tensor_parallel_size: {least}, and scale pods of {least} GPUs.", limits]
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.1f}"
+
+
+def _memory(text: str) -> int:
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlserver-torch-stream plan",
+        description="How many streams of a model fit some devices, and how fast those can be. Loads no weights.",
+    )
+    parser.add_argument("model", help="a folder, a .gguf file, a hub id or embedded://…")
+    parser.add_argument("--device", help="a device by its name, such as h100 or cpu; a wrong name lists them")
+    parser.add_argument("--memory", type=_memory, help="of another device, such as 48GB")
+    parser.add_argument("--bandwidth", type=float, help="of another device's memory, in GB/s")
+    parser.add_argument("--tflops", type=float, help="of another device, dense in bf16 (default: not a limit)")
+    parser.add_argument("--devices", type=_positive, default=_DEVICES, help="at most so many (default: %(default)s)")
+    parser.add_argument(
+        "--context",
+        type=_positive,
+        default=_CONTEXT,
+        help="tokens of a stream, prompt and answer (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    parser.add_argument("--revision", help="of a hub id")
+    return parser

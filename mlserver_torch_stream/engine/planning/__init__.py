@@ -1,0 +1,1 @@
+"""What a model needs and what a device gives it, worked out before anything is loaded."""

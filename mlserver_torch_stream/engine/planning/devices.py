@@ -1,0 +1,51 @@
+"""Devices by name: memory, bandwidth and speed as their vendor gives them.
+
+Knows nothing of models. Figures without sparsity; a data sheet's GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlserver_torch_stream.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """``source``: the document of the vendor's that has these figures."""
+
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes a second
+    flops: float | None  # of dense bf16 products, per second
+    source: str
+
+
+def _nvidia(name: str, memory_gb: float, bandwidth_gb: float, tflops: float, sheet: str) -> Device:
+    return Device(f"NVIDIA {name}", int(memory_gb * 1e9), bandwidth_gb * 1e9, tflops * 1e12, f"NVIDIA {sheet}")
+
+
+KNOWN = {
+    "l4": _nvidia("L4", 24, 300, 121, "L4 data sheet"),
+    "a10": _nvidia("A10", 24, 600, 125, "A10 data sheet"),
+    "l40s": _nvidia("L40S", 48, 864, 362, "L40S data sheet"),
+    "rtx-4090": _nvidia("GeForce RTX 4090", 24, 1008, 165, "Ada GPU architecture white paper"),
+    "a100-40gb": _nvidia("A100 40GB SXM", 40, 1555, 312, "A100 data sheet"),
+    "a100-80gb": _nvidia("A100 80GB SXM", 80, 2039, 312, "A100 80GB data sheet"),
+    "h100-pcie": _nvidia("H100 PCIe", 80, 2000, 756, "H100 data sheet"),
+    "h100": _nvidia("H100 SXM", 80, 3350, 989, "H100 data sheet"),
+    "h200": _nvidia("H200 SXM", 141, 4800, 989, "H200 data sheet"),
+    "b200": _nvidia("B200", 180, 7700, 2250, "HGX B200 data sheet, an eighth of it"),
+}
+
+
+def find_device(name: str) -> Device:
+    """Raises SettingsError, which names those that are known."""
+    device = KNOWN.get(name.lower().replace("_", "-"))
+    if device is None:
+        close: Sequence[str] = difflib.get_close_matches(name.lower(), KNOWN, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KNOWN)}"
+        raise SettingsError(f"--device: {name!r} is not known, {hint}; for another give --memory and --bandwidth")
+    return device

@@ -1,0 +1,132 @@
+"""What a model weighs and what a token of its cache costs, read from its config: no weight is loaded.
+
+The model is made on torch's ``meta`` device, where tensors have shapes and nothing else, and takes three tokens there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from mlserver_torch_stream.engine.cache.cost import CacheCost, cost_by_device
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, UnsupportedCache
+from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.loading.context import max_context
+from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.engine.ranks.terms import check_model
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.model_source import ModelSource
+
+_META = torch.device("meta")
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """``parameters``: all; of them ``experts`` in mixtures of which each token takes ``expert_share``."""
+
+    kind: str
+    dtype: str
+    element: int  # bytes of a parameter
+    parameters: int
+    experts: int
+    expert_share: float
+    unread: int  # an embedding of which a step reads one row per token
+    cost: CacheCost
+    max_context: int
+    ranks: tuple[int, ...]  # numbers of ranks that can share it
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.element
+
+    def read_per_step(self, rows: int) -> float:
+        """Bytes of weights that a decode step of so many rows reads.
+
+        Each row takes its experts as if at random: the more rows, the more of them are read.
+        """
+        met = 1 - (1 - self.expert_share) ** rows if self.experts else 0.0
+        return (self.parameters - self.unread - self.experts * (1 - met)) * self.element
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.parameters - self.unread - self.experts * (1 - self.expert_share)
+
+
+def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = None) -> ModelSize:
+    """Raises LoadFailed where the config cannot be read, or the model's code needs more than shapes."""
+    config = _config(source, revision)
+    text = config.get_text_config(decoder=True)
+    kind = getattr(torch, dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.bfloat16
+    transformers_logging.disable_progress_bar()
+    with _META:
+        model = AutoModelForCausalLM.from_config(config, dtype=kind).eval().to(_META)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    total = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := _count(text, key))), 0)
+    taken = _count(text, "num_experts_per_tok")
+    if experts and not (total and taken):
+        raise LoadFailed(f"models of type {config.model_type} do not say how many experts a token takes")
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return ModelSize(
+        kind=config.model_type,
+        dtype=str(kind).removeprefix("torch."),
+        element=kind.itemsize,
+        parameters=sum(p.numel() for p in model.parameters()),
+        experts=experts,
+        expert_share=taken / total if experts else 1.0,
+        unread=0 if tied else embedding.numel(),
+        cost=_cost(model),
+        max_context=max_context(model, None),
+        ranks=_ranks(config),
+    )
+
+
+def _config(source: ModelSource, revision: str | None) -> Any:
+    options: dict[str, Any] = {"revision": revision or "main"}
+    place = source.location
+    if source.kind in ("gguf", "embedded"):
+        file = find_embedded(source.location) if source.kind == "embedded" else source.location
+        folder, _, name = str(file).rpartition("/")
+        place, options = folder, {"gguf_file": name}
+    try:
+        return AutoConfig.from_pretrained(place, **options)
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"cannot read the config of {source.name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _cost(model: PreTrainedModel) -> CacheCost:
+    try:
+        cache = CacheLayout(model.config).cache(capacity=4)
+        cache.begin_row()
+        forward = ModelForward(model)
+        forward.device = _META
+        with torch.inference_mode(), _META:
+            forward([[1, 2, 3]], cache)
+    except (RuntimeError, NotImplementedError, UnsupportedCache) as error:
+        what = " ".join(str(error).split())[:200]
+        raise LoadFailed(
+            f"the cache of models of type {model.config.model_type} shows with weights only: {what}"
+        ) from error
+    return sum(cost_by_device(cache.cache.layers).values(), CacheCost())
+
+
+def _ranks(config: Any) -> tuple[int, ...]:
+    allowed = [1]
+    for size in range(2, _MOST_RANKS + 1):
+        try:
+            check_model(config, size)
+        except LoadFailed:
+            continue
+        allowed.append(size)
+    return tuple(allowed)
+
+
+def _count(config: Any, key: str) -> int:
+    value = getattr(config, key, 0)
+    return value if isinstance(value, int) else 0
