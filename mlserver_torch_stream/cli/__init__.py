@@ -16,6 +16,7 @@ from mlserver_torch_stream import __version__
 # Subcommand -> its module here, and its line in --help.
 _COMMANDS = {
     "chat": ("chat", "chat in the terminal; answers appear token by token"),
+    "cloud": ("cloud", "inference over the objects of a bucket, a folder or a list of URLs"),
     "plan": ("plan", "how many streams of a model fit a device, and how fast they can be"),
     "rank": ("rank", "one rank of a tensor-parallel server, as torchrun starts it"),
 }

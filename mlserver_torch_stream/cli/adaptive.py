@@ -1,0 +1,78 @@
+"""How many requests to have in flight: one more for each round that goes well, half as many when the server says no.
+
+The core knows no clock and no tasks; the gate around it lets tasks wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Concurrency:
+    """Additive increase, multiplicative decrease, between 1 and ``most``. A refusal of a request that started before
+    the last cut says nothing new and cuts nothing."""
+
+    def __init__(self, most: int, start: int = 4) -> None:
+        if most < 1:
+            raise ValueError("at least one request is in flight")
+        self.most = most
+        self._limit = float(min(start, most))
+        self._cuts = 0
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    def started(self) -> int:
+        """What the request is to bring back when it ends."""
+        return self._cuts
+
+    def answered(self) -> None:
+        self._limit = min(float(self.most), self._limit + 1 / self._limit)
+
+    def refused(self, started: int) -> None:
+        if started == self._cuts:
+            self._cuts += 1
+            self._limit = max(1.0, self._limit / 2)
+
+
+class Gate:
+    """Lets as many tasks through at a time as ``concurrency`` allows, in the order in which they came."""
+
+    def __init__(self, concurrency: Concurrency) -> None:
+        self.concurrency = concurrency
+        self.inside = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def through(self) -> AsyncIterator[int]:
+        """Yields what ``Concurrency.refused`` wants to know."""
+        if self.inside < self.concurrency.limit and not self._waiting:
+            self.inside += 1
+        else:
+            await self._wait()
+        try:
+            yield self.concurrency.started()
+        finally:
+            self._leave()
+
+    async def _wait(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove(turn)
+            else:  # it was its turn already
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self.inside -= 1
+        while self._waiting and self.inside < self.concurrency.limit:
+            self.inside += 1
+            self._waiting.popleft().set_result(None)

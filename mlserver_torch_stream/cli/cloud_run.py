@@ -1,0 +1,234 @@
+"""Runs a job that was typed: loads or asks for the model, shows progress, writes parts or lines, says how it went.
+
+Knows the stages and the terminal; what the options are is ``cloud``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
+from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
+from mlserver_torch_stream.cli.progress import Progress, Total, summary
+from mlserver_torch_stream.cloud.faults import CloudError, Full, Refused
+from mlserver_torch_stream.cloud.job import Plan, plan, results, write
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.naming import kind_of
+from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
+
+_AGAIN = "what is written is kept; the same command goes on from there"
+
+
+class Interrupted(Exception):
+    """A signal said to stop."""
+
+
+class Stopwatch:
+    """Seconds since the model was there: loading it is a figure of its own."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def start(self) -> None:
+        self._began = time.monotonic()
+
+    def elapsed(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+
+def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
+    """The exit status. Raises Refused where the run may not start."""
+    meter = meter or Meter()
+    watch = Stopwatch()
+    try:
+        failed = run_to_end(_run(arguments, meter, watch))
+        status = options.ROWS_FAILED if failed else options.OK
+    except Interrupted:
+        _say(f"interrupted{_hint(arguments)}")
+        status = options.INTERRUPTED
+    except Refused:
+        raise
+    except CloudError as error:
+        _say(f"error: {error.message}{_hint(arguments)}")
+        status = options.ENDED
+    except BrokenPipeError:
+        sys.stdout = None  # nobody reads: nothing is left to flush
+        status = options.ENDED
+    if not arguments.dry_run:
+        _say(summary(meter, watch.elapsed()))
+        if arguments.metrics is not None:
+            write_metrics(arguments.metrics, meter)
+    return status
+
+
+def run_to_end(work: Awaitable[int]) -> int:
+    """Runs ``work`` on a loop of its own; SIGINT and SIGTERM cancel it. Raises Interrupted."""
+
+    async def guarded() -> int:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        for number in signals:
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise Interrupted from None
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    return asyncio.run(guarded())
+
+
+async def _run(arguments: argparse.Namespace, meter: Meter, watch: Stopwatch) -> int:
+    name = await model_name(arguments)
+    planned = await plan(options.make_job(arguments, name), write=not arguments.dry_run)
+    try:
+        check_kinds(arguments, {kind_of(each.info.key, planned.job.kind) for each in planned.objects})
+        if arguments.dry_run:
+            print(_described(planned))
+            return 0
+        async with model(arguments, name, meter) as (infer, weigh):
+            planned = replace(planned, job=replace(planned.job, weigh=weigh))
+            watch.start()
+            shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
+            async with Progress(meter, _total(planned), sys.stderr, shown):
+                if planned.output is not None:
+                    return await write(planned, infer, meter)
+                return await _print(planned, infer, meter)
+    finally:
+        await planned.aclose()
+
+
+async def model_name(arguments: argparse.Namespace) -> str:
+    if arguments.url is None:
+        return str(arguments.model or EMBEDDED)
+    return str(arguments.model or await only_model(arguments.url, arguments.api, options.api_key()))
+
+
+@asynccontextmanager
+async def model(
+    arguments: argparse.Namespace, name: str, meter: Meter
+) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
+    """The callable that infers a batch, and what a row weighs in it."""
+    asking = options.make_asking(arguments)
+    if arguments.url is not None:
+        asked = HttpInfer(
+            arguments.url.rstrip("/"),
+            name,
+            arguments.api,
+            asking,
+            arguments.concurrency,
+            not arguments.unary,
+            options.api_key(),
+            arguments.timeout,
+        )
+        try:
+            yield asked, lambda row: row.size
+        finally:
+            meter.retries += asked.retries
+            await asked.aclose()
+        return
+    limits = options.make_limits(arguments)
+    _say(f"loading {name}")
+    engine = await EngineInfer.load(name, _room_for(limits.batch_rows * limits.batches, arguments.extra), asking, meter)
+    try:
+        yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size
+    finally:
+        await engine.aclose()
+
+
+def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
+    """The engine's queue holds what the stages may hand to it, unless it was told otherwise."""
+    return {"max_queue": max(256, rows), **extra}
+
+
+def check_kinds(arguments: argparse.Namespace, kinds: set[Kind]) -> None:
+    """Raises Refused where the model cannot take what is there."""
+    asking = options.make_asking(arguments)
+    for kind in sorted(kinds, key=lambda kind: kind.value):
+        if not asking.takes(kind):
+            raise Refused(
+                f"--input: holds objects of kind {kind.value}, which this model cannot take; "
+                "choose others with --glob, or say with --as how to read them"
+            )
+
+
+async def _print(planned: Plan, infer: Infer, meter: Meter) -> int:
+    """Lines on stdout, each as soon as those before it are out."""
+    async with aclosing(results(planned, infer, meter)) as found:
+        async for result in found:
+            try:
+                sys.stdout.buffer.write(result.encode())
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise Full(f"stdout: {error.strerror or error}") from None
+    return meter.failed
+
+
+def _total(planned: Plan) -> Total:
+    """What is ahead of this worker."""
+    source, job, done = planned.objects, planned.job, planned.done
+    if done.cursor.key is not None:
+        first = next(index for index, each in enumerate(source) if each.info.key == done.cursor.key)
+        source = source[first:]
+    whole = all(kind_of(each.info.key, job.kind) is not Kind.JSONL for each in planned.objects)
+    rows = None
+    if whole:
+        indexes = range(done.cursor.index, len(planned.objects))
+        numbers = [index // job.part_rows for index in indexes]
+        rows = sum(number % job.lanes == job.lane - 1 and number not in done.parts for number in numbers)
+    return Total(sum(each.info.size for each in source) // job.lanes, rows)
+
+
+def _described(planned: Plan) -> str:
+    job, objects = planned.job, planned.objects
+    kinds: dict[str, int] = {}
+    for each in objects:
+        kind = kind_of(each.info.key, job.kind).value
+        kinds[kind] = kinds.get(kind, 0) + 1
+    lines = [
+        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {job.input}",
+        "kinds: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+        f"first: {', '.join(each.info.key for each in objects[:5])}",
+        f"model: {json.dumps(job.model, ensure_ascii=False)}",
+    ]
+    missing = [each.info.key for each in objects if each.failure is not None]
+    if missing:
+        lines.append(f"missing: {len(missing)}: {', '.join(missing[:5])}")
+    if planned.output is None:
+        lines.append("output: stdout")
+    else:
+        there = f"{len(planned.done.parts)} parts there already" if planned.done.parts else "nothing there yet"
+        lines.append(f"output: {planned.output.url}, parts of {job.part_rows} rows, {there}")
+    return "\n".join(lines)
+
+
+def write_metrics(path: str, meter: Meter) -> None:
+    try:
+        Path(path).write_text(json.dumps(meter.figures(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        _say(f"error: --metrics: {path}: {error.strerror or error}")
+
+
+def _hint(arguments: argparse.Namespace) -> str:
+    return "" if arguments.output == options.STDOUT else f"; {_AGAIN}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,127 @@
+"""Runs a watcher that was typed: over a queue of notifications, by looking, or over a Kafka topic.
+
+Knows the options and the model; how announcements are worked on is the room ``cloud``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli.cloud_run import Interrupted, Stopwatch, model, model_name, run_to_end, write_metrics
+from mlserver_torch_stream.cli.progress import summary
+from mlserver_torch_stream.cloud.faults import CloudError, Refused
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.naming import glob_pattern
+from mlserver_torch_stream.cloud.polling import Poller
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Infer, Kind
+from mlserver_torch_stream.cloud.sqs import Credentials, Queue
+from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.watching import Watcher
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """The exit status. Raises Refused."""
+    _check(arguments)
+    meter, stopwatch = Meter(), Stopwatch()
+    try:
+        failed = run_to_end(_watch(arguments, meter, stopwatch))
+        status = options.ROWS_FAILED if failed else options.OK
+    except Interrupted:
+        status = options.INTERRUPTED
+    except Refused:
+        raise
+    except CloudError as error:
+        print(f"error: {error.message}; what has no result yet comes again", file=sys.stderr)
+        status = options.ENDED
+    print(summary(meter, stopwatch.elapsed()), file=sys.stderr)
+    if arguments.metrics is not None:
+        write_metrics(arguments.metrics, meter)
+    return status
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if (arguments.input is None) == (arguments.kafka is None):
+        raise Refused("--input: give it, or --kafka, and not both")
+    if arguments.kafka is not None:
+        for name in ("topic", "group"):
+            if getattr(arguments, name) is None:
+                raise Refused(f"--{name}: --kafka needs it")
+        for name in ("queue", "glob", "kind"):
+            if getattr(arguments, name) is not None:
+                raise Refused(f"--{'as' if name == 'kind' else name}: is for objects, not for records of --kafka")
+    else:
+        for name in ("topic", "group", "dead_letter"):
+            if getattr(arguments, name) is not None:
+                raise Refused(f"--{name.replace('_', '-')}: is for --kafka")
+        if arguments.queue is not None and not arguments.input.startswith("s3://"):
+            raise Refused("--queue: SQS tells of objects in s3:// alone; without it --input is polled")
+        if f"{arguments.output.rstrip('/')}/".startswith(f"{arguments.input.rstrip('/')}/"):
+            raise Refused("--output: lies within --input, so that results would be read as input")
+
+
+async def _watch(arguments: argparse.Namespace, meter: Meter, stopwatch: Stopwatch) -> int:
+    output = Store.open(arguments.output, dict(arguments.storage), arguments.stall)
+    name = await model_name(arguments)
+    try:
+        async with model(arguments, name, meter) as (infer, _):
+            stopwatch.start()
+            print("watching", file=sys.stderr, flush=True)
+            if arguments.kafka is not None:
+                await _consume(arguments, name, output, infer, meter)
+            else:
+                await _objects(arguments, name, output, infer, meter)
+    finally:
+        await output.aclose()
+    return meter.failed
+
+
+async def _objects(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: Meter) -> None:
+    retry = Retry(arguments.tries)
+    store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
+    kind = None if arguments.kind is None else Kind(arguments.kind)
+    identity = options.identity(arguments, name)
+    watcher = Watcher(store, output, infer, identity, kind, options.make_limits(arguments), retry, meter=meter)
+    pattern = glob_pattern(arguments.glob or "**")
+    if arguments.queue is None:
+        poller = Poller(store, output, pattern, arguments.poll, retry)
+        try:
+            await watcher.watch(poller.announcements(), arguments.limit)
+        finally:
+            await poller.save()
+        return
+    bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
+    credentials = Credentials.read(os.environ)
+    queue = Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, credentials, retry, _strange)
+    try:
+        await watcher.watch(queue.announcements(), arguments.limit)
+    finally:
+        await queue.aclose()
+
+
+async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: Meter) -> None:
+    try:
+        from mlserver_torch_stream.cloud.kafka import Topic
+    except ImportError:
+        raise Refused("--kafka: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
+    topic = Topic(
+        arguments.kafka,
+        arguments.topic,
+        arguments.group,
+        output,
+        infer,
+        options.identity(arguments, name),
+        arguments.dead_letter,
+        arguments.part_rows,
+        limits=options.make_limits(arguments),
+        retry=Retry(arguments.tries),
+        meter=meter,
+    )
+    await topic.consume(arguments.limit)
+
+
+def _strange(message: str) -> None:
+    print(f"left in the queue, as it tells of nothing below --input: {message}", file=sys.stderr)

@@ -1,0 +1,110 @@
+"""One line that says how far a run is, and the lines at its end.
+
+Knows counters and a terminal; what is counted is the run's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TextIO
+
+from mlserver_torch_stream.cloud.meter import Meter
+
+_EVERY_S = 0.2
+_BAR = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What is ahead: bytes of input, and rows where they are known without reading it."""
+
+    nbytes: int
+    rows: int | None
+
+
+def share(meter: Meter, total: Total) -> float:
+    """How much is done, from 0 to 1: by rows where their number is known, else by bytes."""
+    done, whole = (meter.rows, total.rows) if total.rows is not None else (meter.input_bytes, total.nbytes)
+    return min(1.0, done / whole) if whole else 1.0
+
+
+def progress_line(meter: Meter, total: Total, elapsed: float) -> str:
+    """Bar, rows, bytes, tokens per second, time left, failures."""
+    done = share(meter, total)
+    filled = round(done * _BAR)
+    rows = f"{meter.rows}/{total.rows}" if total.rows is not None else f"{meter.rows}"
+    left = _clock(elapsed * (1 - done) / done) if done > 0 and elapsed > 0 else "-:--"
+    parts = [
+        f"[{'=' * filled}{' ' * (_BAR - filled)}] {done:4.0%}",
+        f"{rows} rows",
+        f"{_size(meter.input_bytes)} of {_size(total.nbytes)}",
+        f"{_rate(meter.completion_tokens, elapsed):.0f} tokens/s",
+        f"ETA {left}",
+        f"{meter.failed} failed",
+    ]
+    return "  ".join(parts)
+
+
+def summary(meter: Meter, elapsed: float) -> str:
+    """What was done, how fast, and how busy the engine was."""
+    busy = meter.busy.share()
+    lines = [
+        f"{meter.rows} rows, {meter.failed} failed, in {elapsed:.1f} s: {_rate(meter.rows, elapsed):.1f} rows/s, "
+        f"{_rate(meter.completion_tokens, elapsed):.1f} tokens/s",
+        f"{meter.prompt_tokens} tokens in, {meter.completion_tokens} out; {meter.retries} retries; the engine was busy "
+        + ("for no time" if busy is None else f"{busy:.1%} of the time since its first batch"),
+    ]
+    return "\n".join(lines)
+
+
+def _rate(count: int, elapsed: float) -> float:
+    return count / elapsed if elapsed > 0 else 0.0
+
+
+def _size(count: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.1f} {unit}"
+    return f"{count} B"
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Progress:
+    """Draws the line anew while its block runs; draws nothing where ``shown`` is false."""
+
+    def __init__(self, meter: Meter, total: Total, out: TextIO, shown: bool) -> None:
+        self._meter = meter
+        self._total = total
+        self._out = out
+        self._shown = shown
+        self._began = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Progress:
+        if self._shown:
+            self._task = asyncio.create_task(self._draw())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._show()
+            self._out.write("\n")
+
+    async def _draw(self) -> None:
+        while True:
+            self._show()
+            await asyncio.sleep(_EVERY_S)
+
+    def _show(self) -> None:
+        line = progress_line(self._meter, self._total, time.monotonic() - self._began)
+        self._out.write(f"\r\x1b[K{line}")
+        self._out.flush()

@@ -1,0 +1,166 @@
+"""Rows from a Kafka topic: parts named after the offset they begin with, offsets committed once the part is durable.
+
+The only module that knows the Kafka client. A part that is there for the offset where a partition goes on was written
+by a consumer that died before it committed: it is skipped, not inferred again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.errors import CommitFailedError, KafkaError
+
+from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.naming import MANIFEST, differences
+from mlserver_torch_stream.cloud.parse import parse_row
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Infer, Row
+from mlserver_torch_stream.cloud.store import Store
+
+_LOOK_MS = 500
+
+
+def offset_part(topic: str, partition: int, first: int) -> str:
+    return f"part-{topic}-{partition:05d}-{first:020d}.jsonl"
+
+
+@dataclass
+class Topic:
+    """``part_rows`` and ``part_wait``: a part is closed at so many rows, or so many seconds after its first one."""
+
+    servers: str
+    topic: str
+    group: str
+    output: Store
+    infer: Infer
+    model: Mapping[str, Any]
+    dead_letter: str | None = None
+    part_rows: int = 64
+    part_wait: float = 0.5
+    limits: Limits = field(default_factory=Limits)
+    retry: Retry = field(default_factory=Retry)
+    meter: Meter = field(default_factory=Meter)
+    done: int = 0
+
+    async def consume(self, most: int | None = None) -> None:
+        """Until ``most`` records are durable and committed, or for ever. Raises CloudError."""
+        await self._claim()
+        consumer = AIOKafkaConsumer(
+            self.topic,
+            bootstrap_servers=self.servers,
+            group_id=self.group,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+        )
+        producer = AIOKafkaProducer(bootstrap_servers=self.servers) if self.dead_letter else None
+        try:
+            await consumer.start()
+            if producer is not None:
+                await producer.start()
+            while most is None or self.done < most:
+                found = await self._collect(consumer, most)
+                await asyncio.gather(
+                    *(self._part(consumer, producer, partition, records) for partition, records in found.items())
+                )
+        except KafkaError as error:
+            raise Unavailable(f"--kafka: {self.servers}: {error}") from None
+        finally:
+            await consumer.stop()
+            if producer is not None:
+                await producer.stop()
+
+    async def _claim(self) -> None:
+        """The output is this topic's and this configuration's, or nobody's yet. Raises Refused."""
+        config = {"topic": self.topic, "model": dict(self.model)}
+        text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+        try:
+            await self.retry.run(lambda: self.output.create(MANIFEST, text))
+        except Exists:
+            found = await self.retry.run(lambda: self.output.get(MANIFEST))
+            if found != text:
+                was = json.loads(found)
+                told = "; ".join(differences(was, config)[:4])
+                raise Refused(f"--output: {self.output.url} belongs to another run: {told}") from None
+
+    async def _collect(self, consumer: Any, most: int | None) -> dict[Any, list[Any]]:
+        """Records by partition: as many as a part takes, or what came within ``part_wait`` of the first."""
+        room = self.part_rows if most is None else min(self.part_rows, most - self.done)
+        found: dict[Any, list[Any]] = {}
+        end: float | None = None
+        while room > 0 and (end is None or time.monotonic() < end):
+            wait = _LOOK_MS if end is None else max(1, round((end - time.monotonic()) * 1000))
+            for partition, records in (await consumer.getmany(timeout_ms=wait, max_records=room)).items():
+                found.setdefault(partition, []).extend(records)
+                room -= len(records)
+            if found and end is None:
+                end = time.monotonic() + self.part_wait
+        return found
+
+    async def _part(self, consumer: Any, producer: Any, partition: TopicPartition, records: Sequence[Any]) -> None:
+        while records:
+            name = offset_part(partition.topic, partition.partition, records[0].offset)
+            written = await self._written(name)
+            if written is None:
+                data = await self._inferred(partition, records)
+                try:
+                    await self.retry.run(lambda name=name, data=data: self.output.create(name, data))  # type: ignore[misc]
+                    written = data
+                except Exists:  # by a consumer that has this partition now
+                    continue
+            rows = [json.loads(line) for line in written.splitlines()]
+            last = rows[-1]["line"]
+            records = await self._up_to(consumer, partition, records, last)
+            if producer is not None:
+                await self._bury(producer, records, {row["line"] for row in rows if row["error"] is not None})
+            await self._commit(consumer, partition, last + 1)
+            self.done += sum(record.offset <= last for record in records)
+            records = [record for record in records if record.offset > last]
+
+    async def _up_to(self, consumer: Any, partition: Any, records: Sequence[Any], last: int) -> Sequence[Any]:
+        """All records of a part that was found: another consumer may have closed it later than this one would have."""
+        records = list(records)
+        while records[-1].offset < last:
+            missing = last - records[-1].offset
+            more = await consumer.getmany(partition, timeout_ms=_LOOK_MS, max_records=missing)
+            records.extend(more.get(partition, ()))
+        return records
+
+    async def _written(self, name: str) -> bytes | None:
+        try:
+            return await self.retry.run(lambda: self.output.get(name))
+        except Missing:
+            return None
+
+    async def _inferred(self, partition: TopicPartition, records: Sequence[Any]) -> bytes:
+        key = f"{partition.topic}/{partition.partition}"
+
+        async def rows() -> AsyncGenerator[Row, None]:
+            for record in records:
+                yield parse_row(record.offset, key, record.offset, record.value or b"")
+
+        async with aclosing(infer_rows(rows(), self.infer, self.limits, self.meter)) as found:
+            return b"".join([result.encode() async for result in found])
+
+    async def _bury(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
+        """Failed records go to the dead-letter topic as they came, before their offset is committed: at least once."""
+        for record in records:
+            if record.offset in failed:
+                origin = f"{record.topic}/{record.partition}/{record.offset}".encode()
+                await producer.send_and_wait(
+                    self.dead_letter, record.value, key=record.key, headers=[("origin", origin)]
+                )
+
+    async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> None:
+        try:
+            await consumer.commit({partition: offset})
+        except CommitFailedError:
+            return  # the partition is another consumer's now, which finds the part

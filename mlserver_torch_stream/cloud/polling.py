@@ -1,0 +1,70 @@
+"""New objects found by looking again and again: those whose keys lie behind a cursor that is kept with the results.
+
+Knows nothing of what is done with them. Keys are to grow, as times and counters do: what is put before the cursor is
+not seen, and neither is a new version behind it; a queue sees both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+
+from mlserver_torch_stream.cloud.faults import Missing, Refused
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.watching import Announced
+
+CURSOR = "cursor.json"
+_MOST_OPEN = 10_000
+
+
+class Poller:
+    """``every``: seconds between two looks. The cursor is the last key of which all before it are done, too."""
+
+    def __init__(self, store: Store, output: Store, pattern: re.Pattern[str], every: float, retry: Retry) -> None:
+        self._store = store
+        self._output = output
+        self._pattern = pattern
+        self._every = every
+        self._retry = retry
+        self._open: dict[str, bool] = {}  # announced, in the order of their keys: done or not
+        self._cursor: str | None = None
+        self._saved: str | None = None
+
+    async def announcements(self) -> AsyncGenerator[Announced, None]:
+        """For ever. Raises CloudError."""
+        self._cursor = self._saved = await self._load()
+        while True:
+            for key in await self._retry.run(self._new):
+                self._open[key] = False
+                yield Announced(key, lambda key=key: self._done(key))  # type: ignore[misc]
+            await self.save()
+            await asyncio.sleep(self._every)
+
+    async def save(self) -> None:
+        if self._cursor != self._saved:
+            cursor = self._cursor
+            await self._retry.run(lambda: self._output.put(CURSOR, json.dumps({"after": cursor}).encode() + b"\n"))
+            self._saved = cursor
+
+    async def _new(self) -> list[str]:
+        """A bounded number of them, the first ones; the rest is there at the next look."""
+        keys = [info.key async for info in self._store.list(self._cursor) if self._pattern.fullmatch(info.key)]
+        return sorted(key for key in keys if key not in self._open)[: _MOST_OPEN - len(self._open)]
+
+    async def _done(self, key: str) -> None:
+        self._open[key] = True
+        while self._open and self._open[first := next(iter(self._open))]:
+            del self._open[first]
+            self._cursor = max(self._cursor or "", first)
+
+    async def _load(self) -> str | None:
+        try:
+            after = json.loads(await self._retry.run(lambda: self._output.get(CURSOR)))["after"]
+        except Missing:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise Refused(f"--output: its {CURSOR} is none that this program wrote") from None
+        return str(after)

@@ -1,0 +1,188 @@
+"""S3's notifications in an SQS queue: received, held while they are worked on, deleted once their results are durable.
+
+Speaks SQS' JSON protocol with requests signed here (Signature Version 4): a client library for one queue would weigh
+more than all of this package. Credentials come from the environment, AWS_ACCESS_KEY_ID and its like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+from urllib.parse import unquote_plus, urlsplit
+
+import httpx
+
+from mlserver_torch_stream.cloud.faults import Denied, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.watching import Announced
+
+_WAIT_S = 20  # the longest poll that SQS allows
+_HELD_S = 60  # nobody else sees a message for so long; prolonged while it is worked on
+_MOST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    key: str
+    secret: str
+    region: str
+    token: str | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Credentials:
+        """Raises Refused."""
+        region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
+        key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+        if not (key and secret and region):
+            raise Refused("--queue: needs AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION in the environment")
+        return cls(key, secret, region, environ.get("AWS_SESSION_TOKEN") or None)
+
+
+def signed(
+    credentials: Credentials, host: str, target: str, body: bytes, now: datetime, service: str = "sqs"
+) -> dict[str, str]:
+    """The headers of a POST to ``/`` under Signature Version 4."""
+    stamp, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
+    headers = {"content-type": "application/x-amz-json-1.0", "host": host, "x-amz-date": stamp, "x-amz-target": target}
+    if credentials.token:
+        headers["x-amz-security-token"] = credentials.token
+    names = ";".join(sorted(headers))
+    lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+    request = f"POST\n/\n\n{lines}\n{names}\n{hashlib.sha256(body).hexdigest()}"
+    scope = f"{day}/{credentials.region}/{service}/aws4_request"
+    text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+    key = f"AWS4{credentials.secret}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    signature = hmac.digest(key, text.encode(), "sha256").hex()
+    authorization = (
+        f"AWS4-HMAC-SHA256 Credential={credentials.key}/{scope}, SignedHeaders={names}, Signature={signature}"
+    )
+    return {**headers, "authorization": authorization}
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """One new object that a notification tells of."""
+
+    bucket: str
+    key: str
+
+
+def read_notification(body: str) -> list[Created] | None:
+    """The new objects; none where it is S3's test event or tells of something else; None if it is no notification.
+
+    Knows S3's own form, also within SNS' envelope. Keys come form-encoded.
+    """
+    try:
+        value = json.loads(body)
+        if value.get("Type") == "Notification":
+            value = json.loads(value["Message"])
+        if value.get("Event") == "s3:TestEvent":
+            return []
+        created = [record for record in value["Records"] if "ObjectCreated" in record["eventName"]]
+        return [Created(each["s3"]["bucket"]["name"], unquote_plus(each["s3"]["object"]["key"])) for each in created]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class Queue:
+    """Announces the new objects of ``bucket`` below ``prefix``. ``strange`` is told of messages that are no business
+    of this watcher: they are left in the queue."""
+
+    def __init__(
+        self,
+        url: str,
+        bucket: str,
+        prefix: str,
+        pattern: re.Pattern[str],
+        credentials: Credentials,
+        retry: Retry,
+        strange: Callable[[str], None],
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise Refused(f"--queue: {url} is no URL of a queue")
+        self._url = url
+        self._host = parts.netloc
+        self._endpoint = f"{parts.scheme}://{parts.netloc}/"
+        self._bucket = bucket
+        self._prefix = prefix
+        self._pattern = pattern
+        self._credentials = credentials
+        self._retry = retry
+        self._strange = strange
+        self._held: dict[str, asyncio.Task[None]] = {}
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(_WAIT_S + 10, connect=10))
+
+    async def announcements(self) -> AsyncGenerator[Announced, None]:
+        """For ever. Raises CloudError."""
+        asked = {"MaxNumberOfMessages": _MOST, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
+        while True:
+            answer = await self._call("ReceiveMessage", asked)
+            for message in answer.get("Messages") or ():
+                async for announced in self._announced(message["Body"], message["ReceiptHandle"]):
+                    yield announced
+
+    async def _announced(self, body: str, receipt: str) -> AsyncGenerator[Announced, None]:
+        created = read_notification(body)
+        ours = [each for each in created or () if each.bucket == self._bucket and each.key.startswith(self._prefix)]
+        if created is None or len(ours) < len(created):
+            self._strange(body[:200])
+            return
+        keys = [each.key.removeprefix(self._prefix) for each in ours]
+        keys = [key for key in keys if self._pattern.fullmatch(key)]
+        if not keys:
+            await self._delete(receipt)
+            return
+        self._held[receipt] = asyncio.create_task(self._hold(receipt))
+        left = len(keys)
+
+        async def done() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._held.pop(receipt).cancel()
+                await self._delete(receipt)
+
+        for key in keys:
+            yield Announced(key, done)
+
+    async def _hold(self, receipt: str) -> None:
+        """A prolongation that fails is no loss: then the message comes again, and its result is found done."""
+        while True:
+            await asyncio.sleep(_HELD_S / 3)
+            await self._call("ChangeMessageVisibility", {"ReceiptHandle": receipt, "VisibilityTimeout": _HELD_S})
+
+    async def _delete(self, receipt: str) -> None:
+        await self._call("DeleteMessage", {"ReceiptHandle": receipt})
+
+    async def aclose(self) -> None:
+        for task in self._held.values():
+            task.cancel()
+        await asyncio.gather(*self._held.values(), return_exceptions=True)
+        await self._client.aclose()
+
+    async def _call(self, action: str, values: Mapping[str, Any]) -> Any:
+        return await self._retry.run(lambda: self._attempt(action, values))
+
+    async def _attempt(self, action: str, values: Mapping[str, Any]) -> Any:
+        body = json.dumps({"QueueUrl": self._url, **values}).encode()
+        headers = signed(self._credentials, self._host, f"AmazonSQS.{action}", body, datetime.now(timezone.utc))
+        try:
+            answer = await self._client.post(self._endpoint, content=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{self._url}: {error or type(error).__name__}") from None
+        if answer.status_code == httpx.codes.OK:
+            return answer.json() if answer.content else {}
+        text = f"{self._url} answered {answer.status_code}: {answer.text[:300]}"
+        if answer.status_code in (429, 500, 502, 503, 504) or "Throttl" in answer.text:
+            raise Unavailable(text)
+        raise Missing(text) if "NonExistentQueue" in answer.text else Denied(text)

@@ -1,0 +1,127 @@
+"""Objects as they come: each new one is inferred and its result written as an object of its own, exactly once.
+
+A result's name follows from the object's key, its version and the configuration: what is announced twice is found done.
+Knows neither queues nor cursors: it is given an iterator of announcements, and tells each when its result is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlserver_torch_stream.cloud.faults import Exists, Missing
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.naming import digest
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row
+from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+
+MOST_RESULT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A new object. ``done`` is awaited once its result is durable, or once there is nothing to do for it."""
+
+    key: str
+    done: Callable[[], Awaitable[None]]
+
+
+@dataclass
+class Watcher:
+    """At most ``objects`` of them at a time; of each, the stages of a run with ``limits``."""
+
+    store: Store
+    output: Store
+    infer: Infer
+    model: Mapping[str, Any]
+    kind: Kind | None = None
+    limits: Limits = field(default_factory=Limits)
+    retry: Retry = field(default_factory=Retry)
+    objects: int = 8
+    meter: Meter = field(default_factory=Meter)
+    seen: int = 0
+
+    def result_name(self, info: ObjectInfo) -> str:
+        kind = None if self.kind is None else self.kind.value
+        return (
+            f"result-{digest({'key': info.key, 'etag': info.etag, 'kind': kind, 'model': dict(self.model)})[:40]}.jsonl"
+        )
+
+    async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
+        """Until ``announcements`` end, or ``most`` objects are done. Raises CloudError where results cannot be kept."""
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async with aclosing(announcements) as coming:
+                async for announced in coming:
+                    running.add(asyncio.create_task(self._object(announced)))
+                    self.seen += 1
+                    if self.seen == most:
+                        break
+                    if len(running) >= self.objects:
+                        running = await _some(running, asyncio.FIRST_COMPLETED)
+                    running = {task for task in running if not _ended(task)}
+                await _some(running, asyncio.ALL_COMPLETED)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _object(self, announced: Announced) -> None:
+        try:
+            info = await self.retry.run(lambda: self.store.head(announced.key))
+        except Missing:
+            return await announced.done()  # it has gone again
+        name = self.result_name(info)
+        if not await self._there(name):
+            data = await self._inferred(info)
+            with suppress(Exists):  # another watcher was told of it too, and was faster
+                await self.retry.run(lambda: self.output.create(name, data))
+        await announced.done()
+
+    async def _inferred(self, info: ObjectInfo) -> bytes:
+        """All its rows; of an object with more results than are kept in memory, one row that says so."""
+        data = bytearray()
+        async with aclosing(self._results(info)) as results:
+            async for result in results:
+                data.extend(result.encode())
+                if len(data) > MOST_RESULT_BYTES:
+                    text = f"its results are more than {MOST_RESULT_BYTES} bytes; infer it with cloud run"
+                    failure = Failure("too_large", f"{info.key}: {text}")
+                    return Result(Row(0, info.key, None, info.key), Outcome(failure=failure)).encode()
+        return bytes(data)
+
+    async def _there(self, name: str) -> bool:
+        try:
+            await self.retry.run(lambda: self.output.head(name))
+        except Missing:
+            return False
+        return True
+
+    async def _results(self, info: ObjectInfo) -> AsyncGenerator[Result, None]:
+        source = Source(self.store, [Listed(info)], self.kind, retry=self.retry)
+        async with aclosing(infer_rows(source.rows(), self.infer, self.limits, self.meter)) as found:
+            async for result in found:
+                yield result
+
+
+async def _some(running: set[asyncio.Task[None]], when: str) -> set[asyncio.Task[None]]:
+    """Those that still run. Raises what one of the others raised."""
+    if not running:
+        return set()
+    done, pending = await asyncio.wait(running, return_when=when)
+    for task in done:
+        task.result()
+    return pending
+
+
+def _ended(task: asyncio.Task[None]) -> bool:
+    if task.done():
+        task.result()
+        return True
+    return False

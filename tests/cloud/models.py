@@ -1,0 +1,141 @@
+"""A scripted model server: V2 and OpenAI, streamed and unary, that reverses its prompts and keeps what it was asked.
+
+Knows nothing of our code. Says 429 where more than ``most`` requests are in flight, and goes wrong as a test says.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class ModelServer:
+    """``trouble``: asked for each prompt and how often it came before, gives a status to answer, "cut", or None."""
+
+    url: str = ""
+    delay: float = 0.0
+    most: int = 10_000
+    trouble: Callable[[str, int], int | str | None] = lambda prompt, before: None
+    asked: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)
+    refused: int = 0
+    flying: int = 0
+    peak: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _prompt(body: dict[str, Any]) -> str:
+    if "inputs" in body:
+        data = body["inputs"][0]["data"][0]
+        return str(json.loads(data)[-1]["content"] if body["inputs"][0]["name"] == "messages" else data)
+    if "messages" in body:
+        content = body["messages"][-1]["content"]
+        return content if isinstance(content, str) else json.dumps(content)
+    return str(body["prompt"])
+
+
+def _v2(text: str, last: bool) -> dict[str, Any]:
+    outputs = [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [text]}]
+    if last:
+        outputs.append({"name": "finish_reason", "datatype": "BYTES", "shape": [1], "data": ["stop"]})
+        outputs.append({"name": "num_input_tokens", "datatype": "UINT32", "shape": [1], "data": [3]})
+        outputs.append({"name": "num_output_tokens", "datatype": "UINT32", "shape": [1], "data": [2]})
+    return {"model_name": "m", "outputs": outputs, "parameters": {"index": 0, "triton_final_response": last}}
+
+
+def _openai(text: str, last: bool, chat: bool, stream: bool) -> dict[str, Any]:
+    said: dict[str, Any] = {"delta" if stream else "message": {"content": text}} if chat else {"text": text}
+    found: dict[str, Any] = {"choices": [{"index": 0, **said, "finish_reason": "stop" if last else None}]}
+    if last:
+        found["usage"] = {"prompt_tokens": 3, "completion_tokens": 2}
+    return found
+
+
+def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._json(200, {"data": [{"id": "m"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/v2/repository/index":
+                return self._json(200, [{"name": "m", "state": "READY"}])
+            prompt = _prompt(body)
+            with server.lock:
+                before = server.asked.count(prompt)
+                server.asked.append(prompt)
+                server.bodies.append(body)
+                server.flying += 1
+                server.peak = max(server.peak, server.flying)
+                trouble = 429 if server.flying > server.most else server.trouble(prompt, before)
+                server.refused += trouble in (429, 503)
+            try:
+                time.sleep(server.delay)
+                if isinstance(trouble, int):
+                    return self._json(trouble, {"error": f"trouble {trouble}"})
+                self._answer(prompt[::-1], body, cut=trouble == "cut")
+                with server.lock:
+                    server.answered.append(prompt)
+            finally:
+                with server.lock:
+                    server.flying -= 1
+
+        def _answer(self, text: str, body: dict[str, Any], cut: bool) -> None:
+            openai, chat = self.path.startswith("/v1/"), self.path.endswith("chat/completions")
+            stream = body.get("stream", False) if openai else self.path.endswith("_stream")
+            pieces = [(text[: len(text) // 2], False), (text[len(text) // 2 :], True)] if stream else [(text, True)]
+            events = [_openai(*piece, chat, stream) if openai else _v2(*piece) for piece in pieces]
+            if not stream:
+                return self._json(200, events[0])
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.close_connection = True
+            for event in events[: 1 if cut else None]:
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if openai and not cut:
+                self.wfile.write(b"data: [DONE]\n\n")
+
+        def _json(self, status: int, value: Any) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is none of the server's business."""
+
+
+@contextmanager
+def model_server(**settings: Any) -> Iterator[ModelServer]:
+    server = ModelServer(**settings)
+    http = _Server(("127.0.0.1", 0), _handler(server))
+    server.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()

@@ -1,0 +1,168 @@
+"""Asking servers: both spellings, streamed and whole, and how many requests a server that says 429 gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
+from mlserver_torch_stream.cli.completion import Asking
+from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
+from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Unavailable
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Kind, Outcome, Row
+from tests.cloud.models import model_server
+
+_QUICK = Retry(tries=6, first=0.01, longest=0.05)
+
+
+def _row(index: int, prompt: str = "", **body: Any) -> Row:
+    return Row(index, "k", index + 1, f"r{index}", body=body or {"prompt": prompt or f"row {index}"})
+
+
+def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
+    async def ask() -> list[Outcome]:
+        infer = HttpInfer(url, "m", settings.pop("api", "v2"), settings.pop("asking", Asking()), **settings)
+        try:
+            return await infer(rows)
+        finally:
+            await infer.aclose()
+
+    return asyncio.run(ask())
+
+
+def _text(outcome: Outcome) -> str:
+    assert outcome.response is not None, outcome.failure
+    choice = outcome.response["body"]["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("api", ["v2", "openai"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_prompts_and_conversations_in_either_spelling(api: str, stream: bool) -> None:
+    chat = _row(1, messages=[{"role": "user", "content": "hello"}], max_tokens=9)
+    with model_server() as server:
+        plain, said = _ask(server.url, [_row(0, "abc"), chat], api=api, stream=stream, asking=Asking({"seed": 7}))
+    assert _text(plain) == "cba" and _text(said) == "olleh"
+    assert plain.response is not None and said.response is not None
+    assert (
+        plain.response["body"]["object"] == "text_completion" and said.response["body"]["object"] == "chat.completion"
+    )
+    assert said.response["body"]["choices"][0]["finish_reason"] == "stop"
+    assert (said.prompt_tokens, said.completion_tokens) == (3, 2)
+    parameters = [body.get("parameters", body) for body in server.bodies]
+    assert all(each["seed"] == 7 for each in parameters) and any(each.get("max_tokens") == 9 for each in parameters)
+
+
+def test_images_and_sound_go_to_openai_as_parts_of_a_message_and_nowhere_else() -> None:
+    image = Row(0, "a.jpg", None, "a.jpg", Kind.IMAGE, data=b"\xff\xd8")
+    sound = Row(1, "b.wav", None, "b.wav", Kind.AUDIO, data=b"RIFF")
+    with model_server() as server:
+        assert _ask(server.url, [image, sound], api="openai", asking=Asking(media=True))[0].failure is None
+        refused = _ask(server.url, [image], asking=Asking())[0].failure
+    parts = [body["messages"][0]["content"][0] for body in server.bodies]
+    assert {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9g="}} in parts
+    assert {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} in parts
+    assert refused is not None and refused.code == "unsuitable"
+
+
+def test_a_server_that_says_429_gets_as_many_requests_as_it_bears_and_answers_them_all() -> None:
+    with model_server(most=3, delay=0.01) as server:
+        outcomes = _ask(
+            server.url, [_row(i) for i in range(60)], most=40, retry=Retry(tries=30, first=0.01, longest=0.1)
+        )
+    assert [_text(outcome) for outcome in outcomes] == [f"row {i}"[::-1] for i in range(60)]
+    assert server.refused and sorted(server.answered) == sorted(f"row {i}" for i in range(60))
+
+
+@pytest.mark.parametrize("trouble", [503, 502, 500, "cut"])
+def test_what_passes_is_tried_again(trouble: int | str) -> None:
+    def once(prompt: str, before: int) -> int | str | None:
+        return trouble if before == 0 else None
+
+    with model_server(trouble=once) as server:
+        assert _text(_ask(server.url, [_row(0, "abc")], retry=_QUICK)[0]) == "cba"
+    assert server.asked == ["abc", "abc"]
+
+
+def test_a_row_that_the_server_cannot_take_fails_alone_and_is_not_asked_for_again() -> None:
+    with model_server(trouble=lambda prompt, before: 422 if prompt == "bad" else None) as server:
+        good, bad = _ask(server.url, [_row(0, "abc"), _row(1, "bad")], retry=_QUICK)
+    assert _text(good) == "cba" and bad.failure is not None and bad.failure.code == "invalid_request"
+    assert "422: trouble 422" in bad.failure.message and server.asked.count("bad") == 1
+
+
+def test_a_row_on_which_the_server_always_breaks_fails_alone_after_three_tries() -> None:
+    with model_server(trouble=lambda prompt, before: 500 if prompt == "bad" else None) as server:
+        good, bad = _ask(server.url, [_row(0, "abc"), _row(1, "bad")], retry=_QUICK)
+    assert _text(good) == "cba" and bad.failure is not None and bad.failure.code == "server_error"
+    assert server.asked.count("bad") == 3
+
+
+@pytest.mark.parametrize(("status", "error"), [(401, Denied), (404, Missing), (503, Unavailable)])
+def test_what_is_no_rows_fault_ends_the_run(status: int, error: type[CloudError]) -> None:
+    with model_server(trouble=lambda prompt, before: status) as server, pytest.raises(error, match=str(status)):
+        _ask(server.url, [_row(0)], retry=_QUICK)
+
+
+def test_no_server_ends_the_run() -> None:
+    with model_server() as server:
+        pass
+    with pytest.raises(Unavailable, match=server.url):
+        _ask(server.url, [_row(0)], retry=_QUICK)
+
+
+@pytest.mark.parametrize("api", ["v2", "openai"])
+def test_the_servers_only_model_needs_no_name(api: Any) -> None:
+    with model_server() as server:
+        assert asyncio.run(only_model(server.url, api, None)) == "m"
+
+
+@given(st.lists(st.booleans(), max_size=200), st.integers(1, 64))
+def test_concurrency_stays_between_one_and_its_most(answers: list[bool], most: int) -> None:
+    concurrency = Concurrency(most)
+    for good in answers:
+        started = concurrency.started()
+        if good:
+            concurrency.answered()
+        else:
+            concurrency.refused(started)
+        assert 1 <= concurrency.limit <= most
+
+
+def test_refusals_of_one_round_halve_once_and_a_good_round_adds_one() -> None:
+    concurrency = Concurrency(64, start=16)
+    started = concurrency.started()
+    for _ in range(16):
+        concurrency.refused(started)
+    assert concurrency.limit == 8
+    for _ in range(9):
+        concurrency.answered()
+    assert concurrency.limit == 9
+
+
+def test_a_gate_lets_through_what_fits_and_a_task_that_leaves_holds_no_place() -> None:
+    async def run() -> int:
+        gate = Gate(Concurrency(2, start=2))
+        most = 0
+
+        async def work() -> None:
+            nonlocal most
+            async with gate.through():
+                most = max(most, gate.inside)
+                await asyncio.sleep(0.001)
+
+        tasks = [asyncio.create_task(work()) for _ in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks[3:9]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert gate.inside == 0
+        return most
+
+    assert asyncio.run(run()) == 2

@@ -1,0 +1,46 @@
+"""The parts of one run spread over a real local Ray cluster; needs the extra [ray]."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cloud.command import cloud, finish, joined, start
+from tests.cloud.models import ModelServer
+
+_RAY = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+
+
+@pytest.mark.slow
+def test_a_local_cluster_writes_each_part_once_and_the_same_output(tmp_path: Path, server: ModelServer) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "in").mkdir()
+    lines = [json.dumps({"custom_id": f"r{i}", "prompt": f"row {i}"}) for i in range(50)]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
+    run = ("run", "--input", tmp_path / "in", "--url", server.url, "--part-rows", "4")
+    assert cloud(*run, "--output", tmp_path / "alone") == 0
+    server.asked.clear()
+    environment = {**_RAY, "PYTHONPATH": os.getcwd()}
+    process = start(*run, "--output", tmp_path / "out", "--on", "ray", "--workers", "2", environment=environment)
+    status, _, err = finish(process, 300)
+    assert status == 0, err
+    assert "50 rows by 2 workers" in err
+    assert joined(tmp_path / "out") == joined(tmp_path / "alone")
+    assert sorted(server.asked) == sorted(f"row {i}" for i in range(50))
+    assert sorted(path.name for path in (tmp_path / "out").glob("done*")) == ["done-1-of-2.json", "done-2-of-2.json"]
+
+
+def test_without_ray_its_absence_is_named(
+    tmp_path: Path, server: ModelServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    (tmp_path / "in").mkdir()
+    run = ("run", "--input", tmp_path / "in", "--output", tmp_path / "out", "--url", server.url, "--on", "ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)
+        assert cloud(*run) == 2
+    assert "[ray]" in capsys.readouterr().err

@@ -1,0 +1,292 @@
+"""Objects and records as they come: results soon after, once each, and nothing forgotten before it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
+from mlserver_torch_stream.cloud.store import Store
+from tests.cloud.command import cloud, finish, start
+from tests.cloud.models import ModelServer
+
+_SOON_S = 20.0  # ten times what is promised, for machines that are busy
+
+
+def _aws(service: str, environment: dict[str, str]) -> Any:
+    import boto3
+
+    return boto3.client(
+        service,
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+    )
+
+
+@pytest.fixture
+def queue(aws: dict[str, str], bucket: str) -> str:
+    """The URL of a queue that is told of new objects in the bucket."""
+    client = _aws("sqs", aws)
+    url = client.create_queue(QueueName=bucket)["QueueUrl"]
+    arn = client.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
+    configuration = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"]}]}
+    _aws("s3", aws).put_bucket_notification_configuration(Bucket=bucket, NotificationConfiguration=configuration)
+    return str(url)
+
+
+def _put(bucket: str, objects: dict[str, bytes]) -> None:
+    async def put() -> None:
+        store = Store.open(f"s3://{bucket}")
+        for key, data in objects.items():
+            await store.put(key, data)
+        await store.aclose()
+
+    asyncio.run(put())
+
+
+def _results(url: str) -> list[dict[str, Any]]:
+    async def get() -> list[dict[str, Any]]:
+        store = Store.open(url)
+        names = [info.key async for info in store.list() if info.key.startswith(("result-", "part-"))]
+        lines = [line for name in sorted(names) for line in (await store.get(name)).splitlines()]
+        await store.aclose()
+        return [json.loads(line) for line in lines]
+
+    return asyncio.run(get())
+
+
+def _left(aws: dict[str, str], queue: str) -> int:
+    names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+    found = _aws("sqs", aws).get_queue_attributes(QueueUrl=queue, AttributeNames=names)["Attributes"]
+    return sum(int(found[name]) for name in names)
+
+
+def test_an_object_that_is_dropped_has_its_result_soon_and_its_message_goes_only_then(
+    aws: dict[str, str], bucket: str, queue: str, server: ModelServer
+) -> None:
+    watch = ("watch", "--input", f"s3://{bucket}/in", "--output", f"s3://{bucket}/out", "--queue", queue)
+    process = start(*watch, "--url", server.url, "--glob", "*.txt")
+    try:
+        assert process.stderr is not None
+        assert b"watching" in process.stderr.readline()
+        dropped = time.monotonic()
+        _put(bucket, {"in/a b+c.txt": b"hello", "in/not.this": b"x"})
+        while not (found := _results(f"s3://{bucket}/out")):
+            assert time.monotonic() - dropped < _SOON_S, "no result came"
+            time.sleep(0.02)
+        assert [row["key"] for row in found] == ["a b+c.txt"]
+        assert found[0]["response"]["body"]["choices"][0]["text"] == "olleh"
+        while _left(aws, queue) > 1:  # the one that stays tells of the result itself, outside of --input
+            assert time.monotonic() - dropped < _SOON_S, "the message stayed"
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGINT)
+        status, _, err = finish(process)
+    assert status == 130 and server.asked == ["hello"] and "nothing below --input" in err
+
+
+def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once_inferred(
+    aws: dict[str, str], bucket: str, queue: str, server: ModelServer, capsys: Any
+) -> None:
+    watch = ("watch", "--input", f"s3://{bucket}/in", "--output", f"s3://{bucket}x/out", "--queue", queue)
+    _aws("s3", aws).create_bucket(Bucket=f"{bucket}x")
+    server.trouble = lambda prompt, before: 401
+    _put(bucket, {"in/a.txt": b"hello"})
+    assert cloud(*watch, "--url", server.url, "--limit", "1") == 3
+    assert _left(aws, queue) >= 1 and not _results(f"s3://{bucket}x/out")
+    server.trouble = lambda prompt, before: None
+    _put(bucket, {"in/a.txt": b"hello"})  # the same content: the same version, told of once more
+    assert cloud(*watch, "--url", server.url, "--limit", "1") == 0
+    assert [row["key"] for row in _results(f"s3://{bucket}x/out")] == ["a.txt"]
+    _put(bucket, {"in/a.txt": b"hello"})
+    assert cloud(*watch, "--url", server.url, "--limit", "1") == 0
+    assert len(_results(f"s3://{bucket}x/out")) == 1 and server.answered == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("body", "created"),
+    [
+        ('{"Event": "s3:TestEvent"}', []),
+        ("{", None),
+        ("[]", None),
+        ('{"Records": [{"eventName": "ObjectRemoved:Delete"}]}', []),
+        (
+            '{"Records": [{"eventName": "ObjectCreated:Put", "s3": {"bucket": {"name": "b"}, '
+            '"object": {"key": "in%2F0+a%2Bb.txt"}}}]}',
+            [Created("b", "in/0 a+b.txt")],
+        ),
+        (
+            json.dumps(
+                {
+                    "Type": "Notification",
+                    "Message": '{"Records": [{"eventName": "s3:ObjectCreated:Copy", "s3": {"bucket": {"name": "b"}, '
+                    '"object": {"key": "k"}}}]}',
+                }
+            ),
+            [Created("b", "k")],
+        ),
+    ],
+)
+def test_notifications(body: str, created: list[Created] | None) -> None:
+    assert read_notification(body) == created
+
+
+def test_requests_are_signed_as_botocore_signs_them() -> None:
+    from botocore.auth import SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials as Known
+
+    now, body = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc), b'{"QueueUrl": "x"}'
+    ours = signed(Credentials("AK", "SK", "eu-west-1", "TOKEN"), "sqs.example", "AmazonSQS.ReceiveMessage", body, now)
+    request = AWSRequest("POST", "https://sqs.example/", data=body)
+    for name in ("content-type", "host", "x-amz-target", "x-amz-security-token"):
+        request.headers[name] = ours[name]
+    request.context["timestamp"] = ours["x-amz-date"]
+    request.headers["X-Amz-Date"] = ours["x-amz-date"]
+    auth = SigV4Auth(Known("AK", "SK", "TOKEN"), "sqs", "eu-west-1")
+    text = auth.string_to_sign(request, auth.canonical_request(request))
+    assert ours["authorization"].endswith(f"Signature={auth.signature(text, request)}")
+
+
+def test_polling_sees_what_comes_behind_its_cursor_once_and_a_new_watcher_goes_on(
+    tmp_path: Path, server: ModelServer
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / "in" / name).write_text(name)
+    watch = ("watch", "--input", tmp_path / "in", "--output", tmp_path / "out", "--poll", "0.05", "--url", server.url)
+    assert cloud(*watch, "--limit", "2") == 0
+    assert json.loads((tmp_path / "out" / "cursor.json").read_text()) == {"after": "2.txt"}
+    (tmp_path / "in" / "3.txt").write_text("3.txt")
+    assert cloud(*watch, "--limit", "1") == 0
+    assert sorted(server.asked) == ["1.txt", "2.txt", "3.txt"]
+    (tmp_path / "out" / "cursor.json").unlink()  # lost, so all is looked at again and found done
+    assert cloud(*watch, "--limit", "3") == 0 and len(server.asked) == 3
+    assert len(_results(str(tmp_path / "out"))) == 3
+
+
+@pytest.fixture
+def broker() -> Iterator[str]:
+    """The broker that librdkafka brings for tests, in this process: sockets, groups and offsets are real."""
+    from confluent_kafka import Producer
+
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    producer = Producer({"test.mock.num.brokers": "1", "log_level": 0})
+    brokers = producer.list_topics(timeout=20).brokers.values()
+    yield ",".join(f"{each.host}:{each.port}" for each in brokers)
+    producer.flush(5)
+
+
+def _send(broker: str, topic: str, values: list[bytes]) -> None:
+    async def send() -> None:
+        from aiokafka import AIOKafkaProducer
+
+        producer = AIOKafkaProducer(bootstrap_servers=broker)
+        await producer.start()
+        for value in values:
+            await producer.send_and_wait(topic, value, partition=0)
+        await producer.stop()
+
+    asyncio.run(send())
+
+
+def _received(broker: str, topic: str, count: int) -> list[bytes]:
+    async def receive() -> list[bytes]:
+        from aiokafka import AIOKafkaConsumer
+
+        consumer = AIOKafkaConsumer(topic, bootstrap_servers=broker, auto_offset_reset="earliest")
+        await consumer.start()
+        try:
+            return [(await asyncio.wait_for(consumer.getone(), 30)).value for _ in range(count)]
+        finally:
+            await consumer.stop()
+
+    return asyncio.run(receive())
+
+
+_ROWS = [b'{"custom_id": "r%d", "prompt": "row %d"}' % (i, i) for i in range(6)] + [b"{broken"]
+
+
+def _kafka(broker: str, folder: Path, server: ModelServer) -> tuple[Any, ...]:
+    watch = ("watch", "--kafka", broker, "--topic", "rows", "--output", folder / "out", "--url", server.url)
+    return (*watch, "--part-rows", "3", "--dead-letter", "dead")
+
+
+def test_kafka_records_become_parts_in_order_and_failed_ones_are_buried(
+    broker: str, tmp_path: Path, server: ModelServer
+) -> None:
+    _send(broker, "rows", _ROWS)
+    assert cloud(*_kafka(broker, tmp_path, server), "--group", "g", "--limit", "7") == 1
+    rows = _results(str(tmp_path / "out"))
+    assert [row["index"] for row in rows] == list(range(7)) and rows[6]["error"]["code"] == "invalid_row"
+    assert len(list((tmp_path / "out").glob("part-rows-00000-*"))) == 3
+    assert _received(broker, "dead", 1) == [b"{broken"]
+
+
+@pytest.mark.slow
+def test_kafka_offsets_are_committed_behind_durable_parts_and_a_part_that_is_there_is_not_inferred_again(
+    broker: str, tmp_path: Path, server: ModelServer
+) -> None:
+    _send(broker, "rows", _ROWS)
+    watch = _kafka(broker, tmp_path, server)
+    assert cloud(*watch, "--group", "g", "--limit", "4") == 0
+    assert cloud(*watch, "--group", "g", "--limit", "3") == 1  # goes on where the group's offsets are
+    assert [row["index"] for row in _results(str(tmp_path / "out"))] == list(range(7))
+    assert len(server.asked) == 6
+    # Another group has no offsets, as a consumer that died before it committed: it finds the parts, whose ends are not
+    # where it would have put them, infers nothing, and buries what failed once more, as it may not have been.
+    assert cloud(*watch, "--group", "other", "--limit", "7") == 0
+    assert len(server.asked) == 6 and len(_results(str(tmp_path / "out"))) == 7
+    assert _received(broker, "dead", 2) == [b"{broken"] * 2
+
+
+@pytest.mark.slow
+def test_kafka_commits_nothing_while_the_model_is_gone(
+    broker: str, tmp_path: Path, server: ModelServer, capsys: Any
+) -> None:
+    _send(broker, "rows", [b'{"prompt": "abc"}'])
+    watch = ("watch", "--kafka", broker, "--topic", "rows", "--group", "g", "--output", tmp_path / "out")
+    watch = (*watch, "--url", server.url, "--limit", "1")
+    server.trouble = lambda prompt, before: 401
+    assert cloud(*watch) == 3 and "comes again" in capsys.readouterr().err
+    server.trouble = lambda prompt, before: None
+    assert cloud(*watch) == 0 and len(_results(str(tmp_path / "out"))) == 1
+    assert cloud(*watch, "--parameters", '{"seed": 1}') == 2
+    assert "belongs to another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--output", "o"), "--input"),
+        (("--output", "o", "--input", "i", "--kafka", "k"), "--input"),
+        (("--output", "o", "--kafka", "k", "--topic", "t"), "--group"),
+        (("--output", "o", "--kafka", "k", "--topic", "t", "--group", "g", "--glob", "*"), "--glob"),
+        (("--output", "o", "--input", "i", "--dead-letter", "d"), "--dead-letter"),
+        (("--output", "o", "--input", "gs://b/i", "--queue", "http://q"), "--queue"),
+        (("--output", "i/o", "--input", "i"), "--output"),
+    ],
+)
+def test_what_makes_no_sense_together_is_named(options: tuple[str, ...], named: str, capsys: Any) -> None:
+    assert cloud("watch", *options) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_queue_without_credentials_is_refused(
+    tmp_path: Path, server: ModelServer, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    watch = ("watch", "--input", "s3://b/i", "--output", tmp_path / "o", "--queue", "http://127.0.0.1:9/q")
+    assert cloud(*watch, "--url", server.url) == 2
+    assert "AWS_ACCESS_KEY_ID" in capsys.readouterr().err
