@@ -19,6 +19,7 @@ _COMMANDS = {
     "cloud": ("cloud", "inference over the objects of a bucket, a folder or a list of URLs"),
     "plan": ("plan", "how many streams of a model fit a device, and how fast they can be"),
     "rank": ("rank", "one rank of a tensor-parallel server, as torchrun starts it"),
+    "import-mar": ("import_mar", "write a model folder for a TorchServe archive"),
 }
 
 

@@ -1,0 +1,291 @@
+"""Handlers behind a real MLServer: V2 over REST and gRPC, errors by our table, clients that leave, metrics, the end."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+
+from mlserver_torch_stream.client import EventParser
+from tests.server.harness import HOST, Model, Server, serve
+from tests.torchserve.test_bad_handlers import _WRONG
+from tests.torchserve.workshop import HELLO, write_handler, write_mar
+
+_TS = "mlserver_torch_stream.TorchServeRuntime"
+_SHIM = {"ts": "shim"}
+_TIMEOUT_S = 60.0
+
+_FACTS = """
+import json, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+
+def handle(data, context):
+    if data is None:
+        return None
+    row = {name: value.decode() if isinstance(value, bytearray) else value for name, value in data[0].items()}
+    if row.get("body") == "bytes":
+        return [b"\\xff\\x00"]
+    if row.get("body") == "endless":
+        context.metrics.add_counter("Begun", 1)
+        while True:
+            send_intermediate_predict_response(["piece"], context.request_ids, "ok", 200, context)
+            time.sleep(0.01)
+    headers = context.get_all_request_header(0)
+    context.set_response_content_type(0, "application/json")
+    context.set_response_header(0, "x-mine", "yes")
+    names = ("mine", "flag", "authorization", "ts_request_sequence_id", "ts_request_sequence_start")
+    return [{"data": row, "id": context.get_request_id(0), "headers": {name: headers.get(name) for name in names}}]
+"""
+_DOUBLE = """
+def handle(data, context):
+    return None if data is None else [[number * 2 for number in tensor["data"]] for tensor in data]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("torchserve")
+    hello = write_mar(folder / "hello.mar", {"hello.py": HELLO}, {"modelName": "hello", "handler": "hello.py"})
+    envelope = {"modelName": "double", "handler": "double.py", "envelope": "kservev2"}
+    models = [
+        Model("hello", hello, implementation=_TS, extra=_SHIM, version="1.0"),
+        Model("wrong", write_handler(folder / "wrong", _WRONG), implementation=_TS, extra=_SHIM),
+        Model("facts", write_handler(folder / "facts", _FACTS), implementation=_TS, extra=_SHIM),
+        Model("double", write_mar(folder / "d.mar", {"double.py": _DOUBLE}, envelope), implementation=_TS, extra=_SHIM),
+    ]
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    with serve(folder / "models", models, settings=settings) as running:
+        yield running
+        workers = psutil.Process(running.process.pid).children(recursive=True)
+        assert len(workers) >= len(models)
+        running.process.terminate()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive, "workers outlive their server"
+
+
+@pytest.fixture(scope="module")
+def stub(server: Server) -> Iterator[GRPCInferenceServiceStub]:
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def _body(text: str, **parameters: Any) -> dict[str, Any]:
+    tensor = {"name": "body", "datatype": "BYTES", "shape": [1], "data": [text]}
+    return {"id": "mine", "inputs": [tensor], "parameters": parameters}
+
+
+def _post(server: Server, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v2/models/{path}", json=body, timeout=_TIMEOUT_S, **options)
+
+
+def _events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(event) for event in EventParser().feed(response.content)]
+
+
+def _grpc(model: str, *texts: str, id: str = "mine") -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, id=id)
+    tensor = request.inputs.add(name="body", datatype="BYTES", shape=[len(texts)])
+    tensor.contents.bytes_contents.extend(text.encode() for text in texts)
+    return request
+
+
+def _value(response: pb.ModelInferResponse) -> bytes:
+    return b"".join(response.outputs[0].contents.bytes_contents)
+
+
+def test_hello_as_four_events_with_the_clients_id_and_one_final_flag(server: Server) -> None:
+    for path in ("hello/infer_stream", "hello/versions/1.0/infer_stream"):
+        events = _events(_post(server, path, _body("x")))
+        assert [event["outputs"][0]["data"] for event in events] == [["hello"]] * 3 + [["hello world "]]
+        assert [event["parameters"]["triton_final_response"] for event in events] == [False] * 3 + [True]
+        assert {event["id"] for event in events} == {"mine"}
+        assert all("ts_stream_next" not in json.dumps(event) for event in events)
+
+
+def test_hello_as_one_aggregated_unary_answer(server: Server, stub: GRPCInferenceServiceStub) -> None:
+    answer = _post(server, "hello/infer", _body("x")).json()
+    assert answer["outputs"][0]["data"] == ["hellohellohellohello world "]
+    assert answer["outputs"][1] == {"name": "piece_lengths", "datatype": "INT64", "shape": [4], "data": [5, 5, 5, 12]}
+    assert _value(stub.ModelInfer(_grpc("hello", "x"), timeout=_TIMEOUT_S)) == b"hellohellohellohello world "
+
+
+def test_hello_over_grpc_and_several_messages_of_one_stream(stub: GRPCInferenceServiceStub) -> None:
+    messages = [_grpc("hello", "x"), _grpc("hello", "y")]
+    responses = list(stub.ModelStreamInfer(iter(messages), timeout=_TIMEOUT_S))
+    for index in range(2):
+        mine = [each for each in responses if each.parameters["request_index"].int64_param == index]
+        assert [_value(each) for each in mine] == [b"hello"] * 3 + [b"hello world "]
+        assert [each.parameters["triton_final_response"].bool_param for each in mine] == [False] * 3 + [True]
+
+
+def test_an_error_before_the_first_piece_is_a_status(server: Server, stub: GRPCInferenceServiceStub) -> None:
+    for door in ("infer", "infer_stream"):
+        refused = _post(server, f"wrong/{door}", _body("raise before"))
+        assert refused.status_code == 503
+        assert refused.json() == {"error": "the handler raised ValueError: before the first piece"}
+        assert _post(server, f"wrong/{door}", _body("memory")).status_code == 507
+        assert _post(server, f"wrong/{door}", _body("not found")).status_code == 422
+    with pytest.raises(grpc.RpcError) as failed:
+        stub.ModelInfer(_grpc("wrong", "raise before"), timeout=_TIMEOUT_S)
+    assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "before the first" in failed.value.details()
+    with pytest.raises(grpc.RpcError) as failed:
+        list(stub.ModelStreamInfer(iter([_grpc("wrong", "memory")]), timeout=_TIMEOUT_S))
+    assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert _post(server, "wrong/infer", _body("fine")).json()["outputs"][0]["data"] == ["fine"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("raise after", "after the first piece"), ("die", "exited with status 9")])
+def test_an_error_after_the_first_piece_is_told_in_band(
+    server: Server, stub: GRPCInferenceServiceStub, text: str, said: str
+) -> None:
+    first, last = _events(_post(server, "wrong/infer_stream", _body(text)))
+    assert first["outputs"][0]["data"] == ["first"] and "error" not in first
+    assert said in last["error"] and last["outputs"] == [] and last["parameters"]["triton_final_response"]
+    assert _post(server, "wrong/infer", _body("fine")).status_code == 200
+    first, last = stub.ModelStreamInfer(iter([_grpc("wrong", text)]), timeout=_TIMEOUT_S)
+    assert _value(first) == b"first" and said in last.parameters["error"].string_param
+    assert last.parameters["triton_final_response"].bool_param
+    assert _post(server, "wrong/infer", _body("fine")).status_code == 200
+
+
+def test_bad_input_is_422_with_the_field(server: Server, stub: GRPCInferenceServiceStub) -> None:
+    tensor = {"name": "body", "datatype": "BYTES", "shape": [2], "data": ["x"]}
+    for body, field in (
+        ({"inputs": []}, "inputs"),
+        ({"inputs": [tensor]}, "body"),
+        ({"inputs": [{**tensor, "shape": [1]}] * 2}, "body"),
+        ({**_body("x"), "parameters": {"timeout": "soon"}}, "timeout"),
+        ({**_body("x"), "parameters": {"sequence_start": 1}}, "sequence_start"),
+    ):
+        refused = _post(server, "facts/infer_stream", body)
+        assert refused.status_code == 422 and refused.json()["error"].startswith(f"{field}:"), refused.text
+    with pytest.raises(grpc.RpcError) as failed:
+        stub.ModelInfer(pb.ModelInferRequest(model_name="facts"), timeout=_TIMEOUT_S)
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_what_a_handler_sees_of_a_v2_request(server: Server) -> None:
+    body = {
+        "id": "r-1",
+        "inputs": [
+            {"name": "body", "datatype": "BYTES", "shape": [1], "data": ["raw"]},
+            {
+                "name": "json",
+                "datatype": "BYTES",
+                "shape": [1],
+                "data": ['{"a": 1}'],
+                "parameters": {"content_type": "application/json"},
+            },
+            {
+                "name": "text",
+                "datatype": "BYTES",
+                "shape": [1],
+                "data": ["eA=="],
+                "parameters": {"content_type": "base64"},
+            },
+            {"name": "several", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]},
+            {"name": "matrix", "datatype": "FP32", "shape": [2, 2], "data": [1.5, 2, 3, 4]},
+            {"name": "nested", "datatype": "INT64", "shape": [1, 2], "data": [[1, 2]]},
+        ],
+        "parameters": {"mine": 3, "flag": True, "sequence_id": 7, "sequence_start": True},
+    }
+    response = _post(server, "facts/infer", body, headers={"Authorization": "me"})
+    answer = response.json()
+    facts = json.loads(answer["outputs"][0]["data"][0])
+    assert facts["data"] == {
+        "body": "raw",
+        "json": {"a": 1},
+        "text": "x",
+        "several": ["a", "b"],
+        "matrix": [[1.5, 2], [3, 4]],
+        "nested": [[1, 2]],
+    }
+    assert facts["id"] == answer["id"] == "r-1"
+    assert facts["headers"] == {
+        "mine": "3",
+        "flag": "true",
+        "authorization": "me",
+        "ts_request_sequence_id": "7",
+        "ts_request_sequence_start": "true",
+    }
+    parameters = answer["parameters"]
+    assert parameters["content_type"] == "application/json" and parameters["header.x-mine"] == "yes"
+    assert parameters["sequence_id"] == "7"
+
+
+def test_behind_generate_an_object_of_the_handlers_own_is_its_body(server: Server) -> None:
+    (event,) = _events(_post(server, "facts/generate_stream", {"prompt": "x", "inputs": "mine"}))
+    assert json.loads(event["outputs"][0]["data"][0])["data"] == {"body": {"prompt": "x", "inputs": "mine"}}
+    assert json.loads(_post(server, "facts/generate", _body("raw")).json()["outputs"][0]["data"][0])["data"] == {
+        "body": "raw"
+    }
+
+
+def test_bytes_that_are_no_text_are_base64_over_rest_and_raw_over_grpc(
+    server: Server, stub: GRPCInferenceServiceStub
+) -> None:
+    output = _post(server, "facts/infer", _body("bytes")).json()["outputs"][0]
+    assert base64.b64decode(output["data"][0]) == b"\xff\x00" and output["parameters"] == {"content_type": "base64"}
+    assert _value(stub.ModelInfer(_grpc("facts", "bytes"), timeout=_TIMEOUT_S)) == b"\xff\x00"
+
+
+def test_the_kservev2_envelope_answers_with_tensors(server: Server, stub: GRPCInferenceServiceStub) -> None:
+    tensor = {"name": "x", "datatype": "INT64", "shape": [3], "data": [1, 2, 3]}
+    answer = _post(server, "double/infer", {"inputs": [tensor]}).json()
+    assert answer["outputs"] == [{"name": "x", "datatype": "INT64", "shape": [3], "data": [2, 4, 6]}]
+    request = pb.ModelInferRequest(model_name="double")
+    request.inputs.add(name="x", datatype="INT64", shape=[2]).contents.int64_contents.extend([4, 5])
+    output = stub.ModelInfer(request, timeout=_TIMEOUT_S).outputs[0]
+    assert list(output.contents.int64_contents) == [8, 10]
+
+
+@pytest.mark.parametrize("door", ["rest", "unary", "grpc"])
+def test_a_client_that_leaves_makes_room_for_the_next(
+    server: Server, stub: GRPCInferenceServiceStub, door: str
+) -> None:
+    """The handler would go on for ever."""
+    if door == "grpc":
+        call = stub.ModelStreamInfer(iter([_grpc("facts", "endless")]), timeout=_TIMEOUT_S)
+        assert _value(next(call)) == b"piece"
+        call.cancel()
+    elif door == "rest":
+        url = f"{server.url}/v2/models/facts/infer_stream"
+        with httpx.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response:
+            next(response.iter_raw())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v2/models/facts/infer", json=_body("endless"), timeout=0.5)
+    assert _post(server, "facts/infer", _body("bytes")).status_code == 200
+
+
+def test_metrics_of_the_server_and_of_handlers_are_scraped(server: Server) -> None:
+    _post(server, "facts/infer", _body("x"))
+    end = time.monotonic() + 20
+    wanted = (
+        'torch_stream_handler_requests_total{model="facts",outcome="ok",version=""}',
+        'torch_stream_handler_workers{model="facts",version=""} 1.0',
+        'torchserve_PredictionTime{Level="Model",ModelName="facts",model="facts",version=""}',
+        'torch_stream_requests_total{model="hello"',
+    )
+    while True:
+        shown = httpx.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
+        missing = [each for each in wanted if each not in shown]
+        if not missing or time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    assert not missing
+
+
+def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> None:
+    assert _post(server, "nobody/infer", _body("x")).status_code == 404
+    assert httpx.get(f"{server.url}/v2/models/hello/ready").status_code == 200
