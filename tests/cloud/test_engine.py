@@ -1,0 +1,61 @@
+"""The engine in this process as the callable: what it answers, what it refuses, and that company changes no text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cloud.command import cloud
+
+pytest.importorskip("torch")
+
+_EXTRA = json.dumps({"dtype": "float32", "threads": 1})
+
+
+def _run(model: Path, folder: Path, capfd: Any, *options: str) -> tuple[int, list[dict[str, Any]], str]:
+    status = cloud("run", "--input", folder, "--model", model, "--extra", _EXTRA, "--as", "jsonl", *options)
+    out, err = capfd.readouterr()
+    return status, [json.loads(line) for line in out.splitlines()], err
+
+
+def _write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    (folder / "in").mkdir(exist_ok=True)
+    (folder / "in" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "in"
+
+
+def test_rows_are_answered_in_order_and_the_same_in_any_company(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
+    rows = [{"prompt": f"The quick brown fox {i}", "max_tokens": 3 + i % 5} for i in range(12)]
+    status, together, err = _run(tiny_model, _write(tmp_path, rows), capfd, "--batch-tokens", "30")
+    assert status == 0 and "12 rows, 0 failed" in err
+    _, alone, _ = _run(tiny_model, tmp_path / "in", capfd, "--batch-rows", "1", "--batches", "1")
+    assert alone == together
+    assert [row["response"]["body"]["usage"]["completion_tokens"] for row in alone] == [3 + i % 5 for i in range(12)]
+    assert all(row["response"]["body"]["choices"][0]["finish_reason"] == "length" for row in alone)
+
+
+def test_conversations_defaults_several_answers_and_rows_that_cannot_be_served(
+    tiny_model: Path, tmp_path: Path, capfd: Any
+) -> None:
+    talk = [{"role": "user", "content": "hello"}]
+    rows: list[dict[str, Any]] = [
+        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": talk, "n": 2}},
+        {"custom_id": "unknown", "prompt": "x", "max_tokns": 3},
+        {"custom_id": "empty", "prompt": ""},
+        {"custom_id": "long", "prompt": "fox " * 2000},
+        {"custom_id": "logprobs", "prompt": "x", "logprobs": 2},
+        {"custom_id": "good", "body": {"model": "gpt", "stream": True, "prompt": "x", "max_tokens": 4}},
+    ]
+    status, found, _ = _run(tiny_model, _write(tmp_path, rows), capfd, "--parameters", '{"max_tokens": 6}')
+    assert status == 1 and [row["custom_id"] for row in found] == [row["custom_id"] for row in rows]
+    chat, unknown, empty, long, logprobs, good = found
+    body = chat["response"]["body"]
+    assert body["object"] == "chat.completion" and [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["choices"][0]["message"]["role"] == "assistant" and body["usage"]["completion_tokens"] <= 12
+    assert "max_tokns: unknown parameter; did you mean max_tokens?" in unknown["error"]["message"]
+    assert "empty" in empty["error"]["message"] and long["error"]["code"] == "invalid_request"
+    assert "logprobs: is not implemented" in logprobs["error"]["message"]
+    assert good["response"]["body"]["usage"]["completion_tokens"] == 4

@@ -1,0 +1,159 @@
+"""kill -9 at any moment, then the same command again: the output of an undisturbed run, and nothing inferred twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.cloud.store import Store
+from tests.cloud.command import cloud, finish, joined, start
+from tests.cloud.models import ModelServer
+
+_ROWS = 60
+_KILLS = 20
+
+
+def _input(folder: Path, prompt: str) -> Path:
+    (folder / "in").mkdir()
+    for part in range(3):
+        lines = [
+            json.dumps({"custom_id": f"r{i}", "prompt": f"{prompt} {i}", "max_tokens": 12})
+            for i in range(part * _ROWS // 3, (part + 1) * _ROWS // 3)
+        ]
+        (folder / "in" / f"{part}.jsonl").write_text("\n".join(lines))
+    return folder / "in"
+
+
+def _delivered(out: Path) -> set[str]:
+    return {json.loads(line)["custom_id"] for line in joined(out).splitlines()}
+
+
+def _kill(run: tuple[Any, ...], out: Path, seconds: float) -> bool:
+    """Starts, kills ``seconds`` after the output was claimed; True if it had not ended by itself."""
+    process = start(*run)
+    end = time.monotonic() + 120
+    while not (out / "manifest.json").exists():
+        assert time.monotonic() < end and process.poll() is None, "it never began"
+        time.sleep(0.002)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    return finish(process)[0] == -signal.SIGKILL
+
+
+def _server_run(folder: Path, out: str, server: ModelServer) -> tuple[Any, ...]:
+    where = ("run", "--input", folder / "in", "--output", folder / out, "--url", server.url)
+    return (*where, "--part-rows", "4", "--concurrency", "4", "--window", "16")
+
+
+def _killed_and_resumed(folder: Path, server: ModelServer, number: int, seconds: float) -> bool:
+    out = folder / f"out{number}"
+    killed = _kill(_server_run(folder, out.name, server), out, seconds)
+    _wait(lambda: server.flying == 0)
+    delivered = _delivered(out)
+    server.asked.clear()
+    assert cloud(*_server_run(folder, out.name, server)) == 0
+    assert joined(out) == joined(folder / "whole")
+    inferred = {f"r{prompt.split()[-1]}" for prompt in server.asked}
+    assert not inferred & delivered and inferred | delivered == {f"r{i}" for i in range(_ROWS)}
+    return killed and 0 < len(delivered) < _ROWS
+
+
+def _kills(folder: Path, server: ModelServer, count: int) -> None:
+    draw = random.Random(11)
+    server.delay = 0.03
+    _input(folder, "row")
+    began = time.monotonic()
+    assert cloud(*_server_run(folder, "whole", server)) == 0
+    took = time.monotonic() - began
+    hits = sum(_killed_and_resumed(folder, server, number, draw.uniform(0, took)) for number in range(count))
+    assert hits >= count // 2, "most kills came too early or too late to tell anything"
+
+
+@pytest.mark.slow
+def test_twenty_kills_and_resumes_through_a_server(tmp_path: Path, server: ModelServer) -> None:
+    _kills(tmp_path, server, _KILLS)
+
+
+def test_a_kill_and_a_resume_through_a_server(tmp_path: Path, server: ModelServer) -> None:
+    server.delay = 0.03
+    _input(tmp_path, "row")
+    assert cloud(*_server_run(tmp_path, "whole", server)) == 0
+    _killed_and_resumed(tmp_path, server, 0, 0.25)
+
+
+@pytest.mark.slow
+def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Path, tiny_model: Path) -> None:
+    """Greedy, fp32, in batches of whatever is there: the texts do not depend on who shared a batch."""
+    _input(tmp_path, "The quick brown fox")
+
+    def run(out: str, metrics: str) -> tuple[Any, ...]:
+        where = ("run", "--input", tmp_path / "in", "--output", tmp_path / out, "--model", tiny_model)
+        extra = json.dumps({"dtype": "float32", "threads": 1, "max_batch_rows": 4})
+        limits = ("--part-rows", "4", "--batch-rows", "2", "--batches", "2", "--window", "16")
+        return (*where, *limits, "--extra", extra, "--metrics", tmp_path / metrics)
+
+    status, _, err = finish(start(*run("whole", "whole.json")))
+    assert status == 0, err
+    draw, hits = random.Random(12), 0
+    for number in range(_KILLS):
+        out = tmp_path / f"out{number}"
+        killed = _kill_between_parts(
+            run(out.name, "killed.json"), out, draw.randrange(_ROWS // 4), draw.uniform(0, 0.05)
+        )
+        delivered = _delivered(out)
+        hits += killed and len(delivered) < _ROWS
+        status, _, err = finish(start(*run(out.name, "m.json")))
+        assert status == 0, err
+        assert joined(out) == joined(tmp_path / "whole")
+        assert json.loads((tmp_path / "m.json").read_text())["num_inferences"] == _ROWS - len(delivered)
+    assert hits >= _KILLS // 2
+
+
+def _kill_between_parts(run: tuple[Any, ...], out: Path, parts: int, seconds: float) -> bool:
+    """Kills ``seconds`` after there are so many parts."""
+    process = start(*run)
+    _wait(lambda: process.poll() is not None or len(list(out.glob("part-*"))) >= parts)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    return finish(process)[0] == -signal.SIGKILL
+
+
+def _exits(folder: Path, bucket: str, server: ModelServer, count: int) -> None:
+    """The object-store library may abort a process that ends on one of its calls; ours waits for it."""
+
+    async def upload() -> None:
+        store = Store.open(f"s3://{bucket}/in")
+        for number in range(8):
+            await store.put(f"{number}.txt", b"text")
+        await store.aclose()
+
+    asyncio.run(upload())
+    for number in range(count):
+        out = f"s3://{bucket}/out{number}" if number % 2 else "-"
+        process = start("run", "--input", f"s3://{bucket}/in", "--output", out, "--url", server.url)
+        status, _, err = finish(process)
+        assert status == 0, f"run {number}: {status}: {err}"
+
+
+def test_the_command_ends_with_status_0(tmp_path: Path, bucket: str, server: ModelServer) -> None:
+    _exits(tmp_path, bucket, server, 2)
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_status_0_in_20_of_20_runs(tmp_path: Path, bucket: str, server: ModelServer) -> None:
+    _exits(tmp_path, bucket, server, 20)
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
