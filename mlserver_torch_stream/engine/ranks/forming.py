@@ -60,13 +60,19 @@ def _form_here(size: int) -> tuple[Group, Crew]:
     store = dist.TCPStore(
         _HOST, port, is_master=True, timeout=_CHILDREN, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    crew = Children(size, port)
+    try:
+        crew = Children(size, port)
+    except OSError as error:
+        raise LoadFailed(f"{KEY}: a rank could not be started: {error}") from error
     try:
         for rank in range(1, size):
             _wait_for(store, rank, crew)
         return Group(store, 0, size), crew
-    except BaseException:
+    except BaseException as error:
+        fate = crew.fate(1) if isinstance(error, RuntimeError) else None
         crew.end(0)
+        if isinstance(error, RuntimeError):
+            raise LoadFailed(f"{KEY}: the ranks did not find each other: {fate or error}") from error
         raise
 
 

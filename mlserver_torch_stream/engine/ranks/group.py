@@ -32,9 +32,14 @@ class Group:
         self.size = size
         self._store = store  # rank 0's is the server that the others have found
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SILENCE)
-        self._loading = dist.new_group(backend="gloo", timeout=_LOADING)
-        self._serving = dist.new_group(backend="gloo", timeout=SILENCE)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SILENCE)
+            self._loading = dist.new_group(backend="gloo", timeout=_LOADING)
+            self._serving = dist.new_group(backend="gloo", timeout=SILENCE)
+        except BaseException:
+            if dist.is_initialized():
+                self.leave()
+            raise
 
     # --- while they load ---
 
