@@ -10,7 +10,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline cloud-demo lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -85,6 +85,9 @@ bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against
 
 bench-pipeline: $(INSTALLED) ## how busy a device map keeps its devices, which are emulated
 	$(BIN)/python -m benchmarks.pipeline $(BENCH)
+
+cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedded model over them, the answers in order
+	@$(BIN)/python -m benchmarks.cloud_demo
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.cloud.command import moto
+from benchmarks.cloud_moto import moto
 from tests.cloud.models import ModelServer, model_server
 
 

@@ -1,0 +1,83 @@
+"""How busy the engine is while objects are fetched: the embedded model over 200 objects, each fetch 5 ms late.
+
+    .venv/bin/python -m benchmarks.cloud_idle
+
+Prints the figures and writes them to ``benchmarks/results/cloud.json``; exits with 1 where the engine
+idles more than 5 %.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.cli.completion import Asking
+from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+
+_OBJECTS = 200
+_LATE_S = 0.005
+_TOKENS = 16
+_MOST_IDLE = 0.05
+_RESULTS = Path(__file__).parent / "results" / "cloud.json"
+
+
+class LateStore(Store):
+    """Every read comes late, as from a bucket elsewhere."""
+
+    async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(_LATE_S)
+        async for chunk in super().read(info, start, end):
+            yield chunk
+
+
+async def measure(ahead: Ahead) -> dict[str, Any]:
+    meter = Meter()
+    store = LateStore.memory()
+    for number in range(_OBJECTS):
+        await store.put(f"{number:03}.txt", f"Story number {number} begins in a small town where".encode())
+    objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
+    engine = await EngineInfer.load(EMBEDDED, {}, Asking({"max_tokens": _TOKENS}), meter)
+    began = time.monotonic()
+    rows = Source(store, objects, ahead=ahead).rows()
+    async for result in infer_rows(rows, engine, Limits(batch_rows=8, batches=8), meter):
+        assert result.outcome.failure is None, result.outcome.failure
+    took = time.monotonic() - began
+    await engine.aclose()
+    share = meter.busy.share()
+    assert meter.rows == _OBJECTS and share is not None
+    return {
+        "seconds": round(took, 2),
+        "rows_per_s": round(_OBJECTS / took, 1),
+        "tokens_per_s": round(meter.completion_tokens / took, 1),
+        "idle_share": round(1 - share, 4),
+    }
+
+
+def main() -> int:
+    ahead = asyncio.run(measure(Ahead()))
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "objects": _OBJECTS,
+        "late_ms": _LATE_S * 1e3,
+        "max_tokens": _TOKENS,
+        "ahead": ahead,
+        "one_at_a_time": asyncio.run(measure(Ahead(pieces=1))),
+    }
+    text = json.dumps(found, indent=2)
+    print(text)
+    _RESULTS.write_text(text + "\n", encoding="utf-8")
+    return int(ahead["idle_share"] > _MOST_IDLE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

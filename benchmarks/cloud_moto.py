@@ -1,0 +1,54 @@
+"""Moto as a process: an S3 and an SQS on this machine, in memory, for tests, the demo and measurements.
+
+Knows nothing of who uses it.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+
+_START_S = 60.0
+_STOP_S = 20.0
+
+
+@contextmanager
+def moto() -> Iterator[dict[str, str]]:
+    """Yields the environment in which clients find it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(url, process)
+        yield {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+    finally:
+        process.terminate()
+        process.wait(_STOP_S)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(httpx.TransportError):
+            httpx.get(url, timeout=5)
+            return
+        time.sleep(0.02)
+    raise RuntimeError("moto did not start; it is in the extra [test]")
