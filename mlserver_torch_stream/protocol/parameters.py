@@ -161,7 +161,7 @@ def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = Fa
         if parameter.field is not None and parameter.name in effective
     }
     fields["temperature"] = _temperature(given, default, info)
-    fields["logprobs"], fields["top_logprobs"] = _logprobs(effective, need_logprobs)
+    fields["logprobs"], fields["top_logprobs"] = _logprobs(given, default, need_logprobs)
     sampling = SamplingParameters(**fields)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         if "min_tokens" not in given:
@@ -245,13 +245,17 @@ def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
     return usual if info.default_sampling.get("do_sample", named) else 0.0
 
 
-def _logprobs(effective: Mapping[str, Given], needed: bool) -> tuple[bool, int]:
-    wanted, counted = effective["logprobs"].value if "logprobs" in effective else (False, None)
-    if "top_logprobs" not in effective:
+def _logprobs(given: Merged, default: Merged, needed: bool) -> tuple[bool, int]:
+    """Whether, and of how many tokens. A request's "no", or its own number, goes for a default ``top_logprobs`` too."""
+    both = {**default, **given}
+    wanted, counted = both["logprobs"].value if "logprobs" in both else (False, None)
+    said_all = "logprobs" in given and "top_logprobs" not in given and (not wanted or counted is not None)
+    if said_all or "top_logprobs" not in both:
         return wanted or needed, counted or 0
-    top = effective["top_logprobs"]
-    if counted is not None and counted != top.value:
-        raise InvalidInput(top.spelling, f"contradicts {effective['logprobs'].spelling}")
+    top = both["top_logprobs"]
+    of_one_level = ("logprobs" in given) == ("top_logprobs" in given)
+    if counted is not None and counted != top.value and of_one_level:
+        raise InvalidInput(top.spelling, f"contradicts {both['logprobs'].spelling}")
     if top.value and not (wanted or needed):
         raise InvalidInput(top.spelling, "needs logprobs")
     return wanted or needed, int(top.value)

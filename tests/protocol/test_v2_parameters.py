@@ -268,6 +268,34 @@ def test_top_logprobs_needs_logprobs(info: ModelInfo) -> None:
     assert with_parameters(info, top_logprobs=0).logprobs is False
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (True, 3)),
+        ({"logprobs": False}, (False, 0)),
+        ({"logprobs": True}, (True, 3)),
+        ({"logprobs": 5}, (True, 5)),
+        ({"logprobs": 0}, (True, 0)),
+        ({"top_logprobs": 2}, (True, 2)),
+        ({"top_logprobs": 0}, (True, 0)),
+        ({"logprobs": True, "top_logprobs": 4}, (True, 4)),
+    ],
+)
+@pytest.mark.parametrize("default", [{"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}])
+def test_a_request_may_want_other_logprobs_than_the_default(
+    info: ModelInfo, default: dict[str, Any], asked: dict[str, Any], expected: tuple[bool, int]
+) -> None:
+    if default == {"logprobs": 3} and asked == {"logprobs": True}:
+        expected = (True, 0)  # it is the same parameter, said anew
+    sampling = with_parameters(replace(info, default_sampling=default), **asked)
+    assert (sampling.logprobs, sampling.top_logprobs) == expected
+
+
+def test_defaults_that_contradict_each_other_are_refused(info: ModelInfo) -> None:
+    with pytest.raises(InvalidInput, match="contradicts logprobs"):
+        check_defaults(replace(info, default_sampling={"logprobs": 3, "top_logprobs": 2}))
+
+
 def test_null_inside_a_body_means_not_given(info: ModelInfo) -> None:
     body = {"temperature": None, "stop": None, "n": None}
     assert with_parameters(info, sampling_parameters=body, llm_parameters=body) == SamplingParameters()
