@@ -10,7 +10,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline cloud-demo lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline cloud-demo bench-torchserve lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -83,6 +83,9 @@ bench-peers: $(INSTALLED) ## the same load on other servers, each in an environm
 bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py $(BENCH)
 
+bench-torchserve: $(INSTALLED) ## one handler on TorchServe 0.12 and here: tokens, tokens/s, a client that leaves
+	$(BIN)/python benchmarks/torchserve.py $(BENCH)
+
 bench-pipeline: $(INSTALLED) ## how busy a device map keeps its devices, which are emulated
 	$(BIN)/python -m benchmarks.pipeline $(BENCH)
 
@@ -93,7 +96,7 @@ cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedde
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
 	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --constraint - --no-annotate --no-header --no-emit-package setuptools \
+		pyproject.toml --extra test --extra dev --extra quantised --constraint - --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
 	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt
