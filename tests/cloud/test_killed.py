@@ -100,8 +100,7 @@ def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Pat
         limits = ("--part-rows", "4", "--batch-rows", "2", "--batches", "2", "--window", "16")
         return (*where, *limits, "--extra", extra, "--metrics", tmp_path / metrics)
 
-    status, _, err = finish(start(*run("whole", "whole.json")))
-    assert status == 0, err
+    assert cloud(*run("whole", "whole.json")) == 0
     draw, hits = random.Random(12), 0
     for number in range(_KILLS):
         out = tmp_path / f"out{number}"
@@ -110,8 +109,7 @@ def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Pat
         )
         delivered = _delivered(out)
         hits += killed and len(delivered) < _ROWS
-        status, _, err = finish(start(*run(out.name, "m.json")))
-        assert status == 0, err
+        assert cloud(*run(out.name, "m.json")) == 0
         assert joined(out) == joined(tmp_path / "whole")
         assert json.loads((tmp_path / "m.json").read_text())["num_inferences"] == _ROWS - len(delivered)
     assert hits >= _KILLS // 2

@@ -1,0 +1,33 @@
+"""docs/cloud.md names options that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from mlserver_torch_stream.cli.cloud import parser
+from tests import markdown
+
+_COMMANDS = [
+    line
+    for block in markdown.blocks("docs/cloud.md")
+    for line in block.code.splitlines()
+    if line.startswith("mlserver-torch-stream cloud ")
+]
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_command_on_the_page_can_be_typed(command: str) -> None:
+    words = shlex.split(command.partition(" > ")[0])
+    parser().parse_args(words[2:])
+
+
+def test_every_option_that_the_page_names_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    known = set()
+    for command in ("run", "watch"):
+        with pytest.raises(SystemExit):
+            parser().parse_args([command, "--help"])
+        known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", markdown.read("docs/cloud.md"))) <= known
