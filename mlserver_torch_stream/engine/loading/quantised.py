@@ -1,0 +1,162 @@
+"""Quantised weights through transformers' own configs: whether one is valid, can run here, and has come about.
+
+Knows nothing of our own int8 weights (the setting ``weights``). transformers passes over keys that it does not know,
+and dequantises where it has no kernel, with a warning at most: here both are refused, by the name of the setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import is_bitsandbytes_available, is_kernels_available, is_torchao_available
+
+from mlserver_torch_stream.engine.loading.placement import bytes_of, size
+from mlserver_torch_stream.errors import LoadFailed
+
+_KEY = "parameters.extra.quantization_config"
+_OURS = "pip install 'mlserver-torch-stream[quantised]'"
+# Divisible by every usual group of weights.
+_TRIAL = 256
+
+
+def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """The settings' object as transformers' config for weights of ``dtype`` that will be on ``device``.
+
+    Raises LoadFailed, which names the key, for what is unknown, not installed, or cannot run there.
+    """
+    method = quantisation_method(given)
+    if method == "gguf":
+        raise LoadFailed(f"{_KEY}.quant_method: 'gguf' is for .gguf files")
+    _require(method)
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+    known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")]
+    for key in given:
+        if key not in (*known, "quant_method"):
+            raise LoadFailed(f"{_KEY}: unknown key {key!r} for {method}{_nearest(key, known)}")
+    arguments = {key: value for key, value in given.items() if key != "quant_method"}
+    if method == "torchao":
+        arguments["quant_type"] = _torchao_type(given.get("quant_type"), device, dtype)
+    try:
+        return kind(**arguments)
+    except Exception as error:  # each config checks its values in its own way
+        raise LoadFailed(f"{_KEY}: {method}: {error or type(error).__name__}") from None
+
+
+def quantisation_method(given: Mapping[str, Any]) -> str:
+    """As transformers names it. Raises LoadFailed."""
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        return "bitsandbytes_4bit" if given.get("load_in_4bit") else "bitsandbytes_8bit"
+    method = given.get("quant_method")
+    if method == "bitsandbytes":
+        raise LoadFailed(f"{_KEY}: bitsandbytes needs load_in_4bit or load_in_8bit")
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        named = "quant_method is missing" if method is None else f"quant_method: unknown {method!r}"
+        raise LoadFailed(f"{_KEY}: {named}{_nearest(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}")
+    return str(method)
+
+
+def _require(method: str) -> None:
+    """The packages of the methods that are tested here; of others transformers says itself what they need."""
+    if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
+        raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
+    if method == "torchao" and not is_torchao_available():
+        raise LoadFailed(f"{_KEY}: torchao is not installed: {_OURS}")
+
+
+def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A class of torchao by name, by name with arguments, or in transformers' own spelling under ``default``."""
+    from torchao import quantization
+    from torchao.core.config import AOBaseConfig, config_from_dict
+
+    key = f"{_KEY}.quant_type"
+    name, arguments = (given, {}) if isinstance(given, str) else _single(given, key)
+    kinds = {n: kind for n, kind in vars(quantization).items() if _is_kind(kind, AOBaseConfig)}
+    if name != "default" and name not in kinds:
+        raise LoadFailed(f"{key}: unknown {name!r}{_nearest(name, kinds)}")
+    try:
+        config = config_from_dict(arguments) if name == "default" else kinds[name](**arguments)
+        trial = nn.Linear(_TRIAL, _TRIAL, bias=False, device=device, dtype=dtype)
+        quantization.quantize_(trial, config)
+        trial(torch.ones(1, _TRIAL, device=device, dtype=dtype))
+    except Exception as error:
+        what = str(error).split("\n")[0] or type(error).__name__
+        raise LoadFailed(f"{key}: {name} does not work on {device} in {_short(dtype)}: {what}") from None
+    return config
+
+
+def _single(given: Any, key: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, Mapping) and len(given) == 1:
+        ((name, arguments),) = given.items()
+        if isinstance(arguments, Mapping):
+            return str(name), dict(arguments)
+    raise LoadFailed(f"{key}: must be the name of a torchao config, or an object of that name and its arguments")
+
+
+def _is_kind(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
+
+
+def quantised_as(location: str, revision: str | None) -> str | None:
+    """The method that a checkpoint's own config names; None for dense weights."""
+    config, _ = PretrainedConfig.get_config_dict(location, revision=revision or "main")
+    nested = config.get("text_config") or {}
+    own = config.get("quantization_config") or nested.get("quantization_config")
+    if own is None:
+        return None
+    if own.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING or own.get("quant_method") == "bitsandbytes":
+        return str(own["quant_method"])
+    known = ", ".join(AUTO_QUANTIZATION_CONFIG_MAPPING)
+    raise LoadFailed(f"the checkpoint is quantised as {own.get('quant_method')!r}; transformers knows {known}")
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether its weights are packed by one of transformers' quantisers."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None:
+    """Raises LoadFailed where a model that should be quantised is dense, unless that was asked for."""
+    if asked is not None and asked.get("dequantize") is True:
+        return
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = getattr(quantizer, "quantization_config", None)
+    kept = config is not None and not getattr(config, "dequantize", False)
+    if kept and (method != "gguf" or getattr(quantizer, "packed_modules", None)):
+        return
+    taken = size(sum(bytes_of(parameter) for parameter in model.parameters()))
+    wanted = f'set {_KEY} to {{"quant_method": "{method}", "dequantize": true}}' if method != "gguf" else "leave it out"
+    raise LoadFailed(
+        f"{_KEY}: {method} weights cannot be kept packed here, transformers has dequantised them to {taken}; if that "
+        f"is wanted, {wanted}"
+    )
+
+
+def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
+    """Whether a GGUF file is to be used as it is. Raises LoadFailed where that cannot be."""
+    if given is None or given.get("quant_method") != "gguf":
+        return False
+    if set(given) != {"quant_method"}:
+        raise LoadFailed(f"{_KEY}: gguf takes no other keys: without quantization_config a file is dequantised")
+    if not is_kernels_available():
+        raise LoadFailed(
+            f"{_KEY}: GGUF weights can be kept packed only by a GPU's kernels, for which the package kernels is not "
+            "installed; without quantization_config they are dequantised"
+        )
+    return True
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
