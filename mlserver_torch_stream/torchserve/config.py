@@ -6,6 +6,7 @@ Knows nothing of files or workers. The handler sees the YAML as it is; what is r
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -108,7 +109,8 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
             raise SettingsError(
                 f"parameters.extra: unknown key {key!r}{f'; did you mean {close[0]!r}?' if close else ''}"
             )
-    given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | dict(overrides)
+    typed = {key: _typed(key, value) for key, value in overrides.items()}
+    given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | typed
     try:
         return HandlerConfig.model_validate(given)
     except ValidationError as error:
@@ -118,6 +120,16 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
         shown = f", got {first['input']!r}" if place else ""
         name = f"{where}: {place}" if place else where
         raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{shown}") from None
+
+
+def _typed(key: str, value: Any) -> Any:
+    """Seldon's ``spec.parameters`` hold nothing but strings: those of keys that are no text are read as JSON."""
+    if not isinstance(value, str) or key in ("deviceType", "parallelType"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value  # validation will say what is wrong with it
 
 
 def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str]:

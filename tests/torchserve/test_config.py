@@ -13,6 +13,8 @@ from mlserver_torch_stream.torchserve.config import not_honoured, read_config
 def test_values_of_the_yaml_and_overrides_over_them() -> None:
     config = read_config({"batchSize": 4, "maxBatchDelay": 10, "handler": {"x": 1}}, {"batchSize": 8})
     assert (config.batchSize, config.maxBatchDelay, config.minWorkers) == (8, 10, 1)
+    strings = read_config({}, {"batchSize": "8", "continuousBatching": "true", "deviceType": "cpu"})
+    assert (strings.batchSize, strings.continuousBatching, strings.deviceType) == (8, True, "cpu")
 
 
 @pytest.mark.parametrize(

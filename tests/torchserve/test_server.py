@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -284,6 +285,28 @@ def test_metrics_of_the_server_and_of_handlers_are_scraped(server: Server) -> No
             break
         time.sleep(0.1)
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"broken.py": "raise RuntimeError('at import')"}, "importing broken.py raised RuntimeError: at import"),
+        ({"broken.py": "x = 1", "../outside.py": "x = 1"}, "leads out of the archive"),
+    ],
+)
+def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_server_lives(
+    server: Server, tmp_path: Path, files: dict[str, str], said: str
+) -> None:
+    """Loaded while the server runs, over MLServer's repository."""
+    uri = write_mar(tmp_path / "broken.mar", files, {"modelName": "broken", "handler": "broken.py"})
+    folder = server.log_path.parent / "models" / tmp_path.name
+    folder.mkdir()
+    settings = Model(tmp_path.name, uri, implementation=_TS, extra=_SHIM).settings()
+    (folder / "model-settings.json").write_text(json.dumps(settings))
+    refused = httpx.post(f"{server.url}/v2/repository/models/{tmp_path.name}/load", timeout=_TIMEOUT_S)
+    assert refused.status_code == 500 and said in refused.text
+    assert said in server.log
+    assert _post(server, "hello/infer", _body("x")).status_code == 200
 
 
 def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> None:
