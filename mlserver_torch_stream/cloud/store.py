@@ -18,6 +18,7 @@ from mlserver_torch_stream.cloud.faults import Changed, CloudError, Denied, Exis
 # A process whose last act is an awaited call of obstore 0.12 may abort at its exit: a thread of the library wakes an
 # interpreter that is going. With this pause before the loop ends none of 75 runs did, without it up to 18 of 25.
 _GRACE_S = 0.05
+_MEMORY = "memory://"
 _DATED = "modified:"  # no ETag: compared with what comes, as a server need not understand If-Match
 _CHUNK = 64 * 1024
 _LISTED_AT_ONCE = 1000
@@ -62,13 +63,17 @@ class Store:
             raise
         except Exception as error:
             raise Refused(f"{url}: {_first_line(error)}") from None
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":  # of the library, at options that it knows for other places
+                raise Refused(f"{url}: --storage: {_first_line(error)}") from None
+            raise
 
     @classmethod
     def memory(cls) -> Store:
         """Objects in this process's memory."""
         import obstore.store
 
-        return cls(obstore.store.MemoryStore(), "memory://")
+        return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
         """All objects, those in clouds in the order of their keys; ``after``: only keys behind this one."""
@@ -84,7 +89,7 @@ class Store:
                 except StopAsyncIteration:
                     return
                 for meta in batch:
-                    yield ObjectInfo(meta["path"], meta["size"], _version(meta))
+                    yield ObjectInfo(meta["path"], meta["size"], self._version(meta))
         except Exception as error:
             raise self._fault(error, "") from error
 
@@ -92,7 +97,7 @@ class Store:
         import obstore
 
         meta = await self._call(key, obstore.head_async(self._backend, key))
-        return ObjectInfo(key, meta["size"], _version(meta))
+        return ObjectInfo(key, meta["size"], self._version(meta))
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises Changed where it is another one."""
@@ -103,7 +108,7 @@ class Store:
             options["range"] = (start, end)
         answer = await self._call(info.key, obstore.get_async(self._backend, info.key, options=options))
         meta = answer.meta
-        if meta["size"] != info.size or _version(meta) != info.etag:
+        if meta["size"] != info.size or self._version(meta) != info.etag:
             raise Changed(f"{info.key}: is another version than the one that was listed")
         chunks = answer.stream(min_chunk_size=_CHUNK)
         while True:
@@ -142,6 +147,13 @@ class Store:
         except Exception as error:
             raise self._fault(error, key) from error
 
+    def _version(self, meta: Any) -> str:
+        """Azure lists ETags without the quotes that its answers and If-Match have."""
+        etag = meta.get("e_tag")
+        if not etag:
+            return f"{_DATED}{meta['last_modified'].isoformat()}"
+        return f'"{etag}"' if "://" in self.url and '"' not in etag and self.url != _MEMORY else str(etag)
+
     def _fault(self, error: Exception, key: str) -> CloudError:
         """The library's exception as one of ours."""
         from obstore import exceptions
@@ -168,10 +180,6 @@ class Store:
             if isinstance(error, kinds):
                 return fault
         return _by_text(where, str(error), text)
-
-
-def _version(meta: Any) -> str:
-    return str(meta.get("e_tag") or f"{_DATED}{meta['last_modified'].isoformat()}")
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:

