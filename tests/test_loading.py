@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,28 @@ def test_a_bad_default_sampling_fails_the_load_in_one_line_and_leaves_nothing_be
     with pytest.raises(SettingsError, match=r"^default_sampling: top_p: must be [^\n]*, got 7 \([^\n]*\)$"):
         build(resolved, "owner", lambda error: None)
     assert (len(PROCESS.engines), len(PROCESS.weights)) == before
+
+
+_COLLECTED = """
+import gc, sys
+from mlserver_torch_stream.loading import build
+from mlserver_torch_stream.settings import parse_settings
+
+engines = [build(parse_settings(sys.argv[1], {"fast_path": "off"}, environ={}), n, print) for n in "ab"]
+gc.collect()
+print(gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()), "torch" in sys.modules)
+for built in engines:
+    built.give_back()
+    built.shutdown()
+"""
+
+
+def test_a_garbage_collection_does_not_walk_what_torch_and_transformers_brought(tiny_model: Path) -> None:
+    """In a process of its own: here they are imported already."""
+    run = [sys.executable, "-c", _COLLECTED, str(tiny_model)]
+    told = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1].split()
+    assert told[0] == told[3] == "True"
+    assert int(told[1]) > 5 * int(told[2]) > 0
 
 
 def test_what_was_set_is_told_with_its_place(tmp_path: Path) -> None:
