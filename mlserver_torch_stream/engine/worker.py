@@ -156,10 +156,21 @@ class EngineWorker:
     def abort_all(self) -> None:
         self._post(lambda: self._end_all(FinishReason.ABORT, NotServing("the server is shutting down")))
 
-    def fail(self, error: BaseException) -> None:
-        """Has the engine's thread die of ``error`` before its next step. From any thread."""
+    def fail(self, error: BaseException, patience: float | None = None) -> None:
+        """Has the engine's thread die of ``error`` before its next step. From any thread.
+
+        ``patience``: seconds after which the streams are told without it, should it not come back from a device.
+        """
         self._doom = error
         self._post(lambda: None)
+        if patience is not None:
+            threading.Thread(target=self._outwait, args=(error, patience), daemon=True).start()
+
+    def _outwait(self, error: BaseException, patience: float) -> None:
+        self._thread.join(patience)
+        if self._thread.is_alive() and self._doom is error:
+            logger.error("the engine's thread does not come back: its streams end without it")
+            self._bury(error)
 
     def shutdown(self) -> None:
         self._stopping = True
@@ -229,19 +240,30 @@ class EngineWorker:
                 backend = self._rebuild()
             except Exception:
                 logger.exception("the engine could not be started anew")
+        dead = self._backend
         if backend is None:
-            self._dead = error  # before the streams end: who is told of it finds `alive` false
+            self._bury(error)
         else:
             logger.error("the engine was started anew")
-        if backend is not None:
-            self._before = self._backend.stats().counting_on(self._before)
-        dead, self._backend = self._backend, backend or Remains(self._backend.stats())
-        self._take_in(last=backend is None)
-        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
+            self._before = dead.stats().counting_on(self._before)
+            self._go_on_with(backend, error)
         dead.close()
-        if backend is None and self._on_death is not None:
-            self._on_death(error)
         return backend is not None
+
+    def _bury(self, error: BaseException) -> None:
+        """Ends every stream for good; done once, by the engine's thread or by one that has waited for it in vain."""
+        with self._last_word:
+            if self._dead is not None:
+                return
+            self._dead = error  # before the streams end: who is told of it finds `alive` false
+        self._go_on_with(Remains(self._backend.stats()), error, last=True)
+        if self._on_death is not None:
+            self._on_death(error)
+
+    def _go_on_with(self, backend: Backend, error: BaseException, *, last: bool = False) -> None:
+        self._backend = backend
+        self._take_in(last)
+        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
 
     def _loop(self) -> None:
         busy = False

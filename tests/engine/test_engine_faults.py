@@ -78,6 +78,40 @@ def test_a_stop_that_comes_while_the_inbox_is_emptied_is_not_slept_through(model
         assert not engine._thread.is_alive()
 
 
+def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedModel, watch: Watch) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        running_stream = engine.submit([PromptJob(prompt_of(9), greedy(50))])
+        await watch.hold()
+        waiting_stream = engine.submit([PromptJob(prompt_of(9), greedy(50))])
+        engine.fail(RuntimeError("lost"), patience=0.05)
+        for stream in (running_stream, waiting_stream):
+            events = [event async for event in stream]
+            assert [event.finish_reason for event in events[-1:]] == [FinishReason.ERROR]
+            assert "lost" in str(events[-1].error)
+        assert not engine.alive
+        assert engine._thread.is_alive(), "it is still held"
+        with pytest.raises(NotServing):
+            engine.submit([PromptJob(prompt_of(3))])
+        watch.let_go()
+        engine._thread.join(30)
+        assert not engine._thread.is_alive()
+
+    with running(model) as engine:
+        run(scenario(engine))
+
+
+def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        engine.fail(RuntimeError("once"), patience=30)
+        await until(lambda: engine._doom is None, "the engine's end")
+        expected = reference(model, prompt_of(5), 4)
+        assert await tokens_of(engine, prompt_of(5), greedy(4)) == expected
+
+    with running(model) as engine:
+        engine._rebuild = lambda: one_by_one(model)
+        run(scenario(engine))
+
+
 async def settled(engine: EngineWorker) -> None:
     await until(lambda: idle(engine), "an idle engine")
 

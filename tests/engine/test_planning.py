@@ -33,12 +33,12 @@ def written(folder: Path, kind: str, **options: Any) -> ModelSource:
     return ModelSource("folder", str(folder))
 
 
-@pytest.fixture
-def large(tmp_path: Path) -> ModelSize:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> ModelSize:
     """A Llama of 70 billion parameters, which this machine could not hold."""
     return read_size(
         written(
-            tmp_path,
+            tmp_path_factory.mktemp("large"),
             "llama",
             hidden_size=8192,
             intermediate_size=28672,

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _BEAT = 5.0  # seconds between two signs of life; a quarter of the silence that means death
 _FATE = 1.0  # seconds in which a process that has hung up is seen to end
 _LEAVE = 5.0  # seconds for the others to end
+PATIENCE = 5.0  # seconds for a step to notice that nobody answers it any more
 
 
 class RanksLost(RuntimeError):
