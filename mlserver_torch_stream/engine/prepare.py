@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.loading.placement import (
     seconds_per_step,
 )
 from mlserver_torch_stream.engine.loading.pool import Lease
+from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.packed import pack_linears
@@ -29,6 +30,7 @@ from mlserver_torch_stream.engine.pipeline.check import take_pipeline
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 from mlserver_torch_stream.engine.ranks.prepare import Ranks, prepare_ranks
 from mlserver_torch_stream.engine.shares import Shares, Turns
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
@@ -70,9 +72,12 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
         if settings.engine != "serial":
             findings = check_batching(weights.model)
         forward: Forward | None = None
+        quantised = is_quantised(weights.model)
         if settings.weights == "int8":
+            if quantised:
+                raise LoadFailed("parameters.extra.weights: int8 is for dense weights, this checkpoint is quantised")
             forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
-        elif findings.cost is not None and settings.fast_path == "auto":
+        elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
         packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
         overlaps = forward is None and findings.cost is not None and settings.pipeline == "auto"

@@ -65,12 +65,12 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> P
         return None
 
 
-def load_gguf(gguf_file: Path, dtype: str = "auto", **options: Any) -> Any:
-    """The model in a GGUF file, with dense weights; ``options`` go to ``from_pretrained``."""
+def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
+    """The model in a GGUF file, with dense weights unless ``packed``; ``options`` go to ``from_pretrained``."""
     return AutoModelForCausalLM.from_pretrained(
         str(gguf_file.parent),
         gguf_file=gguf_file.name,
-        quantization_config=GgufConfig(dequantize=True),
+        quantization_config=GgufConfig(dequantize=not packed),
         dtype=_dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype),
         **options,
     )

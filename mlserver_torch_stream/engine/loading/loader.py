@@ -23,6 +23,14 @@ from mlserver_torch_stream.engine.loading.context import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
+from mlserver_torch_stream.engine.loading.quantised import (
+    check_kept,
+    is_quantised,
+    quantisation_method,
+    quantised_as,
+    read_quantisation,
+    wants_packed_gguf,
+)
 from mlserver_torch_stream.engine.ranks.forming import ranks_here
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
@@ -80,6 +88,8 @@ def locate(resolved: ResolvedSettings) -> Place:
     if source.kind not in ("embedded", "gguf"):
         return Place(source.location, None)
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    if _attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
+        return Place("", file)
     folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
     return Place("", file) if folder is None else Place(str(folder), None)
 
@@ -139,11 +149,14 @@ def generation_defaults(config: Any) -> dict[str, Any]:
 
 def describe(name: str, model: Any) -> str:
     """What is loaded, how large, and where."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
     kind = model.config.model_type
-    return f"{name} ({kind}, {size} parameters, {dtype}) on {_devices(model)}"
+    quantised = (
+        f", quantised by {model.hf_quantizer.quantization_config.quant_method.value}" if is_quantised(model) else ""
+    )
+    return f"{name} ({kind}, {size} parameters, {dtype}{quantised}) on {_devices(model)}"
 
 
 def _devices(model: Any) -> str:
@@ -159,12 +172,19 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
     options = _placement(settings)
     if settings.attn_implementation is not None:
         options["attn_implementation"] = settings.attn_implementation
+    asked = settings.quantization_config
     if gguf_file is not None:
-        if settings.quantization_config is not None:
+        packed = wants_packed_gguf(asked)
+        if asked is not None and not packed:
             raise LoadFailed(f"quantization_config needs the converted {gguf_file.name}: set a writable cache_dir")
-        return load_gguf(gguf_file, settings.dtype, **options)
-    if settings.quantization_config is not None:
-        options["quantization_config"] = dict(settings.quantization_config)
+        model = load_gguf(gguf_file, settings.dtype, packed=packed, **options)
+        if packed:
+            check_kept(model, "gguf", asked)
+        return model
+    method = quantised_as(place, settings.revision)
+    if asked is not None:
+        method = quantisation_method(asked)
+        options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
     model, info = AutoModelForCausalLM.from_pretrained(
         place,
         revision=settings.revision or "main",
@@ -176,7 +196,17 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
+    if method is not None:
+        check_kept(model, method, asked)
     return model
+
+
+def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
+    """The kind of device that will compute with the weights, and in what."""
+    gpu = torch.cuda.is_available() and settings.device_map != "cpu"
+    return torch.device("cuda" if gpu else "cpu"), getattr(
+        torch, "bfloat16" if settings.dtype == "auto" else settings.dtype
+    )
 
 
 def _placement(settings: EngineSettings) -> dict[str, Any]:
