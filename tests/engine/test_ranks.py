@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -15,10 +16,12 @@ import torch
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.planning.model_size import read_size
 from mlserver_torch_stream.engine.ranks import children, leader
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing
+from mlserver_torch_stream.model_source import ModelSource
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
 from tests.engine.tiny import collect, greedy, idle, prompt_of, run, tokens_of, until
@@ -110,6 +113,22 @@ def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, ex
     assert run(scenario()) == expected
 
 
+def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
+    ranks: BuiltEngine, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    """As after a reload, while the last requests of the engine before still run."""
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queue": 7}
+    other = build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ranks.shares)
+    assert ranks.shares.weights.made == 1
+
+    async def both() -> list[list[list[int]]]:
+        return list(await asyncio.gather(*(together(each.engine, REQUESTS) for each in (ranks, other))))
+
+    assert run(both()) == [expected, expected]
+    end(other)
+    assert run(together(ranks.engine, REQUESTS)) == expected
+
+
 def test_another_split_model_in_the_same_process_is_refused(ranks: BuiltEngine, tiny_model: Path) -> None:
     with pytest.raises(LoadFailed, match="another model in this process is split over ranks"):
         build(tiny_model, tensor_parallel_size=2, dtype="bfloat16")
@@ -144,6 +163,18 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
 def test_ranks_that_do_not_divide_the_heads_are_refused_with_those_that_do(tiny_model: Path) -> None:
     with pytest.raises(LoadFailed, match=r"4 does not divide .* 4 attention heads and 2 key-value heads.*: 1, 2$"):
         build(tiny_model, tensor_parallel_size=4)
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadFailed, match="tensor_parallel_size: this checkpoint is quantised"):
+        build(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(LoadFailed, match="is quantised, and a config does not say"):
+        read_size(ModelSource("folder", str(tmp_path)))
 
 
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, tiny_model: Path) -> None:

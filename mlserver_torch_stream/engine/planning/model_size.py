@@ -61,6 +61,8 @@ class ModelSize:
 def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = None) -> ModelSize:
     """Raises LoadFailed where the config cannot be read, or the model's code needs more than shapes."""
     config = _config(source, revision)
+    if getattr(config, "quantization_config", None):
+        raise LoadFailed(f"{source.name} is quantised, and a config does not say how large that makes it")
     text = config.get_text_config(decoder=True)
     kind = getattr(torch, dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.bfloat16
     transformers_logging.disable_progress_bar()

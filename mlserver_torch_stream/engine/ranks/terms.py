@@ -34,6 +34,8 @@ def check_settings(settings: EngineSettings) -> None:
 
 def check_model(config: Any, size: int) -> None:
     """Raises LoadFailed where transformers cannot give each of ``size`` ranks whole heads of the model."""
+    if getattr(config, "quantization_config", None):
+        raise LoadFailed(f"{KEY}: this checkpoint is quantised, which ranks do not split")
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
     if not getattr(text, "base_model_tp_plan", None) or not isinstance(heads, int):
