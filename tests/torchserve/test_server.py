@@ -19,6 +19,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver_torch_stream.client import EventParser
 from tests.server.harness import HOST, Model, Server, serve
 from tests.torchserve.test_bad_handlers import _WRONG
+from tests.torchserve.workshop import COUNTER as _COUNTS
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 
 _TS = "mlserver_torch_stream.TorchServeRuntime"
@@ -312,3 +313,46 @@ def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_ser
 def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> None:
     assert _post(server, "nobody/infer", _body("x")).status_code == 404
     assert httpx.get(f"{server.url}/v2/models/hello/ready").status_code == 200
+
+
+@pytest.mark.slow
+def test_at_sigterm_a_stream_in_flight_has_a_proper_end_and_no_worker_is_left(tmp_path: Path) -> None:
+    models = [Model("facts", write_handler(tmp_path / "facts", _FACTS), implementation=_TS, extra=_SHIM)]
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5"}
+    with serve(tmp_path / "models", models, settings=settings, environment=environment) as running:
+        workers = psutil.Process(running.process.pid).children(recursive=True)
+        url = f"{running.url}/v2/models/facts/infer_stream"
+        parser = EventParser()
+        events: list[dict[str, Any]] = []
+        with httpx.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response:
+            for chunk in response.iter_raw():
+                if not events:
+                    running.process.terminate()
+                events += [json.loads(event) for event in parser.feed(chunk)]
+        assert "shutting down" in events[-1]["error"] and events[-1]["parameters"]["triton_final_response"]
+        running.process.wait(20)
+        assert running.process.returncode == 0
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive
+
+
+@pytest.mark.slow
+def test_a_reload_under_a_stream_lets_it_finish_and_ends_the_old_workers(tmp_path: Path) -> None:
+    models = [Model("wrong", write_handler(tmp_path / "wrong", _COUNTS), implementation=_TS, extra=_SHIM)]
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    with serve(tmp_path / "models", models, settings=settings) as running:
+        old = psutil.Process(running.process.pid).children(recursive=True)
+        url = f"{running.url}/v2/models/wrong/infer_stream"
+        received = b""
+        with httpx.stream("POST", url, json=_body("count 200"), timeout=_TIMEOUT_S) as response:
+            for chunk in response.iter_raw():
+                if not received:
+                    load = httpx.post(f"{running.url}/v2/repository/models/wrong/load", timeout=_TIMEOUT_S)
+                    assert load.status_code == 200
+                received += chunk
+        events = [json.loads(event) for event in EventParser().feed(received)]
+        assert len(events) == 201 and events[-1]["outputs"][0]["data"] == ["end"]
+        _, alive = psutil.wait_procs(old, timeout=20)
+        assert not alive
+        assert _post(running, "wrong/infer", _body("count 1")).status_code == 200
