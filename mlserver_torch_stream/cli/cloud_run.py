@@ -27,6 +27,7 @@ from mlserver_torch_stream.cloud.job import Plan, plan, results, write
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.naming import kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
+from mlserver_torch_stream.cloud.store import settle
 
 _AGAIN = "what is written is kept; the same command goes on from there"
 
@@ -89,6 +90,7 @@ def run_to_end(work: Awaitable[int]) -> int:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+            await settle()
 
     return asyncio.run(guarded())
 

@@ -6,7 +6,6 @@ Knows Ray Data and how lanes are named; a lane is the same command with ``--work
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         import ray
     except ImportError:
         raise Refused("--on ray: needs the extra [ray]: pip install 'mlserver-torch-stream[ray]'") from None
-    from mlserver_torch_stream.cli.cloud_run import model_name
+    from mlserver_torch_stream.cli.cloud_run import model_name, run_to_end
 
     async def claim() -> int:
         planned = await plan(options.make_job(arguments, await model_name(arguments)))
@@ -32,7 +31,7 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     if arguments.dry_run:
         raise Refused("--dry-run: says nothing of a cluster; leave --on away")
-    asyncio.run(claim())  # what is wrong with the run is told here, before the cluster hears of it
+    run_to_end(claim())  # what is wrong with the run is told here, before the cluster hears of it
     count = arguments.workers
     typed = [*argv, "--progress", "off"]
     lanes = [{"argv": json.dumps([*typed, "--worker", f"{lane}/{count}"])} for lane in range(1, count + 1)]

@@ -21,7 +21,7 @@ from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 
 _FORMAT = 1
 
@@ -97,6 +97,14 @@ async def plan(job: Job, *, write: bool = True) -> Plan:
 
     Raises CloudError; Refused where the output is another run's.
     """
+    try:
+        return await _plan(job, write)
+    except BaseException:
+        await settle()
+        raise
+
+
+async def _plan(job: Job, write: bool) -> Plan:
     place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
     output = None if job.output is None else Store.open(job.output, job.storage, job.stall_s)
     if output is None:

@@ -35,6 +35,11 @@ class ObjectInfo:
     etag: str
 
 
+async def settle() -> None:
+    """Awaited before a loop ends on which stores were used, also after errors: lets the library's threads go."""
+    await asyncio.sleep(_GRACE_S)
+
+
 class Store:
     """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence within one answer."""
 
@@ -137,7 +142,7 @@ class Store:
         await self._call(key, obstore.put_async(self._backend, key, data, use_multipart=False))
 
     async def aclose(self) -> None:
-        await asyncio.sleep(_GRACE_S)
+        await settle()
 
     async def _call(self, key: str, call: Any) -> Any:
         try:
