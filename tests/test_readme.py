@@ -24,9 +24,12 @@ from mlserver.settings import ModelSettings, Settings
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.settings import EngineSettings, parse_settings
+from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.torchserve.config import read_config
 from tests import markdown
 from tests.markdown import Block
 from tests.server.harness import PACKAGE_SPELLING, Server, serve
+from tests.torchserve.workshop import write_mar
 
 _BLOCKS = [block for page in markdown.pages() for block in markdown.blocks(page)]
 _SHOWN = ("mermaid", "text")  # drawings, and what a server says by itself
@@ -177,6 +180,9 @@ def _check_names(commands: list[str]) -> None:
 def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
     """As MLServer and the runtime read it, with a file where the uri says that there is one."""
     uri = body["parameters"]["uri"]
+    if uri.endswith(".mar"):
+        _check_handler_settings(body, folder)
+        return
     if uri.endswith(".gguf"):
         (folder / uri).touch()
     elif "://" not in uri:
@@ -191,3 +197,13 @@ def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
     resolved = parse_settings(parameters.uri, parameters.extra, parameters.model_extra, str(folder), environ={})
     given = body["parameters"].get("extra", {})
     assert {resolved.origins[key] for key in given} <= {"model-settings.json"}
+
+
+def _check_handler_settings(body: dict[str, Any], folder: Path) -> None:
+    """The same for the runtime of TorchServe's handlers."""
+    parameters = body["parameters"]
+    write_mar(folder / parameters["uri"], {"handler.py": ""}, {"modelName": body["name"], "handler": "handler.py"})
+    assert body["implementation"] == "mlserver_torch_stream.TorchServeRuntime"
+    archive = open_archive(parameters["uri"], str(folder))
+    read_config(archive.yaml, parameters.get("extra", {}))
+    archive.close()
