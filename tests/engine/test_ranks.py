@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -98,6 +99,11 @@ def test_each_rank_holds_half_of_the_cache_and_of_the_layers(ranks: BuiltEngine,
     end(whole)
     weight = prepared.weights.model.model.layers[0].mlp.up_proj.weight
     assert 2 * weight.to_local().numel() == weight.numel()
+
+
+def test_nobody_beyond_this_machine_can_reach_them(ranks: BuiltEngine) -> None:
+    sockets = [each for pid in (os.getpid(), *pids(ranks)) for each in psutil.Process(pid).net_connections("tcp")]
+    assert {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
 def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, expected: list[list[int]]) -> None:

@@ -48,7 +48,7 @@ def follow(find: Callable[[], Group]) -> int:
 def _serve(group: Group) -> None:
     resolved = read_order(group.hear())
     set_threads(resolved.settings, read_host())
-    replica = Replica(load_shard(resolved, group).weights.model)
+    parts = Parts(load_shard(resolved, group).weights.model)
     with torch.inference_mode():
         while True:
             for operation, *arguments in group.next_command():
@@ -57,10 +57,10 @@ def _serve(group: Group) -> None:
                 if operation == "pulse":
                     group.pulse()
                 else:
-                    replica.do(operation, arguments)
+                    parts.do(operation, arguments)
 
 
-class Replica:
+class Parts:
     """This rank's part of each of rank 0's caches, by its name, and what can be done with them."""
 
     def __init__(self, model: PreTrainedModel) -> None:

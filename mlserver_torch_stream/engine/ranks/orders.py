@@ -17,10 +17,9 @@ def write_order(resolved: ResolvedSettings) -> dict[str, Any]:
         "settings": resolved.settings.model_dump(mode="json"),
         "kind": source.kind,
         "location": source.location,
-        "origins": dict(resolved.origins),
     }
 
 
 def read_order(order: dict[str, Any]) -> ResolvedSettings:
     settings = EngineSettings.model_validate(order["settings"])
-    return ResolvedSettings(settings, ModelSource(order["kind"], order["location"]), order["origins"])
+    return ResolvedSettings(settings, ModelSource(order["kind"], order["location"]), {})
