@@ -99,7 +99,7 @@ cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedde
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
 	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --extra quantised --constraint - --no-annotate --no-header --no-emit-package setuptools \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --constraint - --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
 	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt

@@ -51,8 +51,14 @@ class Poller:
 
     async def _new(self) -> list[str]:
         """A bounded number of them, the first ones; the rest is there at the next look."""
-        keys = [info.key async for info in self._store.list(self._cursor) if self._pattern.fullmatch(info.key)]
-        return sorted(key for key in keys if key not in self._open)[: _MOST_OPEN - len(self._open)]
+        keys: list[str] = []
+        most = _MOST_OPEN - len(self._open)
+        async for info in self._store.list(self._cursor):
+            if self._pattern.fullmatch(info.key) and info.key not in self._open:
+                keys.append(info.key)
+            if len(keys) > 2 * most:  # a folder is not listed in order: the first ones may come last
+                keys = sorted(keys)[:most]
+        return sorted(keys)[:most]
 
     async def _done(self, key: str) -> None:
         self._open[key] = True

@@ -192,8 +192,10 @@ def _by_text(where: str, whole: str, text: str) -> CloudError:
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
             return Full(f"{where}: no room left to write: {text}")
-    if "os error 13" in whole or "os error 30" in whole:
+    if any(sign in whole for sign in ("os error 13", "os error 30", "403 Forbidden", "401 Unauthorized")):
         return Denied(f"{where}: no permission: {text}")
+    if "404 Not Found" in whole:  # of a bucket that is listed
+        return Missing(f"{where}: is not there")
     return Unavailable(f"{where}: {text}")
 
 

@@ -35,6 +35,7 @@ class FaultyServer:
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, Range
     url: str = ""
     delay: float = 0.0
+    listing: int = 200  # the status of a listing, which is empty
     quiet: threading.Event = field(default_factory=threading.Event)  # set: stalled answers end
 
     def gets(self, path: str) -> list[str | None]:
@@ -55,8 +56,14 @@ def _handler(server: FaultyServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self._answer(send=True)
 
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._plain(403, b"<Error><Code>AccessDenied</Code></Error>")
+
         def _answer(self, send: bool) -> None:
             path = unquote(urlsplit(self.path).path)
+            if "list-type=2" in self.path:
+                return self._plain(server.listing, b"<ListBucketResult></ListBucketResult>")
             wanted = self.headers.get("Range")
             server.asked.append((self.command, path, wanted))
             body = server.objects.get(path)

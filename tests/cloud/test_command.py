@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,28 @@ def test_a_full_disk_is_told_and_nothing_half_written_is_left(rows: Path, server
     assert status == 0 and joined(tmp_path / "out") == wide
 
 
+def test_an_output_that_may_not_be_written_is_told_before_anything_is_inferred(
+    rows: Path, server: ModelServer, capsys: Any
+) -> None:
+    with faulty_server() as objects:
+        storage = [f"endpoint={objects.url}", "skip_signature=true", "region=us-east-1"]
+        options = [word for each in storage for word in ("--storage", each)]
+        assert cloud("run", "--input", rows, "--output", "s3://bucket/out", "--url", server.url, *options) == 3
+    assert "s3://bucket/out/manifest.json: no permission" in capsys.readouterr().err and not server.asked
+
+
+@pytest.mark.parametrize(("listing", "named"), [(404, "is not there"), (403, "no permission")])
+def test_a_bucket_that_cannot_be_listed_is_told_at_once(
+    server: ModelServer, capsys: Any, listing: int, named: str
+) -> None:
+    with faulty_server() as objects:
+        objects.listing = listing
+        storage = [f"endpoint={objects.url}", "skip_signature=true", "region=us-east-1"]
+        options = [word for each in storage for word in ("--storage", each)]
+        assert cloud("run", "--input", "s3://bucket/in", "--url", server.url, *options) == 3
+    assert f"s3://bucket/in/: {named}" in capsys.readouterr().err
+
+
 def test_a_full_stdout_is_told(rows: Path, server: ModelServer) -> None:
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
@@ -214,20 +237,22 @@ def test_a_full_stdout_is_told(rows: Path, server: ModelServer) -> None:
 
 
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: ModelServer, tmp_path: Path) -> None:
-    server.delay = 0.05
+    held = threading.Event()
+    server.trouble = lambda prompt, before: held.wait(60) and None if prompt == "row 6" else None
     run = ("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url, "--part-rows", "2")
     process = start(*run, "--concurrency", "1")
-    _wait(lambda: len(server.answered) >= 5)
+    _wait(lambda: len(list((tmp_path / "out").glob("part-*"))) == 3)
     process.send_signal(signal.SIGINT)
     status, _, err = finish(process)
+    held.set()
     assert status == 130 and "interrupted; what is written is kept" in err and "Traceback" not in err
     kept = joined(tmp_path / "out")
-    assert kept and len(_lines(kept)) < 10
+    assert len(_lines(kept)) == 6
     assert cloud(*run) == 0 and joined(tmp_path / "out").startswith(kept)
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly(rows: Path, server: ModelServer) -> None:
-    server.delay = 0.02
+    server.delay = 0.3
     process = start("run", "--input", rows, "--url", server.url, "--concurrency", "1")
     assert process.stdout is not None
     process.stdout.readline()

