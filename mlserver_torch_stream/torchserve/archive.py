@@ -32,10 +32,11 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive. ``own``: the folder was made for it, and goes with it."""
+    """An opened archive. ``own``: the folder was made for it, and goes with it. ``config``: the text of its YAML."""
 
     folder: Path
     manifest: Mapping[str, Any]
+    config: str
     yaml: Mapping[str, Any]
     own: bool
 
@@ -74,7 +75,7 @@ def _bare_handler(path: Path, handler: str) -> Archive:
     model = {"modelName": path.stem, "handler": handler}
     if (path.parent / _CONFIG).is_file():
         model["configFile"] = _CONFIG
-    return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model), own=False)
+    return Archive(path.parent, {"model": model}, *_read_yaml(path.parent, model), own=False)
 
 
 def _unpack(path: Path) -> Archive:
@@ -137,7 +138,7 @@ def _extract(members: Iterator[_Member], folder: Path, archive: Path) -> None:
 
 def _read(folder: Path, own: bool) -> Archive:
     manifest = _read_manifest(folder)
-    return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), own)
+    return Archive(folder, manifest, *_read_yaml(folder, manifest["model"]), own=own)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -159,15 +160,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_yaml(folder: Path, model: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     name = model.get("configFile")
     if name is None:
-        return {}
+        return "", {}
     path = folder / PurePosixPath(str(name)).name
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LoadFailed(f"cannot read {name}: {error}") from None
     if found is not None and not isinstance(found, dict):
         raise LoadFailed(f"{name}: must be a mapping")
-    return found or {}
+    return text, found or {}

@@ -32,6 +32,7 @@ class Place:
         self.ready = False
         self.active: dict[str, Job] = {}
         self.idle_since = 0.0
+        self.watch: asyncio.TimerHandle | None = None
         self.signed = 0.0  # when anything was heard of it
         self.delay_s = _FIRST_DELAY_S  # before it is started again
 

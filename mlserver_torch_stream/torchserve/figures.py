@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -27,17 +27,26 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 ModelLabels = tuple[str, str]
 
 
+class Gauges(Protocol):
+    """What is so now."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def workers(self) -> int: ...
+
+
 @dataclass
 class HandlerFigures:
-    """Of one model, since the process began. ``waiting`` and ``workers`` are asked when somebody looks."""
+    """Of one model, since the process began. ``asked`` is when somebody looks."""
 
     requests: Counter[str] = field(default_factory=lambda: Counter({"ok": 0, "error": 0, "cancelled": 0, "refused": 0}))
     pieces: int = 0
     batches: int = 0
     batched_requests: int = 0
     restarts: int = 0
-    waiting: Callable[[], int] = lambda: 0
-    workers: Callable[[], int] = lambda: 0
+    asked: Gauges | None = None  # None: the model is not loaded
     own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
 
     def note(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
@@ -94,7 +103,7 @@ def _ours(models: Mapping[ModelLabels, HandlerFigures]) -> Iterator[Metric]:
     for name, text in gauges.items():
         gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
         for labels, figures in models.items():
-            gauge.add_metric(labels, getattr(figures, name)())
+            gauge.add_metric(labels, 0 if figures.asked is None else getattr(figures.asked, name))
         yield gauge
 
 

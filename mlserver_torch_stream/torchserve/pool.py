@@ -38,8 +38,7 @@ class Pool:
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        figures.waiting = lambda: len(self._waiting)
-        figures.workers = lambda: len(self._crew.ready)
+        figures.asked = self
 
     async def start(self) -> None:
         """Raises LoadFailed."""
@@ -66,6 +65,18 @@ class Pool:
     def shutdown(self) -> None:
         self._crew.end()
         self._crew.wait()
+        if self._figures.asked is self:  # and not who came after it
+            self._figures.asked = None
+
+    # --- what figures ask ---
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def workers(self) -> int:
+        return len(self._crew.ready)
 
     # --- requests ---
 
@@ -149,7 +160,8 @@ class Pool:
             return
         if not place.active:
             place.signed = now
-            self._watch(place)
+            if place.watch is None:
+                self._watch_in(place, self.config.responseTimeout)
         for job in batch:
             job.signed = now
             place.active[job.key] = job
@@ -261,12 +273,13 @@ class Pool:
 
     # --- handlers that never return ---
 
-    def _watch(self, place: Place) -> None:
-        self._loop.call_later(self.config.responseTimeout, self._check, place, place.worker)
+    def _watch_in(self, place: Place, seconds: float) -> None:
+        place.watch = self._loop.call_later(seconds, self._check, place)
 
-    def _check(self, place: Place, worker: Any) -> None:
-        """One timer per busy spell of a worker: it looks, and looks again when it would be too late."""
-        if place.worker is not worker or not place.active:
+    def _check(self, place: Place) -> None:
+        """One timer per worker while it is busy: it looks, and looks again when it would be too late."""
+        place.watch = None
+        if not place.active:
             return
         limit = self.config.responseTimeout
         now = time.monotonic()
@@ -281,7 +294,7 @@ class Pool:
                 job.fail(error)
             self._crew.kill(place, f"worker {place.number} gave no sign for {limit} s and was ended")
         else:
-            self._loop.call_later(oldest + limit - now, self._check, place, worker)
+            self._watch_in(place, oldest + limit - now)
 
     def _time_out_silent(self, place: Place, now: float, limit: int) -> float:
         """Each task on its own: cancelled at its limit. The time that decides whether the worker itself hangs."""

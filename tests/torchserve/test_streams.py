@@ -34,6 +34,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
         def handle(data, context):
             if data is None:
                 context.state = {"calls": 0}
+                assert context.model_yaml_config["handler"].pop(7) == "seven"  # a key that JSON does not have
                 return None
             assert isinstance(context, Context)
             if data[0].get("fail"):
@@ -53,7 +54,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
             }
             return [facts]
     """
-    config = {"batchSize": 3, "maxBatchDelay": 0, "deviceType": "cpu", "handler": {"mine": True}}
+    config = {"batchSize": 3, "maxBatchDelay": 0, "deviceType": "cpu", "handler": {"mine": True, 7: "seven"}}
     parts = [
         Part("body", "application/json", b'{"a": 1}'),
         Part("note", "text/plain", b"hi"),
@@ -71,7 +72,11 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
             assert facts["data"] == {"body": {"a": 1}, "note": "hi", "data": "raw"}
             assert facts["id"] == "r-1" and facts["ids"] == {"0": "r-1"} and facts["header"] == "me"
             assert facts["all"]["note"] == {"content-type": "text/plain"}
-            assert facts["model"] == "model" and facts["yaml"] == config and facts["calls"] == 1
+            assert (
+                facts["model"] == "model"
+                and facts["yaml"] == {**config, "handler": {"mine": True}}
+                and facts["calls"] == 1
+            )
             assert facts["manifest"]["handler"] == "handler.py"
             assert facts["properties"] == {
                 "model_dir": str(tmp_path),

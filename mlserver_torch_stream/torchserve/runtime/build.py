@@ -94,7 +94,7 @@ class Orders:
             "manifest": archive.manifest,
             "handler": archive.handler,
             "envelope": str(archive.model.get("envelope") or ""),
-            "yaml": archive.yaml,
+            "config": archive.config,  # as text: not all of YAML survives JSON
             "batch_size": config.batchSize,
             "gpu": gpu,
             "mode": _mode(config),

@@ -78,7 +78,7 @@ class Worker:
             __version__,
             True,
             Metrics(self._channel, order["model"]),
-            order["yaml"],
+            _yaml(order["config"]),
         )
 
     def _initialize(self) -> None:
@@ -156,6 +156,14 @@ class Worker:
             else:
                 self._asked.put(requests)
         _end()
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    import yaml
+
+    return yaml.safe_load(text) or {}
 
 
 def _end() -> None:
