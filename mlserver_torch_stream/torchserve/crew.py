@@ -35,6 +35,8 @@ class Place:
         self.watch: asyncio.TimerHandle | None = None
         self.signed = 0.0  # when anything was heard of it
         self.delay_s = _FIRST_DELAY_S  # before it is started again
+        self.born = 0.0
+        self.proven = False  # this process has answered
 
 
 class Manager(Protocol):
@@ -111,6 +113,8 @@ class Crew:
                 lambda header, body: self._heard(place, header, body),
                 lambda ended: self._lost(place, ended),
             )
+            if self._over:  # since the last look: ``end`` may be called in any thread
+                place.worker.kill()
             await asyncio.wait_for(done, self._config.startupTimeout)
         except asyncio.TimeoutError:
             self.kill(place, "was not ready in time")
@@ -133,11 +137,12 @@ class Crew:
             if waiting is not None and not waiting.done():
                 waiting.set_exception(LoadFailed(header["message"]))
         else:
+            place.proven |= bool(header.get("ended"))
             self._manager.heard(place, header, body)
 
     def _is_ready(self, place: Place) -> None:
-        place.ready = True
-        place.idle_since = time.monotonic()
+        place.ready, place.proven = True, False
+        place.born = place.idle_since = time.monotonic()
         self.trouble = None
         self._manager.came(place)
 
@@ -150,7 +155,7 @@ class Crew:
             return
         logger.error("%s", ended)
         place.ready = False
-        if time.monotonic() - place.idle_since > _SOUND_S:
+        if place.proven or time.monotonic() - place.born > _SOUND_S:
             place.delay_s = _FIRST_DELAY_S
         self._manager.lost(place, str(ended))
         task = self._loop.create_task(self._start_again(place))
@@ -167,7 +172,7 @@ class Crew:
             try:
                 self.restarts += 1
                 await self._start(place)
-            except LoadFailed as error:
+            except Exception as error:
                 logger.error("Model %s: cannot start worker %d again: %s", self._name, place.number, error)
                 if not self.ready:
                     self.trouble = f"its workers died, and cannot be started again: {error}"

@@ -38,11 +38,11 @@ class Pool:
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        figures.asked = self
 
     async def start(self) -> None:
         """Raises LoadFailed."""
         await self._crew.start()
+        self._figures.asked = self
 
     # --- what the lifecycle asks of an engine ---
 

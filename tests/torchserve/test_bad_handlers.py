@@ -182,6 +182,20 @@ def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path
     run(scenario())
 
 
+def test_the_time_before_a_worker_is_started_again_grows_only_where_it_answers_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _WRONG)) as pool:
+            (place,) = pool._crew.places
+            delays = []
+            for text in ("die", "die", "fine", "die"):
+                await outcome(pool.submit(request(text)))
+                await until(lambda: place.ready)
+                delays.append(place.delay_s)
+            assert delays == [0.2, 0.4, 0.4, 0.2]
+
+    run(scenario())
+
+
 def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG, {"responseTimeout": 1})) as pool:
