@@ -1,0 +1,59 @@
+"""Sequences and time limits as V2 spells them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mlserver.types import InferenceRequest
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.torchserve.config import read_config
+from mlserver_torch_stream.torchserve.jobs import HandlerRequest
+from mlserver_torch_stream.torchserve.v2_input import is_v2, read_request
+
+
+def _read(parameters: dict[str, Any], **config: Any) -> HandlerRequest:
+    tensor = {"name": "body", "datatype": "BYTES", "shape": [1], "data": ["x"]}
+    payload = InferenceRequest.model_validate({"inputs": [tensor], "parameters": parameters})
+    return read_request(payload, "r", read_config({}, config), "")
+
+
+def test_a_sequence_that_starts_without_an_id_is_given_one() -> None:
+    first, second = (_read({"sequence_start": True}, sequenceBatching=True) for _ in range(2))
+    assert first.sequence_id and first.sequence_id != second.sequence_id
+    assert first.headers["ts_request_sequence_id"] == first.sequence_id
+    assert first.headers["ts_request_sequence_start"] == "true" and "sequence_start" not in first.headers
+
+
+def test_a_sequence_ends_by_its_id_only() -> None:
+    ends = _read({"sequence_id": "s", "sequence_end": True}, sequenceBatching=True)
+    assert (ends.sequence_id, ends.sequence_end) == ("s", True)
+    assert ends.headers["ts_request_sequence_end"] == "true"
+    with pytest.raises(InvalidInput, match="sequence_id: is needed"):
+        _read({"sequence_end": True}, sequenceBatching=True)
+    assert _read({}, sequenceBatching=True).sequence_id is None
+
+
+def test_torchserves_variables_name_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_ID", "x-session")
+    assert _read({"sequence_id": 7}).headers["x-session"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("timeout", "bound", "seconds"), [(None, 0, None), (500_000, 0, 0.5), ("500000", 300, 0.3), (None, 2000, 2.0)]
+)
+def test_the_shorter_of_two_time_limits_counts(timeout: Any, bound: int, seconds: float | None) -> None:
+    parameters = {} if timeout is None else {"timeout": timeout}
+    assert _read(parameters, clientTimeoutInMills=bound).timeout_s == seconds
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", [1]])
+def test_a_time_limit_that_is_none_is_refused(timeout: Any) -> None:
+    with pytest.raises(InvalidInput, match="timeout"):
+        _read({"timeout": timeout})
+
+
+def test_only_a_list_of_tensors_makes_a_body_v2() -> None:
+    assert is_v2({"inputs": [{"name": "x", "datatype": "BYTES"}]}) and is_v2({"inputs": []})
+    assert not any(map(is_v2, ({}, {"inputs": "text"}, {"inputs": [1, 2]}, {"inputs": [{"a": 1}]})))
