@@ -198,7 +198,7 @@ def test_the_time_before_a_worker_is_started_again_grows_only_where_it_answers_n
 
 def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running(write_handler(tmp_path, _WRONG, {"responseTimeout": 1})) as pool:
+        async with running(write_handler(tmp_path, _WRONG, {"responseTimeout": 2})) as pool:
             hangs = pool.submit(request("hang"))
             assert (await anext(hangs)).value == b"first"
             waits = pool.submit(request("fine", "waits"))

@@ -143,9 +143,9 @@ class Handler:
 """
 
 
-def _async_handler(tmp_path: Path) -> str:
+def _async_handler(tmp_path: Path, response_timeout: int = 60) -> str:
     source = _ASYNC.replace("async def handle(data", "async def answer(data").replace("await handle(", "await answer(")
-    return write_handler(tmp_path, source, {"asyncCommunication": True, "responseTimeout": 2})
+    return write_handler(tmp_path, source, {"asyncCommunication": True, "responseTimeout": response_timeout})
 
 
 @both
@@ -164,7 +164,7 @@ def test_async_requests_run_beside_each_other_each_with_its_own_context(tmp_path
 
 def test_an_async_task_is_cancelled_when_its_client_leaves_or_it_gives_no_sign(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running(_async_handler(tmp_path)) as pool:
+        async with running(_async_handler(tmp_path, response_timeout=3)) as pool:
             left = pool.submit(request("wait", "left"))
             beside = pool.submit(request("3", "beside"))
             assert len(await texts(beside)) == 4  # the other has begun too

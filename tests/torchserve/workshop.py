@@ -24,7 +24,7 @@ from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.runtime.build import Orders
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 # Three times "hello", then "hello world ": what TorchServe's documentation shows.
 HELLO = """
