@@ -242,6 +242,6 @@ async def write(
         await sink.end()
     failed = planned.done.failed + meter.failed
     if not planned.done.complete or job.lanes == 1:
-        done = {"failed": failed, "rows": meter.rows, "lane": job.lane, "lanes": job.lanes}
+        done = {"failed": failed, "lane": job.lane, "lanes": job.lanes}
         await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
     return failed

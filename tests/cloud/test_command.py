@@ -47,6 +47,16 @@ def test_lines_on_stdout_in_order(rows: Path, server: ModelServer, capfdbinary: 
     assert b"10 rows, 0 failed" in err and b"busy" in err
 
 
+def test_the_progress_bar_is_drawn_to_its_end_where_it_is_asked_for(
+    rows: Path, server: ModelServer, capsys: Any
+) -> None:
+    assert cloud("run", "--input", rows, "--url", server.url) == 0
+    assert "\r" not in capsys.readouterr().err  # stderr is no terminal here
+    assert cloud("run", "--input", rows, "--url", server.url, "--progress", "on") == 0
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "[====================]" in last and "10 rows" in last and "0 failed" in last
+
+
 def test_parts_in_a_bucket_and_resuming_from_it(
     rows: Path, server: ModelServer, bucket: str, capsys: Any, tmp_path: Path
 ) -> None:
