@@ -189,6 +189,39 @@ def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
         run(scenario(engine))
 
 
+def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew() -> None:
+    model = laid_out(tiny_model("llama"), 2)
+    ids = spelled("The end")
+    expected = reference(model, ids, 10)
+    reached, gate = threading.Event(), threading.Event()
+
+    def hold(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Before any stage, so that other rows go on."""
+        if args[0].shape[1] == 6:
+            reached.set()
+            assert gate.wait(30)
+
+    async def scenario(engine: EngineWorker) -> None:
+        other = engine.submit([PromptJob(prompt_of(3), greedy(240))])
+        await anext(other)
+        stream = engine.submit([PromptJob((), greedy(10), open=True)])
+        stream.extend(spelled("The cap"))  # all but the last one go in
+        await until(reached.is_set, "the piece")
+        stream.seal(ids)
+        steps = engine.stats().decode_steps
+        await until(lambda: engine.stats().decode_steps > steps + 1, "two steps, between which the seal is taken in")
+        gate.set()
+        assert [token async for event in stream for token in event.token_ids] == expected
+        other.close()
+
+    with pipelined(model, prefill_tokens=8) as (engine, _):
+        model.register_forward_pre_hook(hold, with_kwargs=True)
+        try:
+            run(scenario(engine))
+        finally:
+            gate.set()
+
+
 @pytest.mark.parametrize("whole", ["The capital of France is", "The capital of Spain"])
 def test_an_open_prompt_is_prefilled_as_it_comes(whole: str) -> None:
     model = laid_out(tiny_model("llama"), 2)
@@ -278,25 +311,17 @@ def _die(*_: Any) -> None:
 
 def test_nothing_runs_on_after_a_shutdown() -> None:
     model = laid_out(tiny_model("llama"), 2)
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        time.sleep(0.01)
 
     async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob(prompt_of(6), greedy(200))])
-        await anext(stream)
+        streams = [engine.submit([PromptJob(prompt_of(6, i), greedy(200))]) for i in range(4)]
+        await until(lambda: engine.stats().running_rows == 4, "four rows")
         await asyncio.get_running_loop().run_in_executor(None, engine.shutdown)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
+        assert {(await last_of(stream)).finish_reason for stream in streams} == {FinishReason.ABORT}
 
-    with pipelined(model) as (engine, _):
-        model.model.layers[2].register_forward_hook(count)
+    with pipelined(model) as (engine, pipeline):
+        Busy(pipeline, 0.01)
         run(scenario(engine))
-        seen = calls
-        time.sleep(0.05)
-        assert calls == seen
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
 
 
 def test_stages_are_read_off_the_map() -> None:
