@@ -7,6 +7,7 @@ arithmetic.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -53,7 +54,11 @@ def _device(arguments: argparse.Namespace) -> Device:
     from mlserver_torch_stream.engine.planning.devices import Device, find_device
 
     if arguments.device not in (None, _HOST):
-        return find_device(arguments.device)
+        device = find_device(arguments.device)
+        for name in ("memory", "bandwidth", "tflops"):
+            if getattr(arguments, name) is not None:
+                raise SettingsError(f"--{name}: that of --device {arguments.device} is known; leave one of both out")
+        return device
     name, memory = "a device", arguments.memory
     if arguments.device == _HOST:
         name, memory = "this machine's CPU", memory or read_host().available_bytes
@@ -141,6 +146,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream plan",
@@ -149,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="a folder, a .gguf file, a hub id or embedded://…")
     parser.add_argument("--device", help="a device by its name, such as h100 or cpu; a wrong name lists them")
     parser.add_argument("--memory", type=_memory, help="of another device, such as 48GB")
-    parser.add_argument("--bandwidth", type=float, help="of another device's memory, in GB/s")
-    parser.add_argument("--tflops", type=float, help="of another device, dense in bf16 (default: not a limit)")
+    parser.add_argument("--bandwidth", type=_rate, help="of another device's memory, in GB/s")
+    parser.add_argument("--tflops", type=_rate, help="of another device, dense in bf16 (default: not a limit)")
     parser.add_argument("--devices", type=_positive, default=_DEVICES, help="at most so many (default: %(default)s)")
     parser.add_argument(
         "--context",

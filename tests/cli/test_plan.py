@@ -45,6 +45,8 @@ def test_this_machine(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--device", "h1000"], "did you mean h100"),
         (["--memory", "1GB"], "give --device, or --memory and --bandwidth"),
         (["--device", "cpu"], "--device cpu needs --bandwidth"),
+        (["--device", "l4", "--memory", "1GB"], "--memory: that of --device l4 is known"),
+        (["--device", "l4", "--tflops", "1"], "--tflops: that of --device l4 is known"),
     ],
 )
 def test_a_wrong_question_is_answered_with_the_right_one(
@@ -52,6 +54,20 @@ def test_a_wrong_question_is_answered_with_the_right_one(
 ) -> None:
     assert main(["plan", str(tiny_model), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf", "fast"])
+@pytest.mark.parametrize("option", ["--bandwidth", "--tflops"])
+def test_a_rate_that_is_none_is_refused_by_name(capsys: pytest.CaptureFixture[str], option: str, number: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "model", "--device", "cpu", option, number])
+    assert f"argument {option}" in capsys.readouterr().err
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert main(["plan", str(tmp_path), "--device", "l4"]) == 2
+    assert "(t5) makes no causal language model: Unrecognized configuration" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

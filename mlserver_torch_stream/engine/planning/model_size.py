@@ -66,8 +66,12 @@ def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = N
     text = config.get_text_config(decoder=True)
     kind = getattr(torch, dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.bfloat16
     transformers_logging.disable_progress_bar()
-    with _META:
-        model = AutoModelForCausalLM.from_config(config, dtype=kind).eval().to(_META)
+    try:
+        with _META:
+            model = AutoModelForCausalLM.from_config(config, dtype=kind).eval().to(_META)
+    except ValueError as error:
+        what = " ".join(str(error).split())[:200]
+        raise LoadFailed(f"{source.name} ({config.model_type}) makes no causal language model: {what}") from error
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     total = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := _count(text, key))), 0)
     taken = _count(text, "num_experts_per_tok")
