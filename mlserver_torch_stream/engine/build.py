@@ -31,7 +31,6 @@ from mlserver_torch_stream.engine.loading.placement import describe_placement, n
 from mlserver_torch_stream.engine.loading.pool import Lease
 from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
 from mlserver_torch_stream.engine.prepare import Prepared, give_back_weights, prepare
-from mlserver_torch_stream.engine.ranks.leader import PATIENCE
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
@@ -184,7 +183,7 @@ def _start(
         name=resolved.source.name,
     )
     if prepared.ranks is not None:
-        prepared.ranks.leader.tell_of_loss(partial(engine.fail, patience=PATIENCE))
+        prepared.ranks.leader.tell_of_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
     summary = f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})"
     return Running(engine, codec, summary, lease)

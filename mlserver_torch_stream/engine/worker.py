@@ -293,7 +293,7 @@ class EngineWorker:
 
     def _take_in(self, last: bool) -> None:
         with self._last_word if last else contextlib.nullcontext():
-            self._ended = last
+            self._ended = self._ended or last
             while not self._inbox.empty():
                 self._inbox.get()()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.ranks import children
+from mlserver_torch_stream.engine.ranks import children, forming
+from mlserver_torch_stream.engine.ranks.children import Children, Launched
+from mlserver_torch_stream.engine.ranks.group import Group
+from mlserver_torch_stream.engine.ranks.leader import Leader, RanksLost
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
@@ -35,6 +40,63 @@ def test_what_one_rank_cannot_do_none_does(
         build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=Shares())
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
+
+
+def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server loads all of its models when it starts."""
+    monkeypatch.setattr(children, "_MODULE", "tests.engine.tied")
+    failures: list[Exception] = []
+
+    def form() -> None:
+        with pytest.raises(LoadFailed) as failure:
+            forming.form(2, {})
+        failures.append(failure.value)
+
+    first = threading.Thread(target=form)
+    first.start()
+    end = time.monotonic() + 30
+    while not (child := [each for each in threading.enumerate() if isinstance(each, children._Child) and each.ident]):
+        assert time.monotonic() < end, "no child was started"
+        time.sleep(0.01)
+    form()
+    child[0]._spawned.wait()
+    child[0].process.kill()
+    first.join(60)
+    assert ["being split over ranks" in str(failure) for failure in failures] == [True, False]
+    assert "rank 1 was killed by SIGKILL" in str(failures[1])
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.heard: list[BaseException] = []
+
+    def fail(self, error: BaseException, patience: float) -> None:
+        self.heard.append(error)
+
+
+def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_MODULE", "tests.engine.tied")
+    crew = Children(2, 1)
+    leader = Leader(Group(torch.distributed.HashStore(), 0, 1), crew)
+    engines = [_Engine() for _ in range(3)]
+    for engine in engines:
+        leader.tell_of_loss(engine.fail)
+    gone = weakref.ref(engines.pop())
+    del engine
+    assert gone() is None
+    crew.kill()
+    crew.end(0)
+    engines.append(_Engine())
+    leader.tell_of_loss(engines[-1].fail)
+    leader.stop()
+    assert [[str(error) for error in engine.heard] for engine in engines] == [["rank 1 was killed by SIGKILL"]] * 3
+
+
+def test_a_pulse_that_comes_after_the_end_says_so() -> None:
+    leader = Leader(Group(torch.distributed.HashStore(), 0, 1), Launched())
+    leader.stop()
+    with pytest.raises(RanksLost, match="let go"), leader.speaking("pulse"):
+        pass
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -23,6 +24,7 @@ _HOST = "127.0.0.1"
 _CHILDREN = timedelta(minutes=3)
 # Pods of one group start when their images are there.
 _LAUNCHED = timedelta(minutes=30)
+_FORMING = threading.Lock()
 _LOOK = timedelta(seconds=0.1)  # a store does not say that somebody has come
 
 
@@ -38,8 +40,17 @@ def ranks_here(size: int, environ: Mapping[str, str]) -> int:
 
 def form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
     """Rank 0 of a new group. Raises LoadFailed."""
-    if dist.is_initialized():
-        raise LoadFailed(f"{KEY}: another model in this process is split over ranks already")
+    if not _FORMING.acquire(blocking=False):
+        raise LoadFailed(f"{KEY}: another model in this process is being split over ranks")
+    try:
+        if dist.is_initialized():
+            raise LoadFailed(f"{KEY}: another model in this process is split over ranks already")
+        return _form(size, environ)
+    finally:
+        _FORMING.release()
+
+
+def _form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
     if launched(environ):
         started = int(environ["WORLD_SIZE"])
         if started != size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ _BEAT = 5.0  # seconds between two signs of life; a quarter of the silence that 
 _FATE = 1.0  # seconds in which a process that has hung up is seen to end
 _LEAVE = 5.0  # seconds for the others to end
 PATIENCE = 5.0  # seconds for a step to notice that nobody answers it any more
+
+
+OnLoss = Callable[[BaseException, float], None]
+"""A method that is told why, and how many seconds' patience to have."""
 
 
 class RanksLost(RuntimeError):
@@ -43,7 +48,7 @@ class Leader:
         self._names = count(1)
         self._over = threading.Event()
         self._left = False
-        self._on_loss: Callable[[BaseException], None] = lambda error: None
+        self._listeners: list[weakref.WeakMethod[OnLoss]] = []
         crew.watch(self.lose)
         threading.Thread(target=self._live, name="ranks-pulse", daemon=True).start()
         atexit.register(self.stop)
@@ -65,6 +70,8 @@ class Leader:
         """
         with self._turn:
             self.check()
+            if self._over.is_set():
+                raise RanksLost("the ranks were let go")
             try:
                 self.note(*operation)
                 self._send()
@@ -88,12 +95,14 @@ class Leader:
         if self.lost is not None:
             raise RanksLost(f"the ranks have lost each other: {self.lost}")
 
-    def tell_of_loss(self, on_loss: Callable[[BaseException], None]) -> None:
-        """``on_loss`` is called once, on any thread; at once if the ranks are lost already."""
+    def tell_of_loss(self, on_loss: OnLoss) -> None:
+        """Calls ``on_loss`` once, on any thread, if its object still lives; at once if the ranks are lost already."""
         with self._fate_lock:
-            self._on_loss = on_loss
-        if self.lost is not None:
-            on_loss(RanksLost(self.lost))
+            self._listeners = [each for each in self._listeners if each() is not None]
+            self._listeners.append(weakref.WeakMethod(on_loss))
+            lost = self.lost
+        if lost is not None:
+            on_loss(RanksLost(lost), PATIENCE)
 
     def lose(self, why: str) -> None:
         """Gives the group up. The first reason counts, unless a process has ended: then that is the reason."""
@@ -102,10 +111,12 @@ class Leader:
                 return
             self._over.set()
             self.lost = self._crew.fate(_FATE) or why
-            on_loss = self._on_loss
+            listeners = self._listeners
         logger.error("The ranks have lost each other: %s", self.lost)
         self._crew.kill()
-        on_loss(RanksLost(self.lost))
+        for listener in listeners:
+            if (on_loss := listener()) is not None:
+                on_loss(RanksLost(self.lost), PATIENCE)
 
     def stop(self) -> None:
         """Lets the others go. Idempotent; blocks until they have ended."""
