@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class SerialBackend:
         *,
         max_rows: int,
         check_devices: Callable[[], None] = lambda: None,
+        passage: Callable[[Callable[[], object]], object] = lambda generate: generate(),
     ) -> None:
+        """``passage`` runs a call of the model's, through the stages that it shares with others if there are any."""
         self._model = model
         # Its defaults have gone into the requests' parameters; here they would apply a second time.
         model.generation_config = GenerationConfig(pad_token_id=0)
@@ -46,6 +49,7 @@ class SerialBackend:
         self._samplers = samplers
         self._max_rows = max_rows
         self._check_devices = check_devices
+        self._passage = passage
         self._waiting = WaitingJobs()
         self._growing: list[Job] = []  # open prompts: nobody waits for them
         self._running = 0
@@ -114,13 +118,15 @@ class SerialBackend:
         assert sampler is not None
         try:
             prompt = torch.tensor([job.prompt], device=self._device)
-            self._model.generate(
+            generate = partial(
+                self._model.generate,
                 prompt,
                 attention_mask=torch.ones_like(prompt),  # else every id that equals the padding's is masked
                 max_new_tokens=job.max_tokens,
                 logits_processor=[_Chooser(self, answer, sampler, deliver)],
                 stopping_criteria=[_Ended(answer, poll)],
             )
+            self._passage(generate)
         except Exception as error:
             self._fail([answer], error, deliver)
 

@@ -31,6 +31,7 @@ from tests.engine.tiny import (
     collect,
     greedy,
     idle,
+    one_by_one,
     prompt_of,
     reference,
     run,
@@ -322,6 +323,22 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
     with pipelined(model) as (engine, pipeline):
         Busy(pipeline, 0.01)
         run(scenario(engine))
+
+
+def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() -> None:
+    """Else weights that a hook has brought to a device would be taken away under the other engine's forward."""
+    model = laid_out(tiny_model("llama"), 3)
+    expected = [reference(model, *request) for request in REQUESTS]
+
+    async def scenario(*engines: EngineWorker) -> None:
+        assert list(await asyncio.gather(*(together(engine, REQUESTS) for engine in engines))) == [expected] * 2
+
+    with pipelined(model) as (engine, pipeline):
+        serial = one_by_one(model, passage=pipeline.run)
+        busy = Busy(pipeline, 0.002)
+        with running(model, backend=serial) as other:
+            run(scenario(engine, other))
+    assert busy.most_in_one == 1 and busy.most_stages > 1
 
 
 def test_stages_are_read_off_the_map() -> None:

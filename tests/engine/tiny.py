@@ -189,9 +189,9 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple((seed * 31 + 7 * position) % 250 for position in range(length))
 
 
-def one_by_one(model: PreTrainedModel) -> SerialBackend:
+def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBackend:
     """The serial engine's backend over the model."""
-    return SerialBackend(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()), max_rows=8)
+    return SerialBackend(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()), max_rows=8, **options)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
