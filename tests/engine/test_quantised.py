@@ -68,6 +68,8 @@ def served(folder: Path, config: dict[str, Any], expected: list[list[int]]) -> s
         return engine.summary
 
 
+# transformers warns where we refuse.
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         tiny_model, quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.float32
@@ -83,6 +85,14 @@ def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: 
     with built(tmp_path / "packed", None) as engine:
         assert run(together(engine)) == expected
         assert "quantised by bitsandbytes" in engine.summary
+    for asked, says in (
+        ({"load_in_8bit": True}, r"config\.load_in_8bit: True is too late, the checkpoint is quantised with False"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, r"config\.bnb_4bit_quant_type: 'fp4' is too late, .* with 'nf4'"),
+    ):
+        with pytest.raises(LoadFailed, match=says), built(tmp_path / "packed", asked):
+            pass
+    with built(tmp_path / "packed", NF4):  # what it is anyway
+        pass
     with (
         pytest.raises(LoadFailed, match=r"extra\.weights: int8 is for dense weights"),
         built(tmp_path / "packed", None, weights="int8", dtype="bfloat16"),
@@ -132,6 +142,9 @@ def test_what_torchao_cannot_do_here_is_refused_by_name(quant_type: Any, says: s
         ({"quant_method": "gtpq"}, r"quant_method: unknown 'gtpq'; did you mean 'gptq'\?"),
         ({}, r"quantization_config: quant_method is missing; known are .*torchao"),
         ({"quant_method": "bitsandbytes"}, r"needs load_in_4bit or load_in_8bit"),
+        ({"quant_method": "bitsandbytes_8bit"}, r"needs load_in_4bit or load_in_8bit"),
+        ({"quant_method": "gptq", "load_in_4bit": True}, r"quant_method: 'gptq' does not go with load_in_4bit"),
+        ({"quant_method": ["gptq"]}, r"quant_method: unknown \['gptq'\]"),
         ({"load_in_4bit": True, "bnb_4bit_type": "nf4"}, r"unknown key 'bnb_4bit_type' .* mean 'bnb_4bit_quant_type'"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "float7"}, r"bitsandbytes_4bit: .*float7"),
         ({"load_in_4bit": "yes"}, r"bitsandbytes_4bit: load_in_4bit must be a boolean"),

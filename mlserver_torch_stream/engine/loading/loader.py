@@ -24,6 +24,7 @@ from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
 from mlserver_torch_stream.engine.loading.quantised import (
+    check_agreed,
     check_kept,
     is_quantised,
     quantisation_method,
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 # Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
 GPU_WEIGHT_SHARE = 0.7
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_PLACING = ("device_map", "max_memory", "offload_folder")  # named in what goes wrong with them
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.\d+$")
 
 
@@ -97,8 +99,11 @@ def locate(resolved: ResolvedSettings) -> Place:
 def load_weights(place: Place, resolved: ResolvedSettings) -> Weights:
     """Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
-    where = f" with device_map {settings.device_map!r}" if settings.device_map is not None else ""
-    model = _attempt(f"{name}{where}", lambda: _load_weights(place.location, place.gguf_file, settings))
+    given = {key: getattr(settings, key) for key in _PLACING}
+    where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
+    model = _attempt(
+        f"{name} with {where}" if where else name, lambda: _load_weights(place.location, place.gguf_file, settings)
+    )
     model.eval()
     model.requires_grad_(False)
     return Weights(model, model.generation_config, describe(name, model))
@@ -181,7 +186,7 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
         if packed:
             check_kept(model, "gguf", asked)
         return model
-    method = quantised_as(place, settings.revision)
+    method = own = quantised_as(place, settings.revision)
     if asked is not None:
         method = quantisation_method(asked)
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
@@ -198,6 +203,8 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
         raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
     if method is not None:
         check_kept(model, method, asked)
+    if own is not None and asked is not None:
+        check_agreed(model, options["quantization_config"], asked)
     return model
 
 

@@ -51,12 +51,15 @@ def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: tor
 
 def quantisation_method(given: Mapping[str, Any]) -> str:
     """As transformers names it. Raises LoadFailed."""
-    if given.get("load_in_4bit") or given.get("load_in_8bit"):
-        return "bitsandbytes_4bit" if given.get("load_in_4bit") else "bitsandbytes_8bit"
     method = given.get("quant_method")
-    if method == "bitsandbytes":
+    width = next((width for width in ("4bit", "8bit") if given.get(f"load_in_{width}")), None)
+    if width is not None:
+        if method not in (None, "bitsandbytes", f"bitsandbytes_{width}"):
+            raise LoadFailed(f"{_KEY}.quant_method: {method!r} does not go with load_in_{width}, of bitsandbytes")
+        return f"bitsandbytes_{width}"
+    if method in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"):
         raise LoadFailed(f"{_KEY}: bitsandbytes needs load_in_4bit or load_in_8bit")
-    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         named = "quant_method is missing" if method is None else f"quant_method: unknown {method!r}"
         raise LoadFailed(f"{_KEY}: {named}{_nearest(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}")
     return str(method)
@@ -136,6 +139,15 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
         f"{_KEY}: {method} weights cannot be kept packed here, transformers has dequantised them to {taken}; if that "
         f"is wanted, {wanted}"
     )
+
+
+def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
+    """Raises LoadFailed where a checkpoint that is quantised already has kept what it was quantised with instead."""
+    taken = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    for key in asked if taken is not None else ():
+        own, wanted = getattr(taken, key, None), getattr(config, key, None)
+        if key != "quant_method" and own != wanted:
+            raise LoadFailed(f"{_KEY}.{key}: {asked[key]!r} is too late, the checkpoint is quantised with {own!r}")
 
 
 def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
