@@ -32,14 +32,16 @@ _MODEL_TOLERANCE = 0.2
 
 def pack_linears(model: PreTrainedModel) -> int:
     """How many layers were taken; their own weights are given back. 0 and the model as it was if any check fails."""
-    if input_device(model).type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if input_device(model).type != "cpu" or not torch.backends.mkldnn.is_available():
+        return 0
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
     layers = list(_candidates(model))
     if not layers:
         return 0
-    expected = _logits(model)
     packed = _Packed()
     try:
+        expected = _logits(model)
         for layer in layers:
             packed.take(layer)
         packed.release(model)

@@ -63,6 +63,21 @@ def test_a_model_that_looks_at_its_weights_stays_as_it_was() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_model_that_cannot_do_without_a_cache_stays_as_it_was() -> None:
+    model = bf16("phi3")
+    own = model.forward
+
+    def forward(*args: Any, use_cache: bool = True, **kwargs: Any) -> Any:
+        if not use_cache:
+            raise TypeError("this model's code needs its cache")
+        return own(*args, **kwargs)
+
+    model.forward = forward
+    with torch.inference_mode():
+        assert pack_linears(model) == 0
+    assert model.model.layers[0].mlp.down_proj.weight.device.type == "cpu"
+
+
 def test_a_layer_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bf16("phi3")
     right = packed._linear
