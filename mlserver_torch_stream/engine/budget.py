@@ -64,7 +64,9 @@ def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
         share = budget // 8
         return min(share, HOST_PREFIX_BYTES) if on_host else share
     if asked >= budget:
-        raise LoadFailed(f"prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows")
+        raise LoadFailed(
+            f"parameters.extra.prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows"
+        )
     return asked
 
 

@@ -212,6 +212,7 @@ def _choose_backend(
             samplers,
             max_rows=settings.max_batch_rows,
             check_devices=prepared.check_devices,
+            **({} if prepared.pipeline is None else {"passage": prepared.pipeline.run}),
         )
         return serial, loaded.max_context, f"one request at a time ({problem})"
     parts = device_shares(findings.costs, loaded.max_context)
@@ -235,11 +236,14 @@ def _choose_backend(
         faults=_faults(),
         check_devices=prepared.check_devices,
     )
-    context = batched().longest_row(loaded.max_context)
+    backend = batched()
+    context = backend.longest_row(loaded.max_context)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        free = free_bytes(findings.costs, host)
-        raise LoadFailed(f"parameters.extra.{key}: {no_room(prepared.placement, findings.costs, budget, free)}")
+        if settings.prefix_cache_memory and batched(prefix_bytes=0).longest_row(loaded.max_context) >= 2:
+            key = "prefix_cache_memory"
+        left, free = backend.stats().kv_cache_budget, free_bytes(findings.costs, host)
+        raise LoadFailed(f"parameters.extra.{key}: {no_room(prepared.placement, findings.costs, left, free)}")
     if len(prepared.placement) > 1:
         spread = describe_placement(prepared.placement, findings.costs, parts, budget)
         logger.info("Placement of %s: %s", resolved.source.name, spread)

@@ -94,8 +94,7 @@ class Scheduler:
 
     def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
         """Whether a job could run on an idle engine."""
-        cost = self._limits.cost
-        need = cost(row_step(rows), column_step(final_length)) + cost(1, prompt)
+        need = bytes_alone(self._limits.cost, rows, final_length, prompt)
         return rows <= self._limits.max_rows and need <= self._limits.cache_bytes
 
     def longest_row(self, max_context: int) -> int:
@@ -214,6 +213,11 @@ class Scheduler:
         empty = [group for group in self.groups if not group.rows and not group.expected]
         self.groups = [group for group in self.groups if group.rows or group.expected]
         return empty
+
+
+def bytes_alone(cost: Cost, rows: int, final_length: int, prompt: int) -> int:
+    """Of the batch that a job is the only one in, and of its prompt's cache until it joins that."""
+    return cost(row_step(rows), column_step(final_length)) + cost(1, prompt)
 
 
 def row_step(rows: int) -> int:

@@ -108,8 +108,8 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
     said = describe_placement(placement, costs, shares(costs, 1024), 2**20)
     assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes for the first token of a row")
     refusal = no_room(placement, costs, 700, {torch.device("cpu"): 2048})
-    assert "700 bytes of KV cache hold no row" in refusal
-    assert "on cpu a row of two tokens takes 1.0 KiB and 2.0 KiB are free" in refusal
+    assert "700 bytes of KV cache beside kept prompts hold no row" in refusal
+    assert "on cpu a row of two tokens takes 9.0 KiB and 2.0 KiB are free" in refusal  # 16 columns, and its prompt's 2
     assert "disk: layers 1 (144.5 KiB)" in refusal
 
 
@@ -141,11 +141,15 @@ def test_the_load_says_what_lies_where_and_how_slow_it_is(
 
 
 def test_a_model_without_room_for_its_cache_is_refused_with_the_numbers(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(LoadFailed, match=r"kv_cache_memory: 700 bytes of KV cache hold no row of this model: on cpu a"):
-        built(tiny_model, Shares(), kv_cache_memory=700)
+    with pytest.raises(LoadFailed, match=r"extra\.kv_cache_memory: 8\.8 KiB of .* hold no row .* on cpu .* 9\.0 KiB"):
+        built(tiny_model, Shares(), kv_cache_memory="10KiB")
+    with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: 100 bytes of .* hold no row of this model"):
+        built(tiny_model, Shares(), kv_cache_memory=2**20, prefix_cache_memory=2**20 - 100)
+    with pytest.raises(LoadFailed, match=r"^parameters\.extra\.prefix_cache_memory: 1048576 bytes leave nothing"):
+        built(tiny_model, Shares(), kv_cache_memory=2**20, prefix_cache_memory=2**20)
     others = Shares()
     others.promise("another model", 2**60, 0)  # all that there is
-    with pytest.raises(LoadFailed, match=r"extra\.device_map: 0 bytes of KV cache .* 1\.0 KiB and .* disk: layers 1"):
+    with pytest.raises(LoadFailed, match=r"extra\.device_map: 0 bytes of KV cache .* 9\.0 KiB and .* disk: layers 1"):
         built(tiny_model, others, device_map=SPLIT, offload_folder=str(tmp_path))
 
 
@@ -187,3 +191,8 @@ def test_a_map_over_two_devices_is_pipelined_unless_the_settings_say_otherwise(
         assert run(scenario(engine)) == expected
     finally:
         engine.shutdown()
+
+
+def test_a_memory_limit_that_is_none_is_named(tiny_model: Path) -> None:
+    with pytest.raises(LoadFailed, match=r"cannot load tiny-llama with max_memory \{'cpu': 'lots'\}: .*lots"):
+        built(tiny_model, Shares(), max_memory={"cpu": "lots"})

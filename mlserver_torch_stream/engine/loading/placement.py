@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.devices import device_name, execution_device
 from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.scheduler import bytes_alone
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
 _OFFLOADED = ("cpu", "disk")
@@ -138,15 +139,15 @@ def describe_placement(
 
 
 def no_room(
-    placement: Sequence[Held], costs: Mapping[torch.device, CacheCost], budget: int, free: Mapping[torch.device, int]
+    placement: Sequence[Held], costs: Mapping[torch.device, CacheCost], left: int, free: Mapping[torch.device, int]
 ) -> str:
-    """Why a model cannot be served that has no room for a row of two tokens, in numbers."""
+    """Why a model cannot be served that has no room for a row of two tokens, in numbers; ``left``: bytes for rows."""
     needs = [
-        f"on {device} a row of two tokens takes {size(cost.of(1, 2))} and {size(free[device])} are free"
+        f"on {device} a row of two tokens takes {size(bytes_alone(cost.of, 1, 2, 2))} and {size(free[device])} are free"
         for device, cost in costs.items()
     ]
     beside = f", beside the weights: {'; '.join(map(str, placement))}" if placement else ""
-    return f"{size(budget)} of KV cache hold no row of this model: {'; '.join(needs)}{beside}"
+    return f"{size(left)} of KV cache beside kept prompts hold no row of this model: {'; '.join(needs)}{beside}"
 
 
 def size(count: int) -> str:
