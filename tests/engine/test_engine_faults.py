@@ -95,6 +95,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
         watch.let_go()
         engine._thread.join(30)
         assert not engine._thread.is_alive()
+        assert not engine._post(lambda: None), "nobody would take it in"
 
     with running(model) as engine:
         run(scenario(engine))

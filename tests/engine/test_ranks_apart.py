@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -97,6 +102,33 @@ def test_a_pulse_that_comes_after_the_end_says_so() -> None:
     leader.stop()
     with pytest.raises(RanksLost, match="let go"), leader.speaking("pulse"):
         pass
+
+
+_FOLLOWER = """
+import os
+from mlserver_torch_stream.engine.ranks.forming import find_launched
+group = find_launched(os.environ)
+group.hear()
+group.leave()
+"""
+
+
+@pytest.mark.slow
+def test_launched_ranks_that_have_had_their_model_are_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(forming, "_LAUNCHED", timedelta(seconds=60))
+    monkeypatch.setattr(forming, "_LEFT", threading.Event())
+    with subprocess.Popen([sys.executable, "-c", _FOLLOWER], env={**os.environ, "RANK": "1"}) as other:
+        group, _ = forming.form(2, environ)
+        group.tell("go")
+        assert other.wait(30) == 0
+        group.leave()
+    with pytest.raises(LoadFailed, match="these ranks have had their model"):
+        forming.form(2, environ)
 
 
 @pytest.mark.slow

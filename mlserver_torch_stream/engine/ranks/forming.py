@@ -25,6 +25,7 @@ _CHILDREN = timedelta(minutes=3)
 # Pods of one group start when their images are there.
 _LAUNCHED = timedelta(minutes=30)
 _FORMING = threading.Lock()
+_LEFT = threading.Event()  # those that a launcher has started: they have come, once
 _LOOK = timedelta(seconds=0.1)  # a store does not say that somebody has come
 
 
@@ -55,7 +56,10 @@ def _form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
         started = int(environ["WORLD_SIZE"])
         if started != size:
             raise LoadFailed(f"{KEY}: {size} ranks are wanted and {started} were started")
+        if _LEFT.is_set():
+            raise LoadFailed(f"{KEY}: these ranks have had their model: start all processes anew")
         group = find_launched(environ)
+        _LEFT.set()
         return group, Launched()
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         raise LoadFailed(f"{KEY}: {size} GPUs are wanted and {torch.cuda.device_count()} are here")
