@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineStats, PromptJob, TokenStream
-from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull
+from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,15 @@ class ReplicatedEngine:
         return any(replica.alive for replica in self._replicas)
 
     def submit(self, jobs: Sequence[PromptJob]) -> TokenStream:
-        """All jobs of a request go to one replica: the least loaded that lives and has room in its queue."""
-        refusal: NotServing | QueueFull | None = None
+        """All jobs of a request go to one replica: the least loaded that lives and has room for them.
+
+        Their caches can differ in size, with what else is on their devices.
+        """
+        refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
             try:
                 stream = self._replicas[number].submit(jobs)
-            except (QueueFull, NotServing) as error:
+            except (QueueFull, NotServing, InvalidInput) as error:
                 refusal = refusal or error
                 continue
             self._taken[number] += 1

@@ -12,9 +12,10 @@ import torch
 
 from mlserver_torch_stream.engine.api import Engine, PromptJob
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.replicas import ReplicatedEngine
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.engine.worker import EngineWorker
-from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing, QueueFull
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
 from tests.engine.tiny import collect, greedy, prompt_of, run, until
@@ -101,6 +102,24 @@ def test_a_prompt_goes_to_the_replica_with_the_least_to_do(three: BuiltEngine) -
             stream.close()
 
     run(scenario())
+
+
+def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -> None:
+    """As on a GPU that other models share."""
+    parts = [build(tiny_model, kv_cache_memory=size) for size in ("2MiB", "8MiB")]
+    engine = ReplicatedEngine([part.engine for part in parts])
+
+    async def scenario() -> None:
+        streams = [engine.submit([PromptJob(prompt_of(5), greedy(900, n=8))]) for _ in range(2)]
+        assert [part.engine.load > 0 for part in parts] == [False, True]
+        for stream in streams:
+            stream.close()
+        with pytest.raises(InvalidInput):
+            engine.submit([PromptJob(prompt_of(5), greedy(900, n=32))])
+
+    run(scenario())
+    for part in parts:
+        end(part)
 
 
 def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path) -> None:
