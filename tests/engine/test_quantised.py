@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.utils import is_torchao_available
 
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.loading import quantised
+from mlserver_torch_stream.engine.loading import loader, quantised
 from mlserver_torch_stream.engine.loading.placement import bytes_of
 from mlserver_torch_stream.engine.loading.quantised import read_quantisation
 from mlserver_torch_stream.engine.shares import Shares
@@ -209,6 +209,18 @@ def test_weights_that_transformers_dequantises_quietly_are_refused_unless_asked_
         pass
     with built(folder, {"quant_method": "fp8", "dequantize": True}, fast_path="off") as engine:
         assert "quantised" not in engine.summary and len(run(together(engine))) == len(REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "device"),
+    [(None, "cuda"), ("auto", "cuda"), ({"": 0}, "cuda"), ("cpu", "cpu"), ({"": "cpu"}, "cpu")],
+)
+def test_a_method_is_tried_where_the_weights_will_be(
+    device_map: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = parse_settings("embedded://x", {"device_map": device_map}, environ={}).settings
+    assert loader._meant_for(settings) == (torch.device(device), torch.bfloat16)
 
 
 def test_gguf_is_kept_packed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

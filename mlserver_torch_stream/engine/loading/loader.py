@@ -210,7 +210,9 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
     """The kind of device that will compute with the weights, and in what."""
-    gpu = torch.cuda.is_available() and settings.device_map != "cpu"
+    given = settings.device_map
+    places = given.values() if isinstance(given, dict) else (given,)
+    gpu = torch.cuda.is_available() and not all(place in ("cpu", "disk") for place in places)
     return torch.device("cuda" if gpu else "cpu"), getattr(
         torch, "bfloat16" if settings.dtype == "auto" else settings.dtype
     )
