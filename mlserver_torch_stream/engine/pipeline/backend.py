@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.backend import Deliver
-from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.batches import RowBatches
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
@@ -33,8 +33,8 @@ class _Away:
     ids: list[int]
 
 
-class PipelinedBackend(BatchedBackend):
-    """A ``BatchedBackend`` whose step waits for one forward to land instead of running all of them in turn.
+class PipelinedBackend(RowBatches):
+    """Steps wait for one forward to land, where those of ``BatchedBackend`` run all of them in turn.
 
     Rows do not change groups: groups that have grown unequal cost no more than one group would.
     """
@@ -48,7 +48,7 @@ class PipelinedBackend(BatchedBackend):
         forward: Forward | None = None,
         **options: Any,
     ) -> None:
-        """``options``: as of ``BatchedBackend``."""
+        """``options``: as of ``RowBatches``."""
         staged = StagedForward(forward or ModelForward(model), pipeline)
         super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth
