@@ -13,6 +13,7 @@ import stat
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,6 +29,8 @@ _CONFIG = "model-config.yaml"
 _HANDLER_URI = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w+))?")
 _MOST_MANIFEST_BYTES = 1 << 20
 _CHUNK = 1 << 20
+# RuntimeError: an encrypted zip, or (NotImplementedError) a strange compression; ValueError: a name no file can have.
+_UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _unpack(path: Path) -> Archive:
         return _read(folder, own=True)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, NotImplementedError)):
+        if isinstance(error, _UNREADABLE):
             raise LoadFailed(f"cannot unpack {path}: {error}") from None
         raise
 
@@ -149,7 +152,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise LoadFailed(f"{MANIFEST}: larger than {_MOST_MANIFEST_BYTES} bytes")
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LoadFailed(f"{MANIFEST}: not JSON: {error}") from None
     model = manifest.get("model") if isinstance(manifest, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("handler"), str):
@@ -168,7 +171,7 @@ def _read_yaml(folder: Path, model: Mapping[str, Any]) -> tuple[str, Mapping[str
     try:
         text = path.read_text(encoding="utf-8")
         found = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise LoadFailed(f"cannot read {name}: {error}") from None
     if found is not None and not isinstance(found, dict):
         raise LoadFailed(f"{name}: must be a mapping")

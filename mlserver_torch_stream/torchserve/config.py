@@ -66,7 +66,7 @@ class HandlerConfig(BaseModel):
     sequenceMaxIdleMSec: int = Field(0, ge=0)
     sequenceTimeoutMSec: int = Field(0, ge=0)
     maxSequenceJobQueueSize: int = Field(1, gt=0)
-    maxNumSequence: int = Field(1, gt=0)
+    maxNumSequence: int = Field(0, ge=0)  # 0: batchSize for each worker
     continuousBatching: bool = False
     sequenceBatching: bool = False
     asyncCommunication: bool = False
@@ -92,6 +92,10 @@ class HandlerConfig(BaseModel):
     def broadcasts(self) -> bool:
         """Every rank gets every request; else only the first does."""
         return self.parallelType != "pp"
+
+    @property
+    def most_sequences(self) -> int:
+        return self.maxNumSequence or self.batchSize * self.minWorkers
 
     @property
     def queue_size(self) -> int:

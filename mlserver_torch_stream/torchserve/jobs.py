@@ -82,7 +82,7 @@ class Job:
         self.key = key  # its id for the handler: unique among those that run
         self.arrived = arrived
         self.over = False  # nothing more is delivered
-        self.alone = False  # may not be in a batch with others
+        self.alone = False  # is in no batch with others: it will not be run again
         self.closes_sequence = False  # its handler says so
         self.again: RequestError | None = None  # why it is to be run again
         self.signed = arrived  # when its worker last gave a sign of it
@@ -99,12 +99,12 @@ class Job:
     def deliver(self, piece: Piece) -> None:
         if self.over:
             return
-        digest = hashlib.blake2b(piece.value, digest_size=8).digest()
         if self._repeating < len(self._delivered):
-            self._repeat(digest)
+            self._repeat(_digest(piece))
             return
-        self._delivered.append(digest)
-        self._repeating += 1
+        if not self.alone:
+            self._delivered.append(_digest(piece))
+            self._repeating += 1
         self._pieces.append(piece)
         self._bytes += len(piece.value)
         self.over = piece.last
@@ -127,6 +127,7 @@ class Job:
             self.over = True
             self._error = error
             self._came.set()
+            self._tell_drained()  # what comes for it now is dropped
 
     def run_again(self) -> None:
         """From its beginning, alone, whatever has been delivered."""
@@ -170,3 +171,7 @@ class Job:
             assert self.again is not None
             self.fail(HandlerFailed(f"{self.again.message} (and run again alone it began differently)"))
             self.close()
+
+
+def _digest(piece: Piece) -> bytes:
+    return hashlib.blake2b(piece.value, digest_size=8).digest()

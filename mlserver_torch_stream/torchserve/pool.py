@@ -25,13 +25,19 @@ _SEQUENCE_END = "ts_request_sequence_end"
 
 
 class Pool:
-    """``start`` once, on the loop; ``shutdown`` from any thread."""
+    """``start`` once, on the loop; ``shutdown`` from any thread. ``close`` takes away what the workers ran on."""
 
     def __init__(
-        self, name: str, config: HandlerConfig, order: Callable[[int], Order], figures: HandlerFigures
+        self,
+        name: str,
+        config: HandlerConfig,
+        order: Callable[[int], Order],
+        figures: HandlerFigures,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self._figures = figures
+        self._close = close
         self._waiting = Waiting(config)
         self._jobs: dict[str, Job] = {}
         self._crew = Crew(name, config, order, self)
@@ -64,6 +70,7 @@ class Pool:
 
     def shutdown(self) -> None:
         self._crew.end()
+        self._close()  # first: a process that is to end waits for the rest no longer than a moment
         self._crew.wait()
         if self._figures.asked is self:  # and not who came after it
             self._figures.asked = None
@@ -103,7 +110,7 @@ class Pool:
         job.over = True
         place = self._place_of(job)
         if place is None:
-            self._waiting.remove(job)
+            self._waiting.remove(job, time.monotonic())
             self._forget(job)
         elif place.worker is not None:
             place.worker.send({"t": "cancel", "ids": [job.key]}, b"", everybody=False)
@@ -164,6 +171,7 @@ class Pool:
                 self._watch_in(place, self.config.responseTimeout)
         for job in batch:
             job.signed = now
+            job.alone |= len(batch) == 1 or self._joinable
             place.active[job.key] = job
         self._figures.batches += 1
         self._figures.batched_requests += len(batch)

@@ -63,7 +63,14 @@ class Worker:
         self._told_end = False
         for number, environment in enumerate(order.environment):
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
-            self._ranks.append(_Rank(number, shown, environment))
+            try:
+                self._ranks.append(_Rank(number, shown, environment))
+            except BaseException:  # those that have begun have nobody to end them
+                for rank in self._ranks:
+                    rank.kill()
+                    rank.wait()
+                    rank.close()
+                raise
         for rank in self._ranks:
             rank.send({**order.message, "speaks": rank.number == 0}, b"")
             reader = threading.Thread(target=self._read, args=(rank,), name=f"reader of {rank.name}", daemon=True)
@@ -149,6 +156,11 @@ class _Rank:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        except BaseException:
+            self.connection.close()
+            self.frames.close()
+            os.close(self._reading)
+            raise
         finally:
             os.close(writing)
             theirs.close()

@@ -42,7 +42,7 @@ class Waiting:
         self._plain: deque[Job] = deque()
         self._again: deque[Job] = deque()
         self._sequences: dict[str, Sequence] = {}
-        self._per_worker = max(1, config.maxNumSequence // config.minWorkers)
+        self._per_worker = max(1, config.most_sequences // config.minWorkers)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._again) + sum(len(each.pending) for each in self._sequences.values())
@@ -60,7 +60,9 @@ class Waiting:
         """One that is to be run again, before everybody else."""
         self._again.append(job)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: Job, now: float) -> None:
+        if job in self._again:  # it was taken once
+            self.ended(job, now, closes_sequence=job.closes_sequence)
         for queue in (self._plain, self._again, *(each.pending for each in self._sequences.values())):
             if job in queue:
                 queue.remove(job)
@@ -83,15 +85,17 @@ class Waiting:
         if not candidates:
             return None
         size = self._config.batchSize
-        if self._again or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
+        if candidates[0] in self._again or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
             return now
         first = min(job.arrived for job in candidates)
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
 
     def take(self, worker: int, room: int) -> list[Job]:
         """The next batch, of at most ``room`` requests."""
-        if self._again:
-            return [self._again.popleft()]
+        again = next(self._again_on(worker), None)
+        if again is not None:
+            self._again.remove(again)
+            return [again]
         batch: list[Job] = []
         for job in list(self._candidates(worker)):
             if len(batch) == room:
@@ -114,15 +118,18 @@ class Waiting:
     def worker_lost(self, worker: int) -> list[Job]:
         """The sequences that this worker held are gone; their requests that wait have nobody to go to."""
         lost = [each for each in self._sequences.values() if each.worker == worker]
+        again = [job for job in self._again if self._of(job) in lost]
+        for job in again:
+            self._again.remove(job)
         for sequence in lost:
             del self._sequences[sequence.id]
-        return [job for sequence in lost for job in sequence.pending]
+        return [*again, *(job for sequence in lost for job in sequence.pending)]
 
     def _add_to_sequence(self, job: Job, sequence_id: str, now: float) -> None:
         self._expire(now)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
-            if len(self._sequences) >= self._config.maxNumSequence:
+            if len(self._sequences) >= self._config.most_sequences:
                 raise QueueFull(f"sequence_id: {len(self._sequences)} sequences are open already (maxNumSequence)")
             sequence = self._sequences[sequence_id] = Sequence(sequence_id, now)
         if len(sequence.pending) >= self._config.maxSequenceJobQueueSize:
@@ -138,7 +145,7 @@ class Waiting:
 
     def _candidates(self, worker: int) -> Iterator[Job]:
         """In the order in which they would be taken."""
-        yield from self._again
+        yield from self._again_on(worker)
         mine = sum(each.worker == worker for each in self._sequences.values())
         for sequence in self._sequences.values():
             if sequence.worker is None:
@@ -152,6 +159,13 @@ class Waiting:
             elif not sequence.running:
                 yield from list(sequence.pending)[:1]
         yield from self._plain
+
+    def _again_on(self, worker: int) -> Iterator[Job]:
+        """One of a sequence goes to the worker that holds its state, where it has been before."""
+        for job in self._again:
+            sequence = self._of(job)
+            if sequence is None or sequence.worker == worker:
+                yield job
 
     def _begin(self, job: Job, worker: int) -> None:
         sequence = self._of(job)

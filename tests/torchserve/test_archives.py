@@ -129,3 +129,37 @@ def test_no_archive_at_all(tmp_path: Path) -> None:
         open_archive(str(tmp_path / "model.bin"), None)
     with pytest.raises(SettingsError, match="no such archive"):
         open_archive(str(tmp_path / "missing.mar"), None)
+
+
+def _flipped(path: Path) -> str:
+    """Its compressed data is no such thing any more."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("hello.py", HELLO * 20)
+        start = archive.filelist[0].header_offset + 30 + len("hello.py")
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 8] = b"\xff" * 8
+    path.write_bytes(raw)
+    return str(path)
+
+
+def _encrypted(path: Path) -> str:
+    """As its flags say."""
+    raw = bytearray(Path(write_mar(path, {"hello.py": HELLO})).read_bytes())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        raw[raw.index(signature) + flags] |= 1
+    path.write_bytes(raw)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_flipped, "cannot unpack .*decompressing"),
+        (_encrypted, "cannot unpack .*encrypted"),
+        (lambda path: write_mar(path, {**_FILES, "model-config.yaml": "a: 2024-13-45"}, _MODEL), "cannot read"),
+        (lambda path: write_mar(path, {"MAR-INF/MANIFEST.json": "[" * 200_000}), "not JSON"),
+    ],
+)
+def test_a_damaged_archive_is_refused_with_the_reason(tmp_path: Path, make: Any, said: str) -> None:
+    with pytest.raises(LoadFailed, match=said):
+        open_archive(make(tmp_path / "damaged.mar"), None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -266,3 +269,55 @@ def test_a_worker_that_cannot_be_started_again_makes_the_model_not_ready(tmp_pat
             await _fine(pool)
 
     run(scenario())
+
+
+_SERVER = """
+import asyncio, sys
+from tests.torchserve.workshop import request, running
+
+async def main(uri, asked):
+    async with running(uri) as pool:
+        pool.submit(request(asked))
+        await asyncio.sleep(3600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+_DEAF = """
+import os, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+
+def note():
+    open("pid.new", "w").write(str(os.getpid()))
+    os.rename("pid.new", "pid")
+
+def handle(data, context):
+    if data is None:
+        if "IN_INIT" in globals():
+            note()
+            time.sleep(3600)
+        return None
+    note()
+    while True:
+        try:
+            send_intermediate_predict_response(["x" * 65536], context.request_ids, "ok", 200, context)
+        except Exception:
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("source", [_DEAF, "IN_INIT = True\n" + _DEAF])
+def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path, source: str) -> None:
+    """Neither one whose messages the server has not read, nor one that has not come to listening."""
+    uri = write_handler(tmp_path, source)
+    with subprocess.Popen([sys.executable, "-c", _SERVER, uri, ""], stdout=subprocess.DEVNULL) as server:
+        try:
+            run(until((tmp_path / "pid").exists))
+            worker = psutil.Process(int((tmp_path / "pid").read_text()))
+            time.sleep(0.3)  # it is in the midst of it
+        finally:
+            server.kill()
+    try:
+        worker.wait(20)
+    finally:
+        if worker.is_running():
+            worker.kill()

@@ -237,3 +237,20 @@ def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
                 assert answers[0][1] == answers[1][1] and answers[2][1] == "over"
 
     run(scenario())
+
+
+def test_one_that_is_run_again_stays_with_the_worker_of_its_sequence_and_leaves_it_free() -> None:
+    waiting = Waiting(HandlerConfig(**_SEQUENCES, minWorkers=2))
+    for name in ("a1", "a2"):
+        waiting.add(_job(name, 0.0, "a"), 0.0)
+    (a1,) = waiting.take(0, 4)
+    waiting.add_again(a1)
+    assert waiting.due(1, 0.0, 1.0) is None and waiting.take(1, 4) == []
+    waiting.remove(a1, 1.0)  # its client leaves
+    (a2,) = waiting.take(0, 4)
+    waiting.add_again(a2)
+    assert waiting.worker_lost(0) == [a2] and len(waiting) == 0
+
+
+def test_without_a_number_of_its_own_each_worker_holds_a_batch_of_sequences() -> None:
+    assert HandlerConfig(sequenceBatching=True, batchSize=3, minWorkers=2).most_sequences == 6

@@ -188,3 +188,14 @@ def test_an_async_handler_and_its_setting_belong_together(tmp_path: Path, asynch
                 pass
 
     run(scenario())
+
+
+def test_an_async_task_that_is_left_before_it_begins_is_done_with(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(_async_handler(tmp_path)) as pool:
+            for index in range(50):
+                pool.submit(request("wait", f"left{index}")).close()
+            await until(lambda: not pool._jobs)
+            assert await texts(pool.submit(request("1", "next"))) == ["0 next", "end"]
+
+    run(scenario())

@@ -317,9 +317,11 @@ def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> Non
 
 @pytest.mark.slow
 def test_at_sigterm_a_stream_in_flight_has_a_proper_end_and_no_worker_is_left(tmp_path: Path) -> None:
-    models = [Model("facts", write_handler(tmp_path / "facts", _FACTS), implementation=_TS, extra=_SHIM)]
+    uri = write_mar(tmp_path / "facts.mar", {"facts.py": _FACTS}, {"modelName": "facts", "handler": "facts.py"})
+    models = [Model("facts", uri, implementation=_TS, extra=_SHIM)]
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5"}
+    (tmp_path / "unpacked").mkdir()
+    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5", "TMPDIR": str(tmp_path / "unpacked")}
     with serve(tmp_path / "models", models, settings=settings, environment=environment) as running:
         workers = psutil.Process(running.process.pid).children(recursive=True)
         url = f"{running.url}/v2/models/facts/infer_stream"
@@ -335,6 +337,7 @@ def test_at_sigterm_a_stream_in_flight_has_a_proper_end_and_no_worker_is_left(tm
         assert running.process.returncode == 0
         _, alive = psutil.wait_procs(workers, timeout=20)
         assert not alive
+        assert not list((tmp_path / "unpacked").glob("*mar*")), "the unpacked archive is left behind"
 
 
 @pytest.mark.slow

@@ -189,3 +189,50 @@ def test_a_reader_that_lags_makes_a_lone_handler_wait(tmp_path: Path) -> None:
             assert len(await texts(job)) == 641
 
     run(scenario())
+
+
+def test_an_id_that_was_left_at_its_very_end_may_come_again(tmp_path: Path) -> None:
+    """The worker has done with the request when it hears that its client has left."""
+    source = """
+        import pathlib
+        from ts.handler_utils.utils import send_intermediate_predict_response
+
+        def handle(data, context):
+            if data is None:
+                return None
+            send_intermediate_predict_response([b"x" * (2 << 20)], context.request_ids, "ok", 200, context)
+            pathlib.Path("sent").touch()
+            return ["end"]
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source)) as pool:
+            left = pool.submit(request())
+            await until((tmp_path / "sent").exists)
+            await asyncio.sleep(0.2)
+            left.close()
+            await until(lambda: not pool._jobs)
+            assert len(await ask(pool)) == 2
+
+    run(scenario())
+
+
+def test_a_time_limit_frees_the_worker_that_waits_for_a_reader(tmp_path: Path) -> None:
+    source = """
+        from ts.handler_utils.utils import send_intermediate_predict_response
+
+        def handle(data, context):
+            if data is None:
+                return None
+            for _ in range(1 if data[0]["body"] else 640):
+                send_intermediate_predict_response([b"x" * 65536], context.request_ids, "ok", 200, context)
+            return ["end"]
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source)) as pool:
+            unread = pool.submit(request("", "unread", timeout_s=0.5))
+            assert len(await asyncio.wait_for(ask(pool, "x", "next"), 30)) == 2
+            assert getattr(await outcome(unread), "status", None) is not None
+
+    run(scenario())

@@ -40,7 +40,6 @@ class BuiltPool:
 
     def shutdown(self) -> None:
         self.engine.shutdown()
-        self.archive.close()
 
 
 def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
@@ -70,7 +69,7 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
 async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, which: str) -> Pool:
     figures = FIGURES.of(settings.name, settings.parameters.version if settings.parameters else None)
     orders = Orders(settings.name, archive, config, which)
-    pool = Pool(settings.name, config, orders.of, figures)
+    pool = Pool(settings.name, config, orders.of, figures, archive.close)
     await pool.start()
     return pool
 

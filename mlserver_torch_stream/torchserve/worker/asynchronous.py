@@ -45,7 +45,7 @@ class Tasks:
     def _stop(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
         if task is not None:
-            task.cancel()
+            self._loop.call_soon(task.cancel)  # after its first step: before it, nothing of ``_answer`` would run
 
     async def _answer(self, request: Request) -> None:
         context, channel = self._context.copy(), self._channel

@@ -76,6 +76,10 @@ class Channel:
             told = message[:_MOST_MESSAGE_CHARS]
             self.tell("failed", ids=list(request_ids), status=status, message=told, again=again)
 
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """They begin. Who left an earlier request of the same id after its end has not left this one."""
+        self._gone.difference_update(request_ids)
+
     def leave(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more."""
         self._gone.update(request_ids)

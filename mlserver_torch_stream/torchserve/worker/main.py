@@ -6,6 +6,7 @@ Knows nothing of MLServer. When the server's end closes, the process ends at onc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -15,7 +16,7 @@ import sys
 import threading
 from typing import Any
 
-from mlserver_torch_stream.torchserve.frames import split
+from mlserver_torch_stream.torchserve.frames import BrokenFrame, split
 from mlserver_torch_stream.torchserve.worker import handler as handlers
 from mlserver_torch_stream.torchserve.worker.channel import Channel
 
@@ -43,6 +44,7 @@ class Worker:
         first = self._channel.read()
         if first is None:
             os._exit(0)
+        threading.Thread(target=self._read, name="reader", daemon=True).start()  # notices the server's end from now on
         self._order = order = first[0]
         if order["mode"] == "async":
             self._loop = asyncio.new_event_loop()
@@ -58,9 +60,9 @@ class Worker:
         except handlers.HandlerRefused as error:
             if error.__cause__ is not None:
                 logging.error("The handler cannot be loaded", exc_info=error.__cause__)
+            self._leave_if_forked()
             self._channel.tell("refused", message=str(error))
             _end()
-        self._channel.tell("ready", package=self._package)
 
     def _make_context(self) -> Any:
         from ts import __version__
@@ -97,11 +99,10 @@ class Worker:
 
             assert self._loop is not None
             self._tasks = Tasks(entry, context, channel, self._loop)
-            self._start_reading()
+        channel.tell("ready", package=self._package)
+        if self._loop is not None:
             self._loop.run_forever()
-            return
-        self._start_reading()
-        if mode == "continuous":
+        elif mode == "continuous":
             from mlserver_torch_stream.torchserve.worker.continuous import Continuous, run_steps
 
             run_steps(Continuous(entry, context, channel), self._take)
@@ -128,34 +129,41 @@ class Worker:
         if self._channel.forked:
             os._exit(0)
 
-    def _start_reading(self) -> None:
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
-
     def _read(self) -> None:
+        """Until the server is gone. Killed while messages to it are under way, it leaves a reset, and no clean end."""
+        try:
+            while (frame := self._channel.read()) is not None:
+                self._heed(*frame)
+        except OSError:
+            pass
+        except BrokenFrame as error:
+            logging.error("The server does not keep to the protocol: %s", error)
+        finally:
+            _end()
+
+    def _heed(self, header: dict[str, Any], body: bytes) -> None:
         from mlserver_torch_stream.torchserve.worker.context import Request
 
-        while (frame := self._channel.read()) is not None:
-            header, body = frame
-            if header["t"] == "cancel":
-                self._channel.leave(header["ids"])
-                if self._tasks is not None:
-                    self._tasks.cancel(header["ids"])
-                continue
-            lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
-            values = iter(split(body, lengths))
-            requests = [
-                Request(
-                    given["id"],
-                    given["headers"],
-                    [(part["name"], part["ct"], next(values)) for part in given["parts"]],
-                )
-                for given in header["requests"]
-            ]
+        if header["t"] == "cancel":
+            self._channel.leave(header["ids"])
             if self._tasks is not None:
-                self._tasks.start(requests)
-            else:
-                self._asked.put(requests)
-        _end()
+                self._tasks.cancel(header["ids"])
+            return
+        lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
+        values = iter(split(body, lengths))
+        requests = [
+            Request(
+                given["id"],
+                given["headers"],
+                [(part["name"], part["ct"], next(values)) for part in given["parts"]],
+            )
+            for given in header["requests"]
+        ]
+        self._channel.expect(request.id for request in requests)
+        if self._tasks is not None:
+            self._tasks.start(requests)
+        else:
+            self._asked.put(requests)
 
 
 def _yaml(text: str) -> dict[str, Any]:
@@ -168,5 +176,6 @@ def _yaml(text: str) -> dict[str, Any]:
 
 def _end() -> None:
     """Takes along whatever the handler has started in this process group."""
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # the handler's own, or nobody reads it any more
+        sys.stdout.flush()
     os.killpg(os.getpgrp(), signal.SIGKILL)
