@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.faults import VARIABLE, read_faults
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.types import FinishReason, TokenEvent
-from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, reference, run, running, tiny_model
+from tests.engine.tiny import collect, greedy, reference, run, running, tiny_model
 
 PROMPT = (3, 4, 5)
 
 
 def answer_under(faults: str) -> tuple[TokenEvent, list[int]]:
     model = tiny_model()
-    with torch.inference_mode():
-        cost = check_batching(model).cost
-    assert cost is not None
-    backend = BatchedBackend(
-        model,
-        SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()),
-        cost=cost,
-        cache_bytes=2**24,
-        max_rows=4,
-        prefill_tokens=16,
-        faults=read_faults({VARIABLE: faults}),
-    )
-    with running(model, backend=backend) as engine:
+    with running(model, prefill_tokens=16, faults=read_faults({VARIABLE: faults})) as engine:
         return run(collect(engine, [PromptJob(PROMPT, greedy(10))]))[0], reference(model, PROMPT, 10)
 
 

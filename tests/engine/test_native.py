@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
@@ -19,10 +18,8 @@ from mlserver_torch_stream.engine.native import take
 from mlserver_torch_stream.engine.native.forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
 from mlserver_torch_stream.engine.native.take import take_fast_path
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine.test_families import REQUESTS, prompt_of, staggered
-from tests.engine.tiny import FAMILIES, VOCAB, byte_tokenizer, reference, run, running, tiny_model
+from tests.engine.tiny import FAMILIES, VOCAB, reference, run, running, tiny_model
 
 # Family and changes to its tiny config: what the kernels must know of the layout, each at least once.
 KNOWN = {
@@ -77,19 +74,10 @@ def test_in_float32_rows_that_join_and_leave_get_the_tokens_of_generate(name: st
     model = known_model(name)
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
     with torch.inference_mode():
-        cost = check_batching(model).cost
+        findings = check_batching(model)
         forward = take_fast_path(model, 2, folder)
-    assert cost is not None and forward is not None
-    backend = BatchedBackend(
-        model,
-        SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()),
-        cost=cost,
-        cache_bytes=2**26,
-        max_rows=8,
-        prefill_tokens=4,
-        forward=forward,
-    )
-    with running(model, backend=backend) as engine:
+    assert forward is not None
+    with running(model, findings=findings, forward=forward) as engine:
         assert run(staggered(engine)) == expected
 
 

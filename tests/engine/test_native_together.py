@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.test_native import KNOWN, known_model, prefilled
-from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, prompt_of, reference, run, running, tiny_model
+from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tiny_model
 
 _NAMES = ["llama, tied, biases everywhere", "llama, odd sizes", "mistral, window of 6", "phi3"]
 _LENGTHS = ((3, 5, 4), (60, 70), (200,))
@@ -93,24 +86,6 @@ class _Spied(NativeForward):
         return super().together(parts)
 
 
-@contextmanager
-def engine_over(model: PreTrainedModel, forward: NativeForward) -> Iterator[EngineWorker]:
-    with torch.inference_mode():
-        cost = check_batching(model).cost
-    assert cost is not None
-    backend = BatchedBackend(
-        model,
-        SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()),
-        cost=cost,
-        cache_bytes=2**26,
-        max_rows=8,
-        prefill_tokens=512,
-        forward=forward,
-    )
-    with running(model, backend=backend, context=2048) as engine:
-        yield engine
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_short_and_long_rows_take_steps_together_or_if_that_fails_alone(
     fails: bool, folder: Path, caplog: pytest.LogCaptureFixture
@@ -120,7 +95,7 @@ def test_short_and_long_rows_take_steps_together_or_if_that_fails_alone(
     prompts = [prompt_of(length, length) for length in (4, 1100, 9, 30)]
     forward = _Spied(model, 2, folder)
     forward.fails = fails
-    with engine_over(model, forward) as engine:
+    with running(model, forward=forward, prefill_tokens=512, context=2048) as engine:
         jobs = [PromptJob(prompt, greedy(12), first_index=index) for index, prompt in enumerate(prompts)]
         answers = run(collect(engine, jobs))
     for index, prompt in enumerate(prompts):

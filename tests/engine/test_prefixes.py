@@ -16,13 +16,8 @@ from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.tiny import (
-    VOCAB,
-    byte_tokenizer,
     collect,
     greedy,
     reference,
@@ -42,19 +37,7 @@ def keeping(
     family: str = "llama", prefix_bytes: int = 2**22, chunked: bool = True, model: PreTrainedModel | None = None
 ) -> Iterator[EngineWorker]:
     model = model or tiny_model(family)
-    with torch.inference_mode():
-        findings = check_batching(model)
-    assert findings.cost is not None
-    backend = BatchedBackend(
-        model,
-        SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()),
-        cost=findings.cost,
-        cache_bytes=2**24,
-        max_rows=8,
-        prefill_tokens=8 if findings.chunked and chunked else None,
-        prefix_bytes=prefix_bytes,
-    )
-    with running(model, backend=backend) as engine:
+    with running(model, prefill_tokens=8 if chunked else None, prefix_bytes=prefix_bytes) as engine:
         yield engine
 
 

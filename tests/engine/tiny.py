@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import Turns
@@ -126,6 +126,7 @@ def running(
     model: PreTrainedModel,
     *,
     backend: Backend | None = None,
+    findings: Findings | None = None,
     prefill_tokens: int | None = 4,
     cache_bytes: int = 2**24,
     max_rows: int = 8,
@@ -134,12 +135,16 @@ def running(
     context: int = CONTEXT,
     turns: Turns | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    **more: Any,
 ) -> Iterator[EngineWorker]:
-    """An engine over the model, batched unless a backend is given, that is shut down at the end."""
+    """An engine over the model, batched unless a backend is given, that is shut down at the end.
+
+    ``findings``: of the model before its weights were taken; ``more``: of ``BatchedBackend``.
+    """
     codec = TextCodec(byte_tokenizer())
     if backend is None:
         with torch.inference_mode():
-            findings = check_batching(model)
+            findings = findings or check_batching(model)
         assert findings.cost is not None, findings.problem
         backend = BatchedBackend(
             model,
@@ -148,6 +153,7 @@ def running(
             cache_bytes=cache_bytes,
             max_rows=max_rows,
             prefill_tokens=prefill_tokens if findings.chunked else None,
+            **more,
         )
         context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
