@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
-        from mlserver_torch_stream.engine.budget import GPU_CACHE_SHARE
+        from mlserver_torch_stream.engine.budget import GPU_CACHE_SHARE, HOST_PREFIX_BYTES
         from mlserver_torch_stream.engine.loading.host import KV_SHARE
         from mlserver_torch_stream.engine.planning.model_size import read_size
         from mlserver_torch_stream.engine.planning.plan import make_plan
@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     context = min(arguments.context, size.max_context)
     on_host = arguments.device == _HOST  # whose ranks would share one memory
     counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else arguments.devices)]
-    share = KV_SHARE if on_host else GPU_CACHE_SHARE
-    plans = [make_plan(size, device, ranks, context, share) for ranks in counts]
+    share, most_kept = (KV_SHARE, HOST_PREFIX_BYTES) if on_host else (GPU_CACHE_SHARE, None)
+    plans = [make_plan(size, device, ranks, context, share, most_kept) for ranks in counts]
     print("\n".join([*_head(source.name, size, device, context), "", *_table(plans), "", *_advice(plans, size)]))
     return 0 if any(plan.fits for plan in plans) else 1
 

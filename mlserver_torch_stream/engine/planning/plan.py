@@ -36,11 +36,17 @@ class Plan:
         return self.streams > 0
 
 
-def make_plan(size: ModelSize, device: Device, ranks: int, context: int, cache_share: float) -> Plan:
-    """``context``: tokens that each stream comes to hold; ``cache_share``: of what the weights leave free."""
+def make_plan(
+    size: ModelSize, device: Device, ranks: int, context: int, cache_share: float, most_kept: int | None = None
+) -> Plan:
+    """``context``: tokens that each stream comes to hold; ``cache_share``: of what the weights leave free.
+
+    ``most_kept``: bytes that kept prompts may take at most.
+    """
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))
-    streams = _streams(lambda rows, columns: size.cost.of(rows, columns) // ranks, int(cache * (1 - _KEPT)), context)
+    kept = int(cache * _KEPT) if most_kept is None else min(int(cache * _KEPT), most_kept)
+    streams = _streams(lambda rows, columns: size.cost.of(rows, columns) // ranks, cache - kept, context)
     return Plan(
         ranks=ranks,
         weights=weights,
