@@ -65,14 +65,16 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.remove(turn)
-            else:  # it was its turn already
+            if not turn.cancelled():  # it was its turn already
                 self._leave()
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
             raise
 
     def _leave(self) -> None:
         self.inside -= 1
         while self._waiting and self.inside < self.concurrency.limit:
-            self.inside += 1
-            self._waiting.popleft().set_result(None)
+            turn = self._waiting.popleft()
+            if not turn.done():  # whoever waited for it may have been cancelled
+                self.inside += 1
+                turn.set_result(None)

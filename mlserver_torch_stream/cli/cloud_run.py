@@ -187,7 +187,8 @@ def _total(planned: Plan) -> Total:
     """What is ahead of this worker."""
     source, job, done = planned.objects, planned.job, planned.done
     if done.cursor.key is not None:
-        first = next(index for index, each in enumerate(source) if each.info.key == done.cursor.key)
+        # A cursor that is none of the run's objects is refused by the source.
+        first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
         source = source[first:]
     whole = all(kind_of(each.info.key, job.kind) is not Kind.JSONL for each in planned.objects)
     rows = None

@@ -14,7 +14,7 @@ from mlserver_torch_stream.cli.cloud_run import Interrupted, Stopwatch, model, m
 from mlserver_torch_stream.cli.progress import summary
 from mlserver_torch_stream.cloud.faults import CloudError, Refused
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.naming import glob_pattern
+from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.polling import Poller
 from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Infer, Kind
@@ -59,7 +59,7 @@ def _check(arguments: argparse.Namespace) -> None:
                 raise Refused(f"--{name.replace('_', '-')}: is for --kafka")
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
             raise Refused("--queue: SQS tells of objects in s3:// alone; without it --input is polled")
-        if f"{arguments.output.rstrip('/')}/".startswith(f"{arguments.input.rstrip('/')}/"):
+        if lies_within(arguments.output, arguments.input):
             raise Refused("--output: lies within --input, so that results would be read as input")
 
 

@@ -50,7 +50,7 @@ class Asking:
         if not self.takes(row.kind):
             raise Unsuitable(f"{row.key}: the model takes no {row.kind.value}")
         if row.kind is Kind.TEXT:
-            text = row.data.decode("utf-8")
+            text = row.data.decode("utf-8-sig")
             body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
         elif row.kind is Kind.JSONL:
             body = dict(row.body or {})

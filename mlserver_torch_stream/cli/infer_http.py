@@ -25,6 +25,7 @@ Api = Literal["v2", "openai"]
 _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
 _MOST_ERROR_BYTES = 2000
+_JSON = {"Content-Type": "application/json"}
 _TRIES_OF_A_ROW = 3  # of what is the row's own failure, perhaps
 
 
@@ -83,15 +84,18 @@ class HttpInfer:
     async def _one(self, row: Row) -> Outcome:
         try:
             ask = self.asking.ask(row)
+            path, body = self._request(ask)
+            content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
         except Unsuitable as error:
             return failed("unsuitable", str(error))
-        path, body = self._request(ask)
+        except (ValueError, RecursionError) as error:  # half of a surrogate pair, NaN, no bottom
+            return failed("invalid_request", f"cannot be sent as JSON: {error}")
         failures = 0
 
         async def attempt() -> Outcome:
             nonlocal failures
             try:
-                return await self._attempt(path, body, ask)
+                return await self._attempt(path, content, ask)
             except _Failed as error:
                 failures += 1
                 if failures == _TRIES_OF_A_ROW:
@@ -123,11 +127,11 @@ class HttpInfer:
         end = "generate_stream" if self.stream else "infer"
         return f"/v2/models/{quote(self.model, safe='')}/{end}", {"inputs": inputs, "parameters": parameters}
 
-    async def _attempt(self, path: str, body: Mapping[str, Any], ask: Ask) -> Outcome:
+    async def _attempt(self, path: str, content: bytes, ask: Ask) -> Outcome:
         concurrency = self.gate.concurrency
         async with self.gate.through() as started:
             try:
-                async with self._client.stream("POST", path, json=body) as response:
+                async with self._client.stream("POST", path, content=content, headers=_JSON) as response:
                     if response.status_code != httpx.codes.OK:
                         if response.status_code in _SLOWER:
                             concurrency.refused(started)
@@ -235,7 +239,7 @@ async def only_model(url: str, api: Api, key: str | None) -> str:
             else:
                 answer = await client.post("/v2/repository/index", json={"ready": True})
                 names = sorted({model["name"] for model in answer.raise_for_status().json()})
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise Refused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
     if len(names) != 1:
         raise Refused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")

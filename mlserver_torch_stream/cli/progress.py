@@ -6,6 +6,7 @@ Knows counters and a terminal; what is counted is the run's business.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from dataclasses import dataclass
 from typing import TextIO
@@ -30,21 +31,23 @@ def share(meter: Meter, total: Total) -> float:
     return min(1.0, done / whole) if whole else 1.0
 
 
-def progress_line(meter: Meter, total: Total, elapsed: float) -> str:
-    """Bar, rows, bytes, tokens per second, time left, failures."""
+def progress_line(meter: Meter, total: Total, elapsed: float, columns: int | None = None) -> str:
+    """Bar, rows, bytes, tokens per second, time left, failures; in so many ``columns``, as a longer line would wrap."""
     done = share(meter, total)
-    filled = round(done * _BAR)
     rows = f"{meter.rows}/{total.rows}" if total.rows is not None else f"{meter.rows}"
     left = _clock(elapsed * (1 - done) / done) if done > 0 and elapsed > 0 else "-:--"
     parts = [
-        f"[{'=' * filled}{' ' * (_BAR - filled)}] {done:4.0%}",
+        f"{done:4.0%}",
         f"{rows} rows",
         f"{_size(meter.input_bytes)} of {_size(total.nbytes)}",
         f"{_rate(meter.completion_tokens, elapsed):.0f} tokens/s",
         f"ETA {left}",
         f"{meter.failed} failed",
     ]
-    return "  ".join(parts)
+    told = "  ".join(parts)
+    if columns is None or columns > _BAR + 3 + len(told):
+        told = f"[{'=' * round(done * _BAR):{_BAR}}] {told}"
+    return told if columns is None else told[: columns - 1]
 
 
 def summary(meter: Meter, elapsed: float) -> str:
@@ -105,6 +108,7 @@ class Progress:
             await asyncio.sleep(_EVERY_S)
 
     def _show(self) -> None:
-        line = progress_line(self._meter, self._total, time.monotonic() - self._began)
+        columns = shutil.get_terminal_size().columns if self._out.isatty() else None
+        line = progress_line(self._meter, self._total, time.monotonic() - self._began, columns)
         self._out.write(f"\r\x1b[K{line}")
         self._out.flush()

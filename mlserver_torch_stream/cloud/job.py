@@ -14,7 +14,15 @@ from typing import Any
 from mlserver_torch_stream.cloud.faults import CloudError, Exists, Refused, TooManyFailures
 from mlserver_torch_stream.cloud.listing import Place, decode_inputs, encode_inputs, list_objects, open_input
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.naming import INPUTS, MANIFEST, differences, digest, done_name, part_number
+from mlserver_torch_stream.cloud.naming import (
+    INPUTS,
+    MANIFEST,
+    differences,
+    digest,
+    done_name,
+    lies_within,
+    part_number,
+)
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import Ahead
 from mlserver_torch_stream.cloud.retry import Retry
@@ -62,7 +70,7 @@ class Job:
         if self.output is not None:
             if self.output.startswith(("http://", "https://")):
                 raise Refused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
-            if f"{self.output.rstrip('/')}/".startswith(f"{self.input.rstrip('/')}/"):
+            if lies_within(self.output, self.input):
                 raise Refused("--output: lies within --input, so that results would be read as input")
 
     def config(self) -> dict[str, Any]:
@@ -106,7 +114,7 @@ async def plan(job: Job, *, write: bool = True) -> Plan:
 
 async def _plan(job: Job, write: bool) -> Plan:
     place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
-    output = None if job.output is None else Store.open(job.output, job.storage, job.stall_s)
+    output = None if job.output is None else Store.open(job.output, job.storage, job.stall_s, make=write)
     if output is None:
         return Plan(job, place, await _list(job, place), None, Done())
     known = await _claim(job, output, write)
@@ -132,7 +140,7 @@ async def _list(job: Job, place: Place) -> list[Listed]:
 async def _read_manifest(job: Job) -> bytes:
     assert job.manifest is not None
     parent, _, name = job.manifest.rpartition("/")
-    store = Store.open(parent or ".", job.storage, job.stall_s)
+    store = Store.open(parent or ".", job.storage, job.stall_s, make=False)
     try:
         return await job.retry.run(lambda: store.get(name))
     except CloudError as error:

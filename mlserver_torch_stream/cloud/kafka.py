@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.errors import CommitFailedError, KafkaError
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.meter import Meter
@@ -121,14 +121,15 @@ class Topic:
             records = await self._up_to(consumer, partition, records, last)
             if producer is not None:
                 await self._bury(producer, records, {row["line"] for row in rows if row["error"] is not None})
-            await self._commit(consumer, partition, last + 1)
+            if not await self._commit(consumer, partition, last + 1):
+                return
             self.done += sum(record.offset <= last for record in records)
             records = [record for record in records if record.offset > last]
 
     async def _up_to(self, consumer: Any, partition: Any, records: Sequence[Any], last: int) -> Sequence[Any]:
         """All records of a part that was found: another consumer may have closed it later than this one would have."""
         records = list(records)
-        while records[-1].offset < last:
+        while records[-1].offset < last and partition in consumer.assignment():
             missing = last - records[-1].offset
             more = await consumer.getmany(partition, timeout_ms=_LOOK_MS, max_records=missing)
             records.extend(more.get(partition, ()))
@@ -159,8 +160,10 @@ class Topic:
                     self.dead_letter, record.value, key=record.key, headers=[("origin", origin)]
                 )
 
-    async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> None:
+    async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> bool:
+        """False where the partition is another consumer's by now, which finds the part."""
         try:
             await consumer.commit({partition: offset})
-        except CommitFailedError:
-            return  # the partition is another consumer's now, which finds the part
+        except (CommitFailedError, IllegalStateError):
+            return False
+        return True

@@ -63,7 +63,8 @@ async def list_objects(place: Place, glob: str | None, manifest: bytes | None, r
     if place.only is not None:
         return await _heads(place.store, [place.only], retry)
     pattern = glob_pattern(glob or "**")
-    return sorted(await retry.run(lambda: _listed(place.store, pattern)), key=lambda listed: listed.info.key)
+    found = await _without_folders(place.store, await retry.run(lambda: _listed(place.store, pattern)), retry)
+    return sorted(found, key=lambda listed: listed.info.key)
 
 
 async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
@@ -76,11 +77,19 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
     return found
 
 
+async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
+    """Consoles keep an empty object ``name/`` for a folder. The library lists it as ``name``, which is not there."""
+    empty = [each.info.key for each in found if each.info.key and not each.info.size]
+    failures = {each.info.key: each.failure for each in await _heads(store, empty, retry)}
+    folders = {"", *(key for key, failure in failures.items() if failure is not None and failure.code == Missing.code)}
+    return [each for each in found if each.info.key not in folders]
+
+
 def _manifest_keys(data: bytes) -> list[str]:
     """One key per line, plain or as ``{"key": …}``. Raises Refused, which names the line."""
     keys: dict[str, int] = {}
     try:
-        lines = data.decode("utf-8").splitlines()
+        lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise Refused(f"--manifest: is not UTF-8: byte {error.start}") from None
     for number, line in enumerate(lines, start=1):

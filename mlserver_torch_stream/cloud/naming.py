@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from mlserver_torch_stream.cloud.faults import Refused
 from mlserver_torch_stream.cloud.rows import Kind
 
 MANIFEST = "manifest.json"
@@ -50,7 +52,10 @@ def kind_of(key: str, default: Kind | None) -> Kind:
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """``*`` and ``?`` within one level of a key, ``**`` across levels, ``[…]`` one of these characters."""
+    """``*`` and ``?`` within one level of a key, ``**`` across levels, ``[…]`` one of these characters.
+
+    Raises Refused.
+    """
     pattern, rest = "", glob
     while rest:
         for token, meaning in (("**/", "(?:.*/)?"), ("**", ".*"), ("*", "[^/]*"), ("?", "[^/]")):
@@ -64,7 +69,20 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
                 pattern, rest = f"{pattern}[{'^' if match[1] else ''}{inner}]", rest[match.end() :]
             else:
                 pattern, rest = pattern + re.escape(rest[0]), rest[1:]
-    return re.compile(pattern)
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise Refused(f"--glob: {glob}: {error.msg}") from None
+
+
+def lies_within(inner: str, outer: str) -> bool:
+    """True where what is written to the URL or folder ``inner`` is read from ``outer``."""
+    return f"{_place(inner)}/".startswith(f"{_place(outer)}/")
+
+
+def _place(url: str) -> str:
+    local = "://" not in url or url.startswith("file://")
+    return (os.path.abspath(os.path.expanduser(url.removeprefix("file://"))) if local else url).rstrip("/")
 
 
 def digest(value: Mapping[str, Any]) -> str:

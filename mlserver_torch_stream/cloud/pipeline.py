@@ -38,6 +38,10 @@ def _size(row: Row) -> int:
     return row.size
 
 
+def _inference_failed(error: Exception) -> Failure:
+    return Failure("inference_failed", f"{type(error).__name__}: {error}")
+
+
 async def infer_rows(
     rows: AsyncGenerator[Row, None],
     infer: Infer,
@@ -106,7 +110,12 @@ class _Flow:
         if row.failure is not None:
             self._settle(ticket, row, Outcome(failure=row.failure))
             return
-        for batch in self._batcher.add((ticket, row), time.monotonic()):
+        try:
+            full = self._batcher.add((ticket, row), time.monotonic())
+        except Exception as error:  # of the caller's ``weigh``
+            self._settle(ticket, row, Outcome(failure=_inference_failed(error)))
+            return
+        for batch in full:
             self._send(batch)
         self._arm()
 
@@ -131,7 +140,9 @@ class _Flow:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            self._fail(CloudError("the inference of a batch was cancelled"))  # by itself: ``stop`` has failed before
+        elif (error := task.exception()) is not None:
             self._fail(error)
         self._send(())
 
@@ -148,8 +159,7 @@ class _Flow:
         except CloudError:
             raise
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            outcomes = [Outcome(failure=Failure("inference_failed", message))] * len(rows)
+            outcomes = [Outcome(failure=_inference_failed(error))] * len(rows)
         finally:
             self._meter.batch_ended(began, time.monotonic(), failed)
         self._meter.inferred(outcomes)

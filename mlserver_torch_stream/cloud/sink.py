@@ -39,14 +39,18 @@ class PartSink:
         self._rows = rows
         self._retry = retry
         self._number = -1
-        self._results: list[Result] = []
+        self._lines: list[bytes] = []  # not the rows, which may be large objects
+        self._failed: list[bytes] = []
 
     async def write(self, result: Result) -> bool:
         """True if with this result a part became durable."""
         number, place = divmod(result.row.index, self._rows)
-        assert not self._results or number == self._number, "a part was left before its end"
+        assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
-        self._results.append(result)
+        line = result.encode()
+        self._lines.append(line)
+        if result.outcome.failure is not None:
+            self._failed.append(line)
         if place < self._rows - 1:
             return False
         await self.end()
@@ -54,11 +58,11 @@ class PartSink:
 
     async def end(self) -> None:
         """Writes what is left: the input's last part."""
-        if not self._results:
+        if not self._lines:
             return
-        results, self._results = self._results, []
-        await create(self._store, part_name(self._number), b"".join(each.encode() for each in results), self._retry)
-        failed = b"".join(each.encode() for each in results if each.outcome.failure is not None)
+        part, failed = b"".join(self._lines), b"".join(self._failed)
+        self._lines, self._failed = [], []
+        await create(self._store, part_name(self._number), part, self._retry)
         await _put_errors(self._store, self._number, failed, self._retry)
 
 

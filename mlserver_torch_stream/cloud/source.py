@@ -6,6 +6,7 @@ Knows neither parts nor models. An object that cannot be had is one row with a f
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -171,6 +172,8 @@ class _Object:
     def _lines(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
         for chunk in (self.lines.feed(data), self.lines.end() if piece.last else ()):
             for number, line in chunk:
+                if number == 1 and line is not None:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if number > self.done and not blank(line):
                     yield parse_row(index, self.key, number, line)
                     index += 1

@@ -12,6 +12,7 @@ import hmac
 import json
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -19,7 +20,7 @@ from urllib.parse import unquote_plus, urlsplit
 
 import httpx
 
-from mlserver_torch_stream.cloud.faults import Denied, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.watching import Announced
 
@@ -127,7 +128,10 @@ class Queue:
         asked = {"MaxNumberOfMessages": _MOST, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
         while True:
             answer = await self._call("ReceiveMessage", asked)
-            for message in answer.get("Messages") or ():
+            messages = answer.get("Messages") or ()
+            for message in messages:  # also those that wait for the ones before them
+                self._held[message["ReceiptHandle"]] = asyncio.create_task(self._hold(message["ReceiptHandle"]))
+            for message in messages:
                 async for announced in self._announced(message["Body"], message["ReceiptHandle"]):
                     yield announced
 
@@ -135,6 +139,7 @@ class Queue:
         created = read_notification(body)
         ours = [each for each in created or () if each.bucket == self._bucket and each.key.startswith(self._prefix)]
         if created is None or len(ours) < len(created):
+            self._held.pop(receipt).cancel()
             self._strange(body[:200])
             return
         keys = [each.key.removeprefix(self._prefix) for each in ours]
@@ -142,14 +147,12 @@ class Queue:
         if not keys:
             await self._delete(receipt)
             return
-        self._held[receipt] = asyncio.create_task(self._hold(receipt))
         left = len(keys)
 
         async def done() -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                self._held.pop(receipt).cancel()
                 await self._delete(receipt)
 
         for key in keys:
@@ -159,9 +162,11 @@ class Queue:
         """A prolongation that fails is no loss: then the message comes again, and its result is found done."""
         while True:
             await asyncio.sleep(_HELD_S / 3)
-            await self._call("ChangeMessageVisibility", {"ReceiptHandle": receipt, "VisibilityTimeout": _HELD_S})
+            with suppress(CloudError):
+                await self._call("ChangeMessageVisibility", {"ReceiptHandle": receipt, "VisibilityTimeout": _HELD_S})
 
     async def _delete(self, receipt: str) -> None:
+        self._held.pop(receipt).cancel()
         await self._call("DeleteMessage", {"ReceiptHandle": receipt})
 
     async def aclose(self) -> None:

@@ -50,8 +50,13 @@ class Store:
         self.listable = listable
 
     @classmethod
-    def open(cls, url: str, options: Mapping[str, str] | None = None, stall_s: float = 30.0) -> Store:
-        """``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises Refused."""
+    def open(
+        cls, url: str, options: Mapping[str, str] | None = None, stall_s: float = 30.0, *, make: bool = True
+    ) -> Store:
+        """``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises Refused.
+
+        ``make`` false: a folder that is not there is not made, but is an empty place.
+        """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
             raise Refused(f"{url}: unknown scheme {scheme!r}; known are {', '.join(SCHEMES)} and plain folders")
@@ -62,6 +67,8 @@ class Store:
         try:
             if scheme == "file":
                 folder = Path(url.removeprefix("file://")).expanduser().absolute()
+                if not make and not folder.is_dir():
+                    return cls(obstore.store.MemoryStore(), str(folder), stall_s)
                 return cls(obstore.store.LocalStore(folder, mkdir=True), str(folder), stall_s)
             return cls(_remote(url, scheme, dict(options or {})), url.rstrip("/"), stall_s, scheme in _SCHEMES)
         except CloudError:

@@ -56,21 +56,26 @@ class Watcher:
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
         """Until ``announcements`` end, or ``most`` objects are done. Raises CloudError where results cannot be kept."""
         running: set[asyncio.Task[None]] = set()
+        coming: asyncio.Task[Announced | None] | None = None
+        ended = False
         try:
-            async with aclosing(announcements) as coming:
-                async for announced in coming:
-                    running.add(asyncio.create_task(self._object(announced)))
-                    self.seen += 1
-                    if self.seen == most:
-                        break
-                    if len(running) >= self.objects:
-                        running = await _some(running, asyncio.FIRST_COMPLETED)
-                    running = {task for task in running if not _ended(task)}
-                await _some(running, asyncio.ALL_COMPLETED)
+            while running or not ended:
+                if coming is None and not ended and len(running) < self.objects:
+                    coming = asyncio.create_task(_next(announcements))
+                await asyncio.wait({*running, *([coming] if coming else [])}, return_when=asyncio.FIRST_COMPLETED)
+                running = {task for task in running if not _ended(task)}  # a failure is told although nothing new comes
+                if coming is not None and coming.done():
+                    announced, coming = coming.result(), None
+                    if announced is not None:
+                        running.add(asyncio.create_task(self._object(announced)))
+                        self.seen += 1
+                    ended = announced is None or self.seen == most
         finally:
-            for task in running:
+            left = [*running, *([coming] if coming else [])]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
+            await announcements.aclose()
 
     async def _object(self, announced: Announced) -> None:
         try:
@@ -110,14 +115,8 @@ class Watcher:
                 yield result
 
 
-async def _some(running: set[asyncio.Task[None]], when: str) -> set[asyncio.Task[None]]:
-    """Those that still run. Raises what one of the others raised."""
-    if not running:
-        return set()
-    done, pending = await asyncio.wait(running, return_when=when)
-    for task in done:
-        task.result()
-    return pending
+async def _next(announcements: AsyncGenerator[Announced, None]) -> Announced | None:
+    return await anext(announcements, None)
 
 
 def _ended(task: asyncio.Task[None]) -> bool:

@@ -89,7 +89,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
     assert cloud("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url, "--dry-run") == 0
     out = capsys.readouterr().out
     assert "2 objects" in out and "2 jsonl" in out and "nothing there yet" in out
-    assert not server.asked and not list((tmp_path / "out").iterdir())
+    assert not server.asked and not (tmp_path / "out").exists()
 
 
 def test_rows_that_fail_make_the_status_1_and_are_in_their_place(
@@ -278,6 +278,9 @@ def test_the_progress_line_and_the_summary_tell_what_the_issue_of_a_run_is() -> 
     assert "[=====               ]  25%" in line and "50 rows" in line and "1.0 MiB of 4.0 MiB" in line
     assert "50 tokens/s" in line and "ETA 0:30" in line and "2 failed" in line
     assert "50/100 rows" in progress_line(meter, Total(4 * 2**20, 100), 0.0)
+    narrow = progress_line(meter, Total(4 * 2**20, None), 10.0, columns=80)
+    assert narrow.startswith(" 25%  50 rows") and "2 failed" in narrow and len(narrow) < 80
+    assert len(progress_line(meter, Total(4 * 2**20, None), 10.0, columns=30)) < 30
     meter.busy.enter(0.0)
     meter.busy.leave(9.0)
     assert "5.0 rows/s, 50.0 tokens/s" in summary(meter, 10.0) and "busy 100.0%" in summary(meter, 10.0)

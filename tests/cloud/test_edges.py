@@ -1,0 +1,181 @@
+"""What is odd but happens: models cancelled, marks before the first byte, folders that are objects, half characters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
+from mlserver_torch_stream.cloud.faults import CloudError, Refused, Unavailable
+from mlserver_torch_stream.cloud.job import Job, plan, stream
+from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
+from mlserver_torch_stream.cloud.pipeline import infer_rows
+from mlserver_torch_stream.cloud.prefetch import fetch_range
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
+from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.watching import Announced, Watcher
+from tests.cloud.azure import azure_server
+from tests.cloud.command import cloud
+from tests.cloud.models import ModelServer
+
+_SOON_S = 20.0
+
+
+async def _answer(rows: Sequence[Row]) -> list[Outcome]:
+    return [Outcome({"text": row.data.decode() or str((row.body or {}).get("prompt"))}) for row in rows]
+
+
+async def _two() -> AsyncGenerator[Row, None]:
+    for index in range(2):
+        yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": str(index)}, size=1)
+
+
+def _all(job: Job) -> list[Result]:
+    async def collect() -> list[Result]:
+        return [result async for result in stream(job, _answer)]
+
+    return asyncio.run(collect())
+
+
+def test_a_row_that_cannot_be_weighed_fails_alone_and_the_run_ends() -> None:
+    def weigh(row: Row) -> int:
+        return 1 // row.index
+
+    async def run() -> list[Result]:
+        return [result async for result in infer_rows(_two(), _answer, weigh=weigh)]
+
+    bad, good = asyncio.run(asyncio.wait_for(run(), _SOON_S))
+    assert bad.outcome.failure is not None and "ZeroDivisionError" in bad.outcome.failure.message
+    assert good.outcome.response == {"text": "1"}
+
+
+def test_a_model_that_was_cancelled_by_itself_ends_the_run_instead_of_hanging_it() -> None:
+    async def cancelled(rows: Sequence[Row]) -> list[Outcome]:
+        raise asyncio.CancelledError
+
+    async def run() -> None:
+        async for _ in infer_rows(_two(), cancelled):
+            pass
+
+    with pytest.raises(CloudError, match="cancelled"):
+        asyncio.run(asyncio.wait_for(run(), _SOON_S))
+
+
+def test_a_watcher_ends_when_an_object_cannot_be_done_although_nothing_new_comes() -> None:
+    done: list[str] = []
+
+    async def dead(rows: Sequence[Row]) -> list[Outcome]:
+        raise Unavailable("the server is gone")
+
+    async def announcements() -> AsyncGenerator[Announced, None]:
+        async def is_done() -> None:
+            done.append("a.txt")
+
+        yield Announced("a.txt", is_done)
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        store = Store.memory()
+        await store.put("a.txt", b"x")
+        await Watcher(store, Store.memory(), dead, {}).watch(announcements())
+
+    with pytest.raises(Unavailable, match="the server is gone"):
+        asyncio.run(asyncio.wait_for(run(), _SOON_S))
+    assert not done
+
+
+def test_a_place_at_a_gate_goes_past_a_task_that_was_cancelled_in_the_same_breath() -> None:
+    async def run() -> None:
+        gate = Gate(Concurrency(1))
+        leave = asyncio.Event()
+
+        async def hold() -> None:
+            async with gate.through():
+                await leave.wait()
+
+        async def enter() -> None:
+            async with gate.through():
+                pass
+
+        first = asyncio.create_task(hold())
+        await asyncio.sleep(0)
+        second, third = asyncio.create_task(enter()), asyncio.create_task(enter())
+        await asyncio.sleep(0)
+        leave.set()  # the first leaves before the second hears of its end
+        second.cancel()
+        await asyncio.gather(first, third)
+        assert gate.inside == 0
+
+    asyncio.run(asyncio.wait_for(run(), _SOON_S))
+
+
+def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    (tmp_path / "list").write_bytes(b"\xef\xbb\xbfa.jsonl\r\n")
+    found = _all(Job(str(tmp_path), manifest=str(tmp_path / "list")))
+    assert [(each.row.line, each.outcome.response) for each in found] == [(1, {"text": "a"}), (3, {"text": "b"})]
+
+
+def test_objects_that_stand_for_folders_are_no_input(aws: dict[str, str], bucket: str) -> None:
+    for key in ("in/", "in/sub/", "in/v1.0/", "in/sub/a.txt", "in/empty.txt"):
+        body = b"x" if key.endswith("a.txt") else b""
+        httpx.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/{key}", content=body).raise_for_status()
+    planned = asyncio.run(plan(Job(f"s3://{bucket}/in")))
+    assert [each.info.key for each in planned.objects] == ["empty.txt", "sub/a.txt"]
+
+
+@pytest.mark.parametrize("body", [b'"\\ud800"', b'"x", "temperature": NaN'])
+def test_a_row_that_json_cannot_carry_fails_alone_in_its_batch(
+    tmp_path: Path, server: ModelServer, capfdbinary: Any, body: bytes
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": ' + body + b'}\n{"prompt": "good"}\n')
+    assert cloud("run", "--input", tmp_path, "--url", server.url, "--batch-rows", "2") == 1
+    bad, good = capfdbinary.readouterr().out.splitlines()
+    assert b'"code":"invalid_request","message":"cannot be sent as JSON' in bad and b'"text":"doog"' in good
+
+
+def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("x")
+    asyncio.run(plan(Job(str(tmp_path / "in"), output=str(tmp_path / "out")), write=False))
+    with pytest.raises(Refused, match=r"--manifest: .* is not there"):
+        asyncio.run(plan(Job(str(tmp_path / "in"), manifest=str(tmp_path / "none" / "list"))))
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_an_output_within_the_input_is_seen_however_either_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for inner, outer in ((".", "."), ("out", "."), (f"{tmp_path}/in/x", "./in"), ("file://" + str(tmp_path), "..")):
+        assert lies_within(inner, outer)
+    for inner, outer in (("out", "in"), ("s3://b/input", "s3://b/in"), ("in", "s3://b"), (".", "in")):
+        assert not lies_within(inner, outer)
+
+
+def test_a_glob_and_an_address_that_mean_nothing_are_refused(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(Refused, match=r"--glob: \[z-a\]"):
+        glob_pattern("[z-a]*")
+    assert cloud("run", "--input", tmp_path, "--url", "http://[::1") == 2
+    assert "--url: http://[::1 does not say" in capsys.readouterr().err
+
+
+def test_azures_etags_are_listed_without_the_quotes_that_they_are_asked_for_with() -> None:
+    async def read() -> bytes:
+        store = Store.open("az://container", options)
+        (listed,) = [info async for info in store.list()]
+        assert listed == await store.head("a.txt")
+        data = await fetch_range(store, listed, 0, listed.size, Retry(1), lambda error: None)
+        await store.aclose()
+        return data
+
+    with azure_server({"a.txt": b"hello"}) as url:
+        options = {"account_name": "a", "endpoint": url, "skip_signature": "true"}
+        assert asyncio.run(read()) == b"hello"
