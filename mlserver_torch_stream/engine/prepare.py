@@ -6,6 +6,7 @@ Knows nothing of requests or of the engines over them. Blocks for as long as loa
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,9 @@ from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.packed import pack_linears
 from mlserver_torch_stream.engine.pipeline.check import take_pipeline
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
+from mlserver_torch_stream.engine.ranks.forming import launched
 from mlserver_torch_stream.engine.ranks.prepare import Ranks, prepare_ranks
+from mlserver_torch_stream.engine.ranks.terms import KEY
 from mlserver_torch_stream.engine.shares import Shares, Turns
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -62,6 +65,9 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
     settings = resolved.settings
     if settings.tensor_parallel_size > 1:
         return _prepare_ranks(place, resolved, shares)
+    if launched(os.environ):
+        waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
+        logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
     with torch.inference_mode():
         weights = load_weights(place, resolved)
         placement = read_placement(weights.model)

@@ -71,6 +71,18 @@ def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other(monke
     assert "rank 1 was killed by SIGKILL" in str(failures[1])
 
 
+def test_a_model_that_ranks_were_started_for_but_is_not_split_says_what_is_missing(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks wait for it, in vain."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), shares=Shares())
+    if built.give_back():
+        built.shutdown()
+    assert "tensor_parallel_size is not set for" in caplog.text and "2 ranks were started" in caplog.text
+
+
 class _Engine:
     def __init__(self) -> None:
         self.heard: list[BaseException] = []
