@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import LoadFailed
@@ -29,6 +30,7 @@ class Place:
     def __init__(self, number: int) -> None:
         self.number = number
         self.worker: Worker | None = None
+        self.turn = 0  # how many have been in it: what is heard of earlier ones means nothing any more
         self.ready = False
         self.active: dict[str, Job] = {}
         self.idle_since = 0.0
@@ -105,13 +107,14 @@ class Crew:
         done = self._waiting[place.number] = self._loop.create_future()
         name = f"{self._name} worker {place.number}"
         self._starting[place.number] = self._config.ranks
+        place.turn += 1
         try:
             place.worker = Worker(
                 name,
                 self._order(place.number),
                 self._post,
-                lambda header, body: self._heard(place, header, body),
-                lambda ended: self._lost(place, ended),
+                partial(self._heard, place, place.turn),
+                partial(self._lost, place, place.turn),
             )
             if self._over:  # since the last look: ``end`` may be called in any thread
                 place.worker.kill()
@@ -119,12 +122,17 @@ class Crew:
         except asyncio.TimeoutError:
             self.kill(place, "was not ready in time")
             raise LoadFailed(f"{name} was not ready within {self._config.startupTimeout} s (startupTimeout)") from None
+        except LoadFailed as error:
+            self.kill(place, str(error))
+            raise
         except OSError as error:
             raise LoadFailed(f"{name} cannot be started: {error}") from None
         finally:
             self._waiting.pop(place.number, None)
 
-    def _heard(self, place: Place, header: dict[str, Any], body: bytes) -> None:
+    def _heard(self, place: Place, turn: int, header: dict[str, Any], body: bytes) -> None:
+        if turn != place.turn:
+            return
         place.signed = time.monotonic()
         kind = header["t"]
         waiting = self._waiting.get(place.number)
@@ -146,7 +154,9 @@ class Crew:
         self.trouble = None
         self._manager.came(place)
 
-    def _lost(self, place: Place, ended: Ended) -> None:
+    def _lost(self, place: Place, turn: int, ended: Ended) -> None:
+        if turn != place.turn:
+            return
         waiting = self._waiting.get(place.number)
         if waiting is not None and not waiting.done():
             waiting.set_exception(LoadFailed(f"{ended} before it was ready"))

@@ -321,3 +321,43 @@ def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path, source: str)
     finally:
         if worker.is_running():
             worker.kill()
+
+
+_SLOW_TO_DIE = """
+import os, pathlib, subprocess, time
+
+starts = pathlib.Path("starts")
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (number + 1))
+
+def handle(data, context):
+    if data is None:
+        if number == 1:
+            for descriptor in os.listdir("/proc/self/fd"):
+                if int(descriptor) > 2:
+                    try:
+                        os.set_inheritable(int(descriptor), True)
+                    except OSError:
+                        pass
+            subprocess.Popen(["sleep", "0.6"], start_new_session=True, close_fds=False)
+            raise RuntimeError("not yet")
+        if number == 2:
+            time.sleep(1.5)
+        return None
+    if data[0]["body"] == b"die":
+        os._exit(1)
+    return [str(number)]
+"""
+
+
+def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_path: Path) -> None:
+    """The second one refuses, and keeps its connection open for a while; meanwhile the third one loads."""
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _SLOW_TO_DIE)) as pool:
+            assert isinstance(await outcome(pool.submit(request("die"))), HandlerFailed)
+            await until(lambda: pool.trouble is not None)
+            await until(lambda: pool.workers == 1)
+            assert await ask(pool) == ["2"]
+
+    run(scenario())
