@@ -97,7 +97,7 @@ class Store:
             batches = obstore.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
                 try:
-                    batch = await asyncio.wait_for(batches.__anext__(), self._stall_s)
+                    batch = await _within(batches.__anext__(), self._stall_s)
                 except StopAsyncIteration:
                     return
                 for meta in batch:
@@ -153,7 +153,7 @@ class Store:
 
     async def _call(self, key: str, call: Any) -> Any:
         try:
-            return await asyncio.wait_for(call, self._stall_s)
+            return await _within(call, self._stall_s)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -192,6 +192,20 @@ class Store:
             if isinstance(error, kinds):
                 return fault
         return _by_text(where, str(error), text)
+
+
+async def _within(call: Any, seconds: float) -> Any:
+    """As asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes together with the answer: a
+    run that was told to stop while a part was written went on."""
+    future = asyncio.ensure_future(call)
+    try:
+        if not (await asyncio.wait({future}, timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+        return future.result()
+    finally:
+        if not future.done():
+            future.cancel()
+            await asyncio.wait({future})
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:

@@ -179,3 +179,16 @@ def test_azures_etags_are_listed_without_the_quotes_that_they_are_asked_for_with
     with azure_server({"a.txt": b"hello"}) as url:
         options = {"account_name": "a", "endpoint": url, "skip_signature": "true"}
         assert asyncio.run(read()) == b"hello"
+
+
+def test_a_run_that_is_told_to_stop_just_as_a_store_answers_stops() -> None:
+    async def run() -> None:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(Store.memory()._call("k", answer))
+        await asyncio.sleep(0.01)
+        answer.set_result(b"")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
