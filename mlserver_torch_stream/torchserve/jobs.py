@@ -116,7 +116,8 @@ class Job:
         return self._bytes > _MANY_BYTES or len(self._pieces) > _MANY_PIECES
 
     def cut_if_far_behind(self) -> None:
-        if self._bytes > _MOST_BYTES or len(self._pieces) > _MOST_PIECES:
+        """The newest piece does not count: its reader has had no time to take it, however large it is."""
+        if self._bytes - len(self._pieces[-1].value) > _MOST_BYTES or len(self._pieces) > _MOST_PIECES:
             self._pieces.clear()
             self.over = False  # even if all has come: it will not all be read
             self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is cut"))

@@ -149,6 +149,16 @@ def test_a_client_that_lags_in_company_is_cut(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_one_large_piece_is_no_lag() -> None:
+    job = _job("r")
+    job.deliver(Piece(b"x" * (17 << 20), False))
+    job.cut_if_far_behind()
+    assert not job.over
+    job.deliver(Piece(b"x", False))
+    job.cut_if_far_behind()
+    assert job.over
+
+
 def test_job_tickets_refuse_where_no_worker_is_free(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER, {"useJobTicket": True})) as pool:

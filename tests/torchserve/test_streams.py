@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.server.observe.request_record import Entrance
+from mlserver_torch_stream.torchserve.figures import HandlerFigures
 from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Part
+from mlserver_torch_stream.torchserve.runtime import answer
+from mlserver_torch_stream.torchserve.runtime.watch import Watch
+from mlserver_torch_stream.torchserve.v2_output import Reply
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", "package"])
@@ -234,5 +239,24 @@ def test_a_time_limit_frees_the_worker_that_waits_for_a_reader(tmp_path: Path) -
             unread = pool.submit(request("", "unread", timeout_s=0.5))
             assert len(await asyncio.wait_for(ask(pool, "x", "next"), 30)) == 2
             assert getattr(await outcome(unread), "status", None) is not None
+
+    run(scenario())
+
+
+def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "MOST_WHOLE_PIECES", 10)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, COUNTER)) as pool:
+            asked = request("count 5000")
+            watch = Watch("r", "model", None, Entrance.REST_UNARY, HandlerFigures())
+            whole = answer.HandlerAnswer(asked, Reply("model", None, asked, False, None), pool.submit, watch)
+            with pytest.raises(HandlerFailed, match="stream it") as failed:
+                await whole.whole_body()
+            assert failed.value.status == 507
+            whole.close()
+            assert await asyncio.wait_for(ask(pool, "count 1"), 15) == ["0", "end"]
 
     run(scenario())

@@ -7,14 +7,18 @@ for gRPC. Knows nothing of other requests on the same stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 
 from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Job, Piece
+from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Piece
 from mlserver_torch_stream.torchserve.runtime.watch import Watch
 from mlserver_torch_stream.torchserve.v2_output import Body, Reply, as_rest
+
+# Of a response that holds all pieces: a handler that never ends is not to fill the memory.
+MOST_WHOLE_BYTES, MOST_WHOLE_PIECES = 1 << 30, 1 << 18
 
 Submit = Callable[[HandlerRequest], Job]
 
@@ -66,8 +70,21 @@ class HandlerAnswer:
 
     async def _whole(self) -> Body:
         """All pieces as one response. Raises RequestError."""
-        pieces = [piece async for piece in self._pieces()]
+        pieces: list[Piece] = []
+        size = 0
+        async with aclosing(self._pieces()) as coming:
+            async for piece in coming:
+                pieces.append(piece)
+                size += len(piece.value)
+                if size > MOST_WHOLE_BYTES or len(pieces) > MOST_WHOLE_PIECES:
+                    raise self._too_much(f"{len(pieces)} pieces, {size} bytes are too much for one response: stream it")
         return self._reply.whole(pieces)
+
+    def _too_much(self, message: str) -> HandlerFailed:
+        """The handler is told by whoever closes this answer."""
+        error = HandlerFailed(message, 507)
+        self._watch.failed(error)
+        return error
 
     async def _bodies(self) -> AsyncIterator[Body]:
         """Raises what goes wrong before the first response; later the last response says it."""
@@ -83,7 +100,7 @@ class HandlerAnswer:
             self.error = error
             yield self._reply.failure(error)
 
-    async def _pieces(self) -> AsyncIterator[Piece]:
+    async def _pieces(self) -> AsyncGenerator[Piece, None]:
         last = False
         try:
             self._job = self._submit(self._request)
