@@ -252,6 +252,27 @@ def test_kafka_offsets_are_committed_behind_durable_parts_and_a_part_that_is_the
 
 
 @pytest.mark.slow
+def test_kafka_partitions_that_went_to_another_consumer_meanwhile_end_nothing(broker: str) -> None:
+    from aiokafka import AIOKafkaConsumer, TopicPartition
+
+    from mlserver_torch_stream.cloud.kafka import Topic
+
+    async def nothing(rows: Any) -> Any:
+        raise AssertionError
+
+    async def commit() -> bool:
+        consumer = AIOKafkaConsumer(bootstrap_servers=broker, group_id="g", enable_auto_commit=False)
+        await consumer.start()
+        try:
+            consumer.assign([TopicPartition("rows", 1)])
+            topic = Topic(broker, "rows", "g", Store.memory(), nothing, {})
+            return await topic._commit(consumer, TopicPartition("rows", 0), 3)
+        finally:
+            await consumer.stop()
+
+    assert asyncio.run(commit()) is False
+
+
 def test_kafka_commits_nothing_while_the_model_is_gone(
     broker: str, tmp_path: Path, server: ModelServer, capsys: Any
 ) -> None:
