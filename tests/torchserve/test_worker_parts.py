@@ -129,6 +129,11 @@ def test_other_ranks_send_nothing(call: _Call, monkeypatch: pytest.MonkeyPatch) 
     assert call.heard()[0][1] == b"c"
 
 
+def test_a_status_that_is_text_is_a_number_for_the_server(call: _Call) -> None:
+    call.context.set_response_status("503", "", 0)
+    assert call.context.piece(0, "late", True).status == 503
+
+
 def test_the_deprecated_place_of_the_sender_works_and_says_so(call: _Call) -> None:
     from ts.protocol.otf_message_handler import send_intermediate_predict_response
 

@@ -73,8 +73,8 @@ class HandlerContext(Context):  # type: ignore[misc]
             self.request_ids[index],
             values.encode(value),
             last,
-            self.get_response_content_type(index) or "",
-            status or 200,
+            str(self.get_response_content_type(index) or ""),
+            int(status or 200),
             _told(headers),
         )
 
