@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from mlserver_torch_stream import client
+from mlserver_torch_stream.cli.numbers import positive
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 _PROMPT = "you> "
@@ -125,14 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default=DEFAULT_URL, help="the server's REST address (default: %(default)s)")
     parser.add_argument("--model", help="model name (default: the server's only model)")
     parser.add_argument("--system", help="a system message that starts the conversation")
-    parser.add_argument("--max-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

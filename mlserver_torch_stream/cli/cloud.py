@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.cli.completion import Asking
+from mlserver_torch_stream.cli.numbers import count, positive, seconds
 from mlserver_torch_stream.cloud.faults import Refused
 from mlserver_torch_stream.cloud.job import Job
 from mlserver_torch_stream.cloud.pipeline import Limits
@@ -71,7 +72,7 @@ def _add_input(run: argparse.ArgumentParser) -> None:
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
     )
     run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
-    run.add_argument("--workers", type=_positive, default=2, help="of --on (default: %(default)s)")
+    run.add_argument("--workers", type=positive, default=2, help="of --on (default: %(default)s)")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -82,10 +83,10 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--api", choices=["v2", "openai"], default="v2", help="how --url is asked (default: v2)")
     command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
     command.add_argument(
-        "--concurrency", type=_positive, default=32, help="most requests at --url (default: %(default)s)"
+        "--concurrency", type=positive, default=32, help="most requests at --url (default: %(default)s)"
     )
     command.add_argument(
-        "--timeout", type=_seconds, default=300.0, help="silence of --url, seconds (default: %(default)s)"
+        "--timeout", type=seconds, default=300.0, help="silence of --url, seconds (default: %(default)s)"
     )
     command.add_argument("--extra", type=_object, default={}, help="settings of the engine, as JSON")
     command.add_argument("--parameters", type=_object, default={}, help="for rows that do not say, as JSON")
@@ -97,19 +98,17 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--storage", type=_pair, action="append", default=[], metavar="KEY=VALUE", help="e.g. endpoint=…"
     )
-    command.add_argument("--prefetch", type=_positive, default=32, help="objects fetched ahead (default: %(default)s)")
+    command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
     command.add_argument("--prefetch-bytes", type=_bytes, default=64 * 2**20, help="bytes ahead (default: 64MiB)")
-    command.add_argument("--batch-rows", type=_positive, help="rows in a batch (default: 8; 1 with --url)")
+    command.add_argument("--batch-rows", type=positive, help="rows in a batch (default: 8; 1 with --url)")
     command.add_argument("--batch-bytes", type=_bytes, help="bytes of input in a batch (default: 16MiB)")
-    command.add_argument("--batch-tokens", type=_positive, help="tokens of prompts in a batch, instead of bytes")
+    command.add_argument("--batch-tokens", type=positive, help="tokens of prompts in a batch, instead of bytes")
+    command.add_argument("--max-wait", type=seconds, default=0.05, help="of a batch's first row (default: %(default)s)")
+    command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency with --url)")
+    command.add_argument("--window", type=positive, default=256, help="undelivered rows (default: %(default)s)")
+    command.add_argument("--tries", type=positive, default=6, help="of each fetch and write (default: %(default)s)")
     command.add_argument(
-        "--max-wait", type=_seconds, default=0.05, help="of a batch's first row (default: %(default)s)"
-    )
-    command.add_argument("--batches", type=_positive, help="batches at a time (default: 8; --concurrency with --url)")
-    command.add_argument("--window", type=_positive, default=256, help="undelivered rows (default: %(default)s)")
-    command.add_argument("--tries", type=_positive, default=6, help="of each fetch and write (default: %(default)s)")
-    command.add_argument(
-        "--stall", type=_seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
+        "--stall", type=seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
     )
     command.add_argument("--metrics", metavar="FILE", help="write the run's figures there, as JSON")
 
@@ -118,7 +117,7 @@ def _add_ending(run: argparse.ArgumentParser) -> None:
     run.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     failures = run.add_mutually_exclusive_group()
     failures.add_argument("--fail-fast", action="store_true", help="end at the first row that fails")
-    failures.add_argument("--max-failures", type=_count, help="end when more rows fail")
+    failures.add_argument("--max-failures", type=count, help="end when more rows fail")
     run.add_argument(
         "--progress", choices=["auto", "on", "off"], default="auto", help="auto: where stderr is a terminal"
     )
@@ -129,15 +128,15 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     watch.add_argument("--output", required=True, help="a prefix for the results")
     watch.add_argument("--glob", help="keys below --input")
     watch.add_argument("--queue", help="URL of the SQS queue that is told of new objects; without it --input is polled")
-    watch.add_argument("--poll", type=_seconds, default=2.0, help="seconds between two looks (default: %(default)s)")
+    watch.add_argument("--poll", type=seconds, default=2.0, help="seconds between two looks (default: %(default)s)")
     watch.add_argument("--kafka", metavar="HOST:PORT", help="read rows from Kafka instead of objects")
     watch.add_argument("--topic", help="of --kafka")
     watch.add_argument("--group", help="of --kafka: the consumer group whose offsets are committed")
     watch.add_argument("--dead-letter", metavar="TOPIC", help="of --kafka: where records that failed are sent too")
     watch.add_argument(
-        "--part-rows", type=_positive, default=64, help="of --kafka: rows in one part (default: %(default)s)"
+        "--part-rows", type=positive, default=64, help="of --kafka: rows in one part (default: %(default)s)"
     )
-    watch.add_argument("--limit", type=_positive, help="end after so many objects or records")
+    watch.add_argument("--limit", type=positive, help="end after so many objects or records")
 
 
 def make_asking(arguments: argparse.Namespace) -> Asking:
@@ -203,33 +202,12 @@ def api_key() -> str | None:
     return os.environ.get("OPENAI_API_KEY") or None
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number of seconds above 0")
-    return number
-
-
 def _bytes(text: str) -> int:
     try:
         number = int(parse_bytes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return _positive(str(number))
+    return positive(str(number))
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ arithmetic.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlserver_torch_stream.cli.numbers import above_zero, positive
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import resolve_source
 from mlserver_torch_stream.settings import parse_bytes
@@ -139,20 +139,6 @@ def _memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _rate(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream plan",
@@ -161,12 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="a folder, a .gguf file, a hub id or embedded://…")
     parser.add_argument("--device", help="a device by its name, such as h100 or cpu; a wrong name lists them")
     parser.add_argument("--memory", type=_memory, help="of another device, such as 48GB")
-    parser.add_argument("--bandwidth", type=_rate, help="of another device's memory, in GB/s")
-    parser.add_argument("--tflops", type=_rate, help="of another device, dense in bf16 (default: not a limit)")
-    parser.add_argument("--devices", type=_positive, default=_DEVICES, help="at most so many (default: %(default)s)")
+    parser.add_argument("--bandwidth", type=above_zero, help="of another device's memory, in GB/s")
+    parser.add_argument("--tflops", type=above_zero, help="of another device, dense in bf16 (default: not a limit)")
+    parser.add_argument("--devices", type=positive, default=_DEVICES, help="at most so many (default: %(default)s)")
     parser.add_argument(
         "--context",
-        type=_positive,
+        type=positive,
         default=_CONTEXT,
         help="tokens of a stream, prompt and answer (default: %(default)s)",
     )

@@ -102,3 +102,10 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert ended.value.code == 0
     assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("typed", ["0", "-3", "x", "1.5"])
+def test_a_number_that_is_none_is_told_what_it_must_be(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["chat", f"--max-tokens={typed}"])
+    assert f"--max-tokens: must be a whole number, at least 1, got '{typed}'" in capsys.readouterr().err

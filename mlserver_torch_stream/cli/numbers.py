@@ -1,0 +1,45 @@
+"""Numbers as they are typed, for argparse: each says what it must be.
+
+Knows no command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def count(text: str) -> int:
+    return _whole(text, 0)
+
+
+def above_zero(text: str) -> float:
+    return _real(text, "a number")
+
+
+def seconds(text: str) -> float:
+    return _real(text, "a number of seconds")
+
+
+def _real(text: str, what: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be {what} above 0, got {text!r}")
+    return number
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
+    return number
