@@ -49,10 +49,8 @@ async def open_input(url: str, options: Mapping[str, str], retry: Retry, *, mani
         try:
             await retry.run(lambda: store.head(name))
             return Place(store, name)
-        except Missing:
-            pass
-        except Denied:
-            pass  # listing will say so, if it is so
+        except (Missing, Denied):
+            pass  # a prefix, then; listing will say so if it is denied too
     return Place(Store.open(url, options, stall_s))
 
 
