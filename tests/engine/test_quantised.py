@@ -12,12 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-from transformers.utils import is_torchao_available
 
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading import loader, quantised
 from mlserver_torch_stream.engine.loading.placement import bytes_of
-from mlserver_torch_stream.engine.loading.quantised import read_quantisation
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
@@ -27,8 +25,6 @@ from tests.engine.tiny_gguf import write_tiny_gguf
 
 REQUESTS = [(prompt_of(3 + 4 * i, i), 10) for i in range(4)]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-CPU = (torch.device("cpu"), torch.float32)
-needs_torchao = pytest.mark.skipif(not is_torchao_available(), reason="the extra quantised is not installed")
 
 
 @contextmanager
@@ -98,42 +94,6 @@ def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: 
         built(tmp_path / "packed", None, weights="int8", dtype="bfloat16"),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["Int8WeightOnlyConfig", {"Float8WeightOnlyConfig": {}}, {"default": {"_type": "Int8WeightOnlyConfig"}}],
-    ids=["a name", "a name and arguments", "as transformers writes it"],
-)
-@needs_torchao
-def test_weights_of_torchao_give_the_quantised_models_tokens(tiny_model: Path, kind: Any) -> None:
-    if isinstance(kind, dict) and "default" in kind:
-        from torchao.core.config import config_to_dict
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        kind = {"default": config_to_dict(Int8WeightOnlyConfig())}
-    config = {"quant_method": "torchao", "quant_type": kind}
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_model, quantization_config=read_quantisation(config, *CPU), dtype=torch.float32
-    ).eval()
-    assert "quantised by torchao" in served(tiny_model, config, answers_of(model))
-
-
-@pytest.mark.parametrize(
-    ("quant_type", "says"),
-    [
-        ("Int8WeightOnly", r"quant_type: unknown 'Int8WeightOnly'; did you mean 'Int8WeightOnlyConfig'\?"),
-        ("Int4WeightOnlyConfig", r"quant_type: Int4WeightOnlyConfig does not work on cpu in float32: "),
-        ("Float8DynamicActivationFloat8WeightConfig", r"does not work on cpu .* requires CUDA compute capability"),
-        ({"Int8WeightOnlyConfig": {"parrot": 1}}, r"Int8WeightOnlyConfig does not work .* 'parrot'"),
-        ({"a": {}, "b": {}}, r"quant_type: must be the name of a torchao config"),
-        (None, r"quant_type: must be the name of a torchao config"),
-    ],
-)
-@needs_torchao
-def test_what_torchao_cannot_do_here_is_refused_by_name(quant_type: Any, says: str) -> None:
-    with pytest.raises(LoadFailed, match=says):
-        read_quantisation({"quant_method": "torchao", "quant_type": quant_type}, *CPU)
 
 
 @pytest.mark.parametrize(
