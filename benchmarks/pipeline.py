@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipeline [--stages 2 4] [--rows 4] [--milliseconds 20] [--seconds 5]
 
-A device is a stage that sleeps while it computes, which needs no core, over a model so small that its own arithmetic
+A device is a stage that sleeps when it has computed, which needs no core, over a model so small that its own arithmetic
 hardly counts. Two kinds: one whose time does not depend on its rows, as where reading the weights takes it, and one
 that takes its time for each row. The first keeps as many rows per batch and has N batches; the second splits its rows.
 Efficiency is the gain divided by N. Everything but the devices is the engine as it serves.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
-from mlserver_torch_stream.engine.pipeline.passage import pipeline_of
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline
+from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
@@ -59,17 +61,28 @@ def byte_codec() -> TextCodec:
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
-def lay_out(model: PreTrainedModel, sleep: Sleep) -> None:
-    """A map of one layer per device, each of which sleeps when it has computed."""
-    last = len(model.model.layers) - 1
-    model.hf_device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": last, "lm_head": last}
-    for index, layer in enumerate(model.model.layers):
-        model.hf_device_map[f"model.layers.{index}"] = index
-        layer.register_forward_hook(partial(_work, sleep))
+class Devices:
+    """Each sleeps when it has computed: in turn after its layer, pipelined where its stage waits for it."""
 
+    def __init__(self, model: PreTrainedModel, sleep: Sleep, pipelined: bool) -> None:
+        self._sleep = sleep
+        self._here = threading.local()
+        last = len(model.model.layers) - 1
+        model.hf_device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": last, "lm_head": last}
+        for index, layer in enumerate(model.model.layers):
+            model.hf_device_map[f"model.layers.{index}"] = index
+            layer.register_forward_hook(self._computed)
+            if not pipelined:
+                layer.register_forward_hook(self._finish)
 
-def _work(sleep: Sleep, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-    time.sleep(sleep(output.shape[0]))
+    def _computed(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._here.rows = output.shape[0]
+
+    def _finish(self, *_: Any) -> None:
+        time.sleep(self._sleep(self._here.rows))
+
+    def pipeline(self, model: PreTrainedModel) -> Pipeline:
+        return Pipeline([replace(stage, finish=self._finish) for stage in read_stages(model)])
 
 
 def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipelined: bool) -> float:
@@ -78,14 +91,12 @@ def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipe
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None
-    lay_out(model, sleep)
+    devices = Devices(model, sleep, pipelined)
     codec = byte_codec()
     samplers = SamplerFactory(codec, VOCABULARY, ())
     options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_rows": rows, "prefill_tokens": 512}
-    pipeline = pipeline_of(model, threads=1)
-    assert pipeline is not None
     backend = (
-        PipelinedBackend(model, samplers, pipeline=pipeline, **options)
+        PipelinedBackend(model, samplers, pipeline=devices.pipeline(model), **options)
         if pipelined
         else BatchedBackend(model, samplers, **options)
     )

@@ -7,8 +7,10 @@ a part of the model that lets one forward in at a time, is the real thing.
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob, TokenStream
+from mlserver_torch_stream.engine.cache.rows import RowCache
+from mlserver_torch_stream.engine.forward import Forward
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
 from mlserver_torch_stream.engine.pipeline.check import check_pipeline
@@ -57,9 +61,33 @@ def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrai
     return model
 
 
+class Busy:
+    """Sees how many stages compute at the same time. A sleep stands for a device at work: it needs no core."""
+
+    def __init__(self, model: PreTrainedModel, seconds: float) -> None:
+        self._lock = threading.Lock()
+        self._inside: dict[str, int] = {}
+        self._seconds = seconds
+        self.most_stages = 0
+        self.most_in_one = 0
+        stages = read_stages(model)
+        self.pipeline = Pipeline([replace(stage, finish=partial(self._work, stage.name)) for stage in stages])
+
+    def _work(self, name: str) -> None:
+        with self._lock:
+            self._inside[name] = self._inside.get(name, 0) + 1
+            self.most_stages = max(self.most_stages, sum(map(bool, self._inside.values())))
+            self.most_in_one = max(self.most_in_one, *self._inside.values())
+        time.sleep(self._seconds)
+        with self._lock:
+            self._inside[name] -= 1
+
+
 @contextmanager
-def pipelined(model: PreTrainedModel, **options: Any) -> Iterator[tuple[EngineWorker, Pipeline]]:
-    pipeline = pipeline_of(model, threads=1)
+def pipelined(
+    model: PreTrainedModel, busy: Busy | None = None, **options: Any
+) -> Iterator[tuple[EngineWorker, Pipeline]]:
+    pipeline = busy.pipeline if busy else pipeline_of(model, threads=1)
     assert pipeline is not None
     with torch.inference_mode():
         findings = check_batching(model)
@@ -75,28 +103,6 @@ async def together(engine: EngineWorker, requests: list[tuple[tuple[int, ...], i
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests)))
 
 
-class Busy:
-    """Sees how many stages compute at the same time. A sleep stands for a device at work: it needs no core."""
-
-    def __init__(self, pipeline: Pipeline, seconds: float) -> None:
-        self._lock = threading.Lock()
-        self._inside: dict[str, int] = {stage.name: 0 for stage in pipeline.stages}
-        self._seconds = seconds
-        self.most_stages = 0
-        self.most_in_one = 0
-        for stage in pipeline.stages:
-            stage.modules[-1].register_forward_hook(lambda *_, name=stage.name: self._work(name))
-
-    def _work(self, name: str) -> None:
-        with self._lock:
-            self._inside[name] += 1
-            self.most_stages = max(self.most_stages, sum(map(bool, self._inside.values())))
-            self.most_in_one = max(self.most_in_one, *self._inside.values())
-        time.sleep(self._seconds)
-        with self._lock:
-            self._inside[name] -= 1
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "lfm2", "qwen3_next"])
 def test_the_tokens_of_one_device(family: str) -> None:
     model = laid_out(tiny_model(family), 3)
@@ -110,8 +116,8 @@ def test_all_stages_work_at_once_and_each_on_one_group(stages: int) -> None:
     model = laid_out(tiny_model("llama", num_hidden_layers=4), stages)
     requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
-    with pipelined(model) as (engine, pipeline):
-        busy = Busy(pipeline, 0.004)
+    busy = Busy(model, 0.004)
+    with pipelined(model, busy) as (engine, _):
         assert run(together(engine, requests)) == expected
     assert busy.most_stages == stages
     assert busy.most_in_one == 1
@@ -120,8 +126,8 @@ def test_all_stages_work_at_once_and_each_on_one_group(stages: int) -> None:
 def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
     model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
-    with pipelined(model) as (engine, pipeline):
-        busy = Busy(pipeline, 0.001)
+    busy = Busy(model, 0.001)
+    with pipelined(model, busy) as (engine, _):
         assert run(together(engine, REQUESTS)) == expected
     assert busy.most_in_one == 1 and busy.most_stages == 2
 
@@ -145,8 +151,8 @@ def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
 
 def test_prompts_are_prefilled_side_by_side() -> None:
     model = laid_out(tiny_model("llama"), 3)
-    with pipelined(model, prefill_tokens=8) as (engine, pipeline):
-        busy = Busy(pipeline, 0.004)
+    busy = Busy(model, 0.004)
+    with pipelined(model, busy, prefill_tokens=8) as (engine, _):
         requests = [(prompt_of(40, i), 1) for i in range(3)]  # one token each: nothing is ever decoded
         assert run(together(engine, requests)) == [reference(model, *request) for request in requests]
         assert engine.stats().decode_steps == 0
@@ -196,11 +202,16 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew()
     expected = reference(model, ids, 10)
     reached, gate = threading.Event(), threading.Event()
 
-    def hold(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def hold(prefill: Forward) -> Forward:
         """Before any stage, so that other rows go on."""
-        if args[0].shape[1] == 6:
-            reached.set()
-            assert gate.wait(30)
+
+        def held(tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+            if len(tokens[0]) == 6:
+                reached.set()
+                assert gate.wait(30)
+            return prefill(tokens, cache)
+
+        return held
 
     async def scenario(engine: EngineWorker) -> None:
         other = engine.submit([PromptJob(prompt_of(3), greedy(240))])
@@ -216,7 +227,8 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew()
         other.close()
 
     with pipelined(model, prefill_tokens=8) as (engine, _):
-        model.register_forward_pre_hook(hold, with_kwargs=True)
+        assert isinstance(engine._backend, PipelinedBackend)
+        engine._backend._prefill_forward = hold(engine._backend._prefill_forward)
         try:
             run(scenario(engine))
         finally:
@@ -320,8 +332,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
         assert {(await last_of(stream)).finish_reason for stream in streams} == {FinishReason.ABORT}
 
-    with pipelined(model) as (engine, pipeline):
-        Busy(pipeline, 0.01)
+    with pipelined(model, Busy(model, 0.01)) as (engine, _):
         run(scenario(engine))
 
 
@@ -333,9 +344,9 @@ def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() ->
     async def scenario(*engines: EngineWorker) -> None:
         assert list(await asyncio.gather(*(together(engine, REQUESTS) for engine in engines))) == [expected] * 2
 
-    with pipelined(model) as (engine, pipeline):
+    busy = Busy(model, 0.002)
+    with pipelined(model, busy) as (engine, pipeline):
         serial = one_by_one(model, passage=pipeline.run)
-        busy = Busy(pipeline, 0.002)
         with running(model, backend=serial) as other:
             run(scenario(engine, other))
     assert busy.most_in_one == 1 and busy.most_stages > 1

@@ -2,6 +2,10 @@
 
 Knows nothing of rows or caches. A thread runs the model's whole forward; hooks on the modules of the device map hand
 it from stage to stage, so that no model's code is cut.
+
+Only one of the threads runs Python at a time, until it waits for a stage or for its device. torch gives the
+interpreter lock away with every operation: threads that compete for it wake each other each time, and a stage's 1.3 ms
+of Python took 4 ms beside three others (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.forward import Forward
 from mlserver_torch_stream.engine.pipeline.stages import Stage, read_stages
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
+from mlserver_torch_stream.engine.shares import Turns
 
 T = TypeVar("T")
 
@@ -31,6 +36,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self.threads = threads
         self._here = threading.local()
+        self._python = Turns()
         self._transfers = Transfers({stage.device for stage in self.stages})
         for stage in self.stages:
             for module in stage.modules:
@@ -42,8 +48,9 @@ class Pipeline:
 
     def run(self, forward: Callable[[], T]) -> T:
         """What ``forward`` returns or raises; waits before each stage until it is free, and leaves the last one."""
-        passage = self._here.passage = _Passage()
+        passage = self._here.passage = _Passage(self._python)
         try:
+            passage.resume()
             return forward()
         finally:
             self._here.passage = None
@@ -60,11 +67,13 @@ class Pipeline:
 
 
 class _Passage:
-    """Where one forward is. It never holds two stages, so that none waits in a circle."""
+    """Where one forward is. It never holds two stages, nor Python's turn while it waits, so none waits in a circle."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: Turns) -> None:
         self._stage: Stage | None = None
         self._turn = ExitStack()
+        self._python = python
+        self._python_turn = ExitStack()
 
     def enter(self, stage: Stage) -> None:
         if stage is self._stage:
@@ -72,10 +81,15 @@ class _Passage:
         self.leave()
         self._turn.enter_context(stage.turns.turn())
         self._stage = stage
+        self.resume()
+
+    def resume(self) -> None:
+        self._python_turn.enter_context(self._python.turn())
 
     def leave(self) -> None:
         """Lets the next one in, once the device is done: what is queued on it would be in the next one's way."""
         stage, self._stage = self._stage, None
+        self._python_turn.close()
         with self._turn.pop_all():
             if stage is not None:
                 stage.finish()

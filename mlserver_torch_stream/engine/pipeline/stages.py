@@ -5,8 +5,9 @@ Knows no family by name and runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,17 +21,16 @@ _OFFLOADED = ("cpu", "disk")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The modules that one device computes, not always one after another: a tied head is where the embedding is."""
+    """The modules that one device computes, not always one after another: a tied head is where the embedding is.
+
+    ``finish`` returns when the device has done what this thread asked of it.
+    """
 
     name: str
     device: torch.device
     modules: tuple[nn.Module, ...]
+    finish: Callable[[], None]
     turns: Turns = field(default_factory=Turns)
-
-    def finish(self) -> None:
-        """Returns when the device has done what this thread asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
 
 def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
@@ -42,7 +42,16 @@ def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
         except AttributeError:  # a parameter by itself: its module is entered with what surrounds it
             continue
         found.setdefault(_computed_on(module, place), []).extend(_called(module))
-    return tuple(Stage(name, _device(modules), tuple(modules)) for name, modules in found.items())
+    devices = {name: _device(modules) for name, modules in found.items()}
+    return tuple(
+        Stage(name, devices[name], tuple(modules), partial(_synchronise, devices[name]))
+        for name, modules in found.items()
+    )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _computed_on(module: nn.Module, place: str | int | torch.device) -> str:
