@@ -106,6 +106,7 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-wait", type=seconds, default=0.05, help="of a batch's first row (default: %(default)s)")
     command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency with --url)")
     command.add_argument("--window", type=positive, default=256, help="undelivered rows (default: %(default)s)")
+    command.add_argument("--window-bytes", type=_bytes, default=128 * 2**20, help="of their input (default: 128MiB)")
     command.add_argument("--tries", type=positive, default=6, help="of each fetch and write (default: %(default)s)")
     command.add_argument(
         "--stall", type=seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
@@ -149,7 +150,7 @@ def make_limits(arguments: argparse.Namespace) -> Limits:
     rows = arguments.batch_rows or (1 if remote else 8)
     batches = arguments.batches or (arguments.concurrency if remote else 8)
     weight = arguments.batch_tokens or arguments.batch_bytes or 16 * 2**20
-    return Limits(arguments.window, rows, weight, arguments.max_wait, batches)
+    return Limits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
 
 
 def make_job(arguments: argparse.Namespace, model: str) -> Job:

@@ -58,6 +58,7 @@ def summary(meter: Meter, elapsed: float) -> str:
         f"{_rate(meter.completion_tokens, elapsed):.1f} tokens/s",
         f"{meter.prompt_tokens} tokens in, {meter.completion_tokens} out; {meter.retries} retries; the engine was busy "
         + ("for no time" if busy is None else f"{busy:.1%} of the time since its first batch"),
+        f"undelivered at most: {meter.peak_undelivered} rows, {_size(meter.peak_undelivered_bytes)} of input",
     ]
     return "\n".join(lines)
 

@@ -75,6 +75,7 @@ class Meter:
     num_inferences: int = 0
     failed_batches_counter: int = 0
     peak_undelivered: int = 0
+    peak_undelivered_bytes: int = 0  # of their input
     inference_request_batch_size: Distribution = field(default_factory=Distribution)
     inference_request_batch_byte_size: Distribution = field(default_factory=Distribution)
     inference_batch_latency_micro_secs: Distribution = field(default_factory=Distribution)

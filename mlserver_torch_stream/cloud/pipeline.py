@@ -21,10 +21,12 @@ from mlserver_torch_stream.cloud.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``window``: rows between being read and being delivered; ``batches``: inferred at a time; ``batch_weight``: of
-    the rows of a batch, in bytes unless they are weighed otherwise; ``max_wait``: seconds from a batch's first row."""
+    """``window``: rows between being read and being delivered, ``window_bytes`` of their input; ``batches``: inferred
+    at a time; ``batch_weight``: of the rows of a batch, in bytes unless they are weighed otherwise; ``max_wait``:
+    seconds from a batch's first row."""
 
     window: int = 256
+    window_bytes: int = 128 * 2**20
     batch_rows: int = 16
     batch_weight: int = 16 * 2**20
     max_wait: float = 0.05
@@ -72,7 +74,7 @@ class _Flow:
         self._infer = infer
         self._limits = limits
         self._meter = meter
-        self._window: Window[Result] = Window(limits.window)
+        self._window: Window[Result] = Window(limits.window, limits.window_bytes)
         self._batcher: Batcher[_Ticketed] = Batcher(
             limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: max(1, weigh(item[1]))
         )
@@ -89,7 +91,7 @@ class _Flow:
         try:
             async with aclosing(rows) as source:
                 async for row in source:
-                    await self._room()
+                    await self._room(row.size)
                     self._take(row)
         except asyncio.CancelledError:
             raise
@@ -99,14 +101,17 @@ class _Flow:
         self._fed = True
         self._settled.set()
 
-    async def _room(self) -> None:
-        while not self._window.room:
+    async def _room(self, size: int) -> None:
+        while not self._window.room(size):
+            if not self._running and not self._waiting:
+                self._send(self._batcher.flush())  # it can grow no more, and nothing else makes room
             self._left.clear()
             await self._left.wait()
 
     def _take(self, row: Row) -> None:
-        ticket = self._window.enter()
-        self._meter.peak_undelivered = max(self._meter.peak_undelivered, len(self._window))
+        ticket = self._window.enter(row.size)
+        self._meter.peak_undelivered = max(self._meter.peak_undelivered, self._window.peak)
+        self._meter.peak_undelivered_bytes = max(self._meter.peak_undelivered_bytes, self._window.peak_weight)
         if row.failure is not None:
             self._settle(ticket, row, Outcome(failure=row.failure))
             return

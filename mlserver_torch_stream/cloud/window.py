@@ -1,7 +1,7 @@
 """Keeps the order of the input: results come in any order, leave in that of the rows.
 
-Knows no tasks and no clock. Its bound counts rows that were let in and not yet delivered, so that one slow row at the
-head cannot make what waits behind it grow.
+Knows no tasks and no clock. Its bounds count rows that were let in and not yet delivered, so that one slow row at the
+head cannot make what waits behind it grow, neither in number nor in weight.
 """
 
 from __future__ import annotations
@@ -13,36 +13,46 @@ T = TypeVar("T")
 
 
 class _Slot(Generic[T]):
-    __slots__ = ("ready", "value")
+    __slots__ = ("ready", "value", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, weight: int) -> None:
         self.ready = False
         self.value: T | None = None
+        self.weight = weight
 
 
 class Window(Generic[T]):
-    """At most ``limit`` undelivered items; ``peak``: the most there ever were."""
+    """At most ``limit`` undelivered items of ``most_weight`` together; one heavier than that is let in alone.
 
-    def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise ValueError("a window holds at least one item")
+    ``peak`` and ``peak_weight``: the most there ever were.
+    """
+
+    def __init__(self, limit: int, most_weight: int) -> None:
+        if limit < 1 or most_weight < 1:
+            raise ValueError("a window holds at least one item of weight one")
         self.limit = limit
+        self.most_weight = most_weight
         self.peak = 0
+        self.peak_weight = 0
+        self._weight = 0
         self._first = 0
         self._slots: deque[_Slot[T]] = deque()
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def room(self) -> bool:
-        return len(self._slots) < self.limit
+    def room(self, weight: int) -> bool:
+        if not self._slots:
+            return True
+        return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
 
-    def enter(self) -> int:
+    def enter(self, weight: int) -> int:
         """A ticket for the next item."""
-        assert self.room, "entered a full window"
-        self._slots.append(_Slot())
+        assert self.room(weight), "entered a full window"
+        self._slots.append(_Slot(weight))
+        self._weight += weight
         self.peak = max(self.peak, len(self._slots))
+        self.peak_weight = max(self.peak_weight, self._weight)
         return self._first + len(self._slots) - 1
 
     def settle(self, ticket: int, value: T) -> None:
@@ -59,5 +69,6 @@ class Window(Generic[T]):
         """The item at the head, which now is delivered."""
         assert self.ready, "the head is not settled"
         self._first += 1
-        value = self._slots.popleft().value
-        return value  # type: ignore[return-value]
+        slot = self._slots.popleft()
+        self._weight -= slot.weight
+        return slot.value  # type: ignore[return-value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -45,6 +46,15 @@ def test_lines_on_stdout_in_order(rows: Path, server: ModelServer, capfdbinary: 
     assert [row["custom_id"] for row in _lines(out)] == [f"r{i}" for i in range(10)]
     assert _lines(out)[3]["response"]["body"]["choices"][0]["text"] == "3 wor"
     assert b"10 rows, 0 failed" in err and b"busy" in err
+    undelivered = re.search(rb"undelivered at most: (\d+) rows, (\d+) B of input", err)
+    assert undelivered is not None and 1 <= int(undelivered[1]) <= 10 and int(undelivered[2]) >= 30
+
+
+def test_a_window_is_bounded_in_bytes_as_one_says(rows: Path, server: ModelServer, tmp_path: Path) -> None:
+    where = ("--input", rows, "--url", server.url, "--metrics", tmp_path / "m.json")
+    assert cloud("run", *where, "--window-bytes", "100") == 0
+    size = max(len(line) for path in rows.iterdir() for line in path.read_bytes().splitlines())
+    assert 100 - size < json.loads((tmp_path / "m.json").read_text())["peak_undelivered_bytes"] <= 100
 
 
 def test_the_progress_bar_is_drawn_to_its_end_where_it_is_asked_for(

@@ -20,35 +20,40 @@ from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Result, Row
 from mlserver_torch_stream.cloud.window import Window
 
 
-@given(st.data(), st.integers(1, 8), st.integers(0, 30))
-def test_a_window_delivers_in_order_and_never_holds_more_than_its_limit(
-    data: st.DataObject, limit: int, count: int
+@given(st.data(), st.integers(1, 8), st.integers(1, 20), st.lists(st.integers(0, 25), max_size=30))
+def test_a_window_delivers_in_order_and_never_holds_more_than_its_limits(
+    data: st.DataObject, limit: int, most: int, weights: list[int]
 ) -> None:
-    window: Window[int] = Window(limit)
+    """In number and in weight; an item that is heavier than all may weigh is inside alone."""
+    window: Window[int] = Window(limit, most)
     inside: list[int] = []
     delivered: list[int] = []
-    coming = iter(range(count))
+    count, coming = len(weights), 0
     while len(delivered) < count:
-        if window.room and (number := next(coming, None)) is not None:
-            assert window.enter() == number
-            inside.append(number)
+        if coming < count and window.room(weights[coming]):
+            assert window.enter(weights[coming]) == coming
+            inside.append(coming)
+            coming += 1
         elif inside:
             settled = inside.pop(data.draw(st.integers(0, len(inside) - 1)))
             window.settle(settled, settled)
         while window.ready:
             delivered.append(window.leave())
-        assert len(window) <= limit
-    assert delivered == list(range(count)) and window.peak <= limit
+        undelivered = weights[len(delivered) : coming]
+        assert len(window) == len(undelivered) <= limit
+        assert sum(undelivered) <= most or len(undelivered) == 1
+        assert window.peak_weight >= sum(undelivered)
+    assert delivered == list(range(count)) and window.peak <= limit and window.peak_weight <= max([most, *weights])
 
 
 def test_a_slow_head_closes_the_window_although_all_behind_it_is_settled() -> None:
-    window: Window[str] = Window(3)
-    tickets = [window.enter() for _ in range(3)]
+    window: Window[str] = Window(3, 100)
+    tickets = [window.enter(1) for _ in range(3)]
     window.settle(tickets[1], "b")
     window.settle(tickets[2], "c")
-    assert not window.room and not window.ready
+    assert not window.room(1) and not window.ready
     window.settle(tickets[0], "a")
-    assert [window.leave() for _ in range(3)] == ["a", "b", "c"] and window.room
+    assert [window.leave() for _ in range(3)] == ["a", "b", "c"] and window.room(1)
 
 
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 5), st.integers(1, 10))

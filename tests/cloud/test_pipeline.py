@@ -64,6 +64,42 @@ def test_ten_thousand_objects_behind_a_slow_head_stay_within_the_window_and_the_
     assert found["growth_mib"] <= 10
 
 
+def test_rows_that_are_large_are_bounded_by_their_bytes_and_one_that_is_larger_passes_alone() -> None:
+    sizes = [10, 10, 10, 500, 10, 30, 30, 10]
+    inside: set[int] = set()
+    most = 0
+
+    async def rows() -> AsyncGenerator[Row, None]:
+        for index, size in enumerate(sizes):
+            yield Row(index, "k", index + 1, "k", body={"prompt": "x"}, size=size)
+
+    async def watch(rows: Sequence[Row]) -> list[Outcome]:
+        nonlocal most
+        inside.update(row.index for row in rows)
+        most = max(most, sum(sizes[index] for index in inside))
+        assert 3 not in inside or inside == {3}
+        await asyncio.sleep(0.002)
+        inside.difference_update(row.index for row in rows)
+        return await _echo(rows)
+
+    meter = Meter()
+    limits = Limits(window=8, window_bytes=60, batch_rows=1, batches=8)
+    found = asyncio.run(_collect(infer_rows(rows(), watch, limits, meter)))
+    assert [result.row.index for result in found] == list(range(8))
+    assert meter.peak_undelivered_bytes == 500 == most
+    small = Meter()
+    asyncio.run(_collect(infer_rows(_rows(40), _echo, limits, small)))
+    assert (small.peak_undelivered, small.peak_undelivered_bytes) == (6, 60)
+
+
+@pytest.mark.parametrize("limits", [{"window": 2}, {"window_bytes": 25}])
+def test_a_batch_that_the_window_lets_grow_no_more_does_not_wait_for_more(limits: dict[str, int]) -> None:
+    async def run() -> list[Result]:
+        return await _collect(infer_rows(_rows(7), _echo, Limits(batch_rows=4, max_wait=3600, **limits)))
+
+    assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 7
+
+
 def test_a_lone_row_does_not_wait_for_others_longer_than_it_may() -> None:
     more = asyncio.Event()
 
