@@ -10,15 +10,17 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.archive import Archive
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
+_SETTINGS = "model-settings.json"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     arguments = _parser().parse_args(argv)
     try:
-        lines = import_mar(arguments.archive, Path(arguments.into), arguments.name)
+        lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force)
     except (LoadFailed, SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -34,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def import_mar(uri: str, into: Path, name: str | None) -> list[str]:
-    """What is to be told. Raises SettingsError or LoadFailed, before anything is written."""
+def import_mar(uri: str, into: Path, name: str | None, force: bool) -> list[str]:
+    """What is to be told. Raises SettingsError or LoadFailed, before anything is written, or OSError."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import open_archive
 
@@ -45,28 +47,57 @@ def import_mar(uri: str, into: Path, name: str | None) -> list[str]:
         if not _NAME.fullmatch(chosen):
             raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
         told = list(_told(archive))
+        source = Path(uri.removeprefix("file://")).expanduser()
         folder = into / chosen
-        folder.mkdir(parents=True)
-        (folder / "model-settings.json").write_text(
-            json.dumps(_settings(uri, folder, chosen, archive), indent=2) + "\n"
-        )
+        _write(folder, source if archive.own else None, _settings(chosen, source, archive), force)
     finally:
         archive.close()
-    return [f"wrote {folder}/model-settings.json: start it with `mlserver start {folder}`", *told]
+    return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *told]
 
 
-def _settings(uri: str, folder: Path, name: str, archive: Archive) -> dict[str, Any]:
+def _settings(name: str, source: Path, archive: Archive) -> dict[str, Any]:
     """An archive goes along with its settings; a folder or a bare handler stays where it is."""
-    source = Path(uri.removeprefix("file://")).expanduser()
-    if archive.own:
-        shutil.copyfile(source, folder / source.name)
-        uri = f"./{source.name}"
-    else:
-        uri = str(source.absolute())
-    parameters: dict[str, Any] = {"uri": uri}
+    parameters: dict[str, Any] = {"uri": f"./{source.name}" if archive.own else str(source.absolute())}
     if archive.model.get("modelVersion") is not None:
         parameters["version"] = str(archive.model["modelVersion"])
     return {"name": name, "implementation": _IMPLEMENTATION, "parameters": parameters}
+
+
+def _write(folder: Path, archive: Path | None, settings: Mapping[str, Any], force: bool) -> None:
+    """All of it or nothing: made beside the folder, out of MLServer's sight, and moved there when it is whole.
+
+    Raises SettingsError where something is there already. With ``force`` our own files in it are replaced, and others
+    stay as they are.
+    """
+    _refuse_what_is_there(folder, force)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staged = folder.parent / f".{folder.name}.{uuid4().hex}"  # MLServer looks into no hidden folder
+    staged.mkdir()
+    try:
+        if archive is not None:
+            shutil.copyfile(archive, staged / archive.name)
+        (staged / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+        if not folder.exists():
+            staged.rename(folder)
+            return
+        for name in sorted((each.name for each in staged.iterdir()), key=lambda name: name == _SETTINGS):
+            (staged / name).replace(folder / name)  # the settings last: they name the archive
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _refuse_what_is_there(folder: Path, force: bool) -> None:
+    from mlserver_torch_stream.errors import SettingsError
+
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not force:
+        raise SettingsError(
+            f"{folder} is there already: --force replaces its {_SETTINGS} and archive, "
+            "--name or --into choose another folder"
+        )
+    if not folder.is_dir() or (folder / _SETTINGS).is_dir():
+        raise SettingsError(f"{folder} is no folder of a model: --name or --into choose another one")
 
 
 def _told(archive: Archive) -> Iterator[str]:
@@ -92,4 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("archive", help="a .mar, a .tar.gz, an unpacked archive, or handler.py[:function]")
     parser.add_argument("--into", default=".", help="where the model's folder is made (default: here)")
     parser.add_argument("--name", help="the model's name (default: the archive's)")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the settings and the archive in a folder that is there already"
+    )
     return parser

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,61 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, capsys: py
         assert main(["import-mar", uri, "--into", str(tmp_path / "models")]) == 1
         assert said in capsys.readouterr().err
     assert not (tmp_path / "models").exists()
-    write_mar(tmp_path / "ok.mar", {}, {"modelName": "ok", "handler": "h.py"})
-    (tmp_path / "models/ok").mkdir(parents=True)
-    assert main(["import-mar", str(tmp_path / "ok.mar"), "--into", str(tmp_path / "models")]) == 1
+
+
+def _mar(tmp_path: Path, name: str, version: str) -> str:
+    return write_mar(tmp_path / name, {"h.py": HELLO}, {"modelName": "ok", "modelVersion": version, "handler": "h.py"})
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+def test_a_folder_that_is_there_is_named_with_what_to_do_and_only_replaced_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is not of this command stays in it in any case."""
+    models = tmp_path / "models"
+    assert main(["import-mar", _mar(tmp_path, "a.mar", "1.0"), "--into", str(models)]) == 0
+    (models / "ok/mine.txt").write_text("mine")
+    before = _files(models)
+    newer = _mar(tmp_path, "b.mar", "2.0")
+    assert main(["import-mar", newer, "--into", str(models)]) == 1
+    said = capsys.readouterr().err
+    assert all(part in said for part in (str(models / "ok"), "--force", "--name", "--into")), said
+    assert _files(models) == before
+    assert main(["import-mar", newer, "--into", str(models), "--force"]) == 0
+    after = _files(models)
+    assert after["ok/b.mar"] == Path(newer).read_bytes() and after["ok/mine.txt"] == b"mine"
+    assert json.loads(after["ok/model-settings.json"])["parameters"] == {"uri": "./b.mar", "version": "2.0"}
+
+
+def test_force_replaces_no_file_by_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/ok").write_text("a file")
+    assert main(["import-mar", _mar(tmp_path, "a.mar", "1"), "--into", str(tmp_path / "models"), "--force"]) == 1
+    assert str(tmp_path / "models/ok") in capsys.readouterr().err
+    assert _files(tmp_path / "models") == {"ok": b"a file"}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_cannot_be_written_whole_is_not_written_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    """A disk that is full when the archive has been copied in part: here, a limit of the process on its files."""
+    models = tmp_path / "models"
+    if there:
+        assert main(["import-mar", _mar(tmp_path, "a.mar", "1"), "--into", str(models)]) == 0
+    before = _files(models)
+    larger = Path(_mar(tmp_path, "a.mar", "2"))
+    larger.write_bytes(b"\0" * 100_000 + larger.read_bytes())  # what comes before a zip is no matter to its readers
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert main(["import-mar", str(larger), "--into", str(models), "--force"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handled)
+    assert "File too large" in capsys.readouterr().err
+    assert _files(models) == before and not list(models.glob(".*"))
