@@ -11,7 +11,6 @@ import re
 import shutil
 import stat
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ import yaml
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import find_path
+from mlserver_torch_stream.torchserve.unpacked import OwnFolder
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 _CONFIG = "model-config.yaml"
@@ -35,13 +35,17 @@ _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeE
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive. ``own``: the folder was made for it, and goes with it. ``config``: the text of its YAML."""
+    """An opened archive. ``unpacked``: its folder was made for it, and goes with it. ``config``: its YAML's text."""
 
     folder: Path
     manifest: Mapping[str, Any]
     config: str
     yaml: Mapping[str, Any]
-    own: bool
+    unpacked: OwnFolder | None = None
+
+    @property
+    def own(self) -> bool:
+        return self.unpacked is not None
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -53,8 +57,8 @@ class Archive:
         return str(self.model["handler"])
 
     def close(self) -> None:
-        if self.own:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.unpacked is not None:
+            self.unpacked.remove()
 
 
 def open_archive(uri: str, source_folder: str | None) -> Archive:
@@ -65,7 +69,7 @@ def open_archive(uri: str, source_folder: str | None) -> Archive:
     if path is None:
         raise SettingsError(f"parameters.uri: no such archive, folder or handler: {plain}")
     if path.is_dir():
-        return _read(path, own=False)
+        return _read(path)
     if match:
         function = f":{match['function']}" if match["function"] else ""
         return _bare_handler(path, path.name + function)
@@ -78,11 +82,15 @@ def _bare_handler(path: Path, handler: str) -> Archive:
     model = {"modelName": path.stem, "handler": handler}
     if (path.parent / _CONFIG).is_file():
         model["configFile"] = _CONFIG
-    return Archive(path.parent, {"model": model}, *_read_yaml(path.parent, model), own=False)
+    return Archive(path.parent, {"model": model}, *_read_yaml(path.parent, model))
 
 
 def _unpack(path: Path) -> Archive:
-    folder = Path(tempfile.mkdtemp(prefix="mlserver-torch-stream-mar-"))
+    try:
+        unpacked = OwnFolder()
+    except OSError as error:
+        raise LoadFailed(f"cannot unpack {path}: {error}") from None
+    folder = unpacked.path
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -90,9 +98,9 @@ def _unpack(path: Path) -> Archive:
         else:
             with tarfile.open(path, mode="r:gz") as packed:
                 _extract(_of_tar(packed), folder, path)
-        return _read(folder, own=True)
+        return _read(folder, unpacked)
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        unpacked.remove()
         if isinstance(error, _UNREADABLE):
             raise LoadFailed(f"cannot unpack {path}: {error}") from None
         raise
@@ -139,9 +147,9 @@ def _extract(members: Iterator[_Member], folder: Path, archive: Path) -> None:
             shutil.copyfileobj(member.content, file, _CHUNK)
 
 
-def _read(folder: Path, own: bool) -> Archive:
+def _read(folder: Path, unpacked: OwnFolder | None = None) -> Archive:
     manifest = _read_manifest(folder)
-    return Archive(folder, manifest, *_read_yaml(folder, manifest["model"]), own=own)
+    return Archive(folder, manifest, *_read_yaml(folder, manifest["model"]), unpacked)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
