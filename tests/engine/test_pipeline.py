@@ -7,7 +7,7 @@ a part of the model that lets one forward in at a time, is the real thing.
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,9 +22,10 @@ from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.forward import Forward
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
-from mlserver_torch_stream.engine.pipeline.check import check_pipeline
-from mlserver_torch_stream.engine.pipeline.passage import Pipeline, pipeline_of
+from mlserver_torch_stream.engine.pipeline.check import check_pipeline, take_pipeline, waits_midway
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
+from mlserver_torch_stream.engine.pipeline.waits import count_waits
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
@@ -85,10 +86,9 @@ class Busy:
 
 @contextmanager
 def pipelined(
-    model: PreTrainedModel, busy: Busy | None = None, **options: Any
+    model: PreTrainedModel, pipeline: Pipeline | None = None, **options: Any
 ) -> Iterator[tuple[EngineWorker, Pipeline]]:
-    pipeline = busy.pipeline if busy else pipeline_of(model, threads=1)
-    assert pipeline is not None
+    pipeline = pipeline or Pipeline(read_stages(model))
     with torch.inference_mode():
         findings = check_batching(model)
     assert findings.cost is not None, findings.problem
@@ -117,17 +117,63 @@ def test_all_stages_work_at_once_and_each_on_one_group(stages: int) -> None:
     requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
     busy = Busy(model, 0.004)
-    with pipelined(model, busy) as (engine, _):
+    with pipelined(model, busy.pipeline) as (engine, _):
         assert run(together(engine, requests)) == expected
     assert busy.most_stages == stages
     assert busy.most_in_one == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "waits"),
+    [
+        (lambda x: x.sum().item(), 1),
+        (lambda x: 1 if (x > 0).any() else 0, 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: torch.where(x > 0), 1),
+        (lambda x: torch.repeat_interleave(x, x.long()), 1),
+        (lambda x: x[torch.tensor([1, 0])] + torch.where(x > 0, x, -x)[:2], 0),
+    ],
+)
+def test_what_python_has_to_know_is_a_wait(operation: Callable[[torch.Tensor], Any], waits: int) -> None:
+    with torch.no_grad():
+        assert count_waits(lambda: operation(torch.ones(3))) == waits
+
+
+def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> None:
+    model = laid_out(tiny_model("llama"), 2)
+    requests = [(prompt_of(5, i), 10) for i in range(2)]
+    expected = [reference(model, *request) for request in requests]
+    with torch.inference_mode():
+        assert not waits_midway(model)
+    serving, last_stage, first_stage = threading.Event(), threading.Event(), threading.Event()
+
+    def in_the_first(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.sum().item()
+        if last_stage.is_set():
+            first_stage.set()
+
+    def in_the_last(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.sum().item()
+        if serving.is_set():
+            last_stage.set()
+            assert first_stage.wait(30), "nobody else got on"
+
+    model.model.layers[0].register_forward_hook(in_the_first)
+    model.model.layers[-1].register_forward_hook(in_the_last)
+    with torch.inference_mode():
+        assert waits_midway(model)
+        pipeline = take_pipeline(model, 1)
+    assert pipeline is not None
+    with pipelined(model, pipeline) as (engine, _):
+        serving.set()
+        assert run(together(engine, requests)) == expected
 
 
 def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
     model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
     busy = Busy(model, 0.001)
-    with pipelined(model, busy) as (engine, _):
+    with pipelined(model, busy.pipeline) as (engine, _):
         assert run(together(engine, REQUESTS)) == expected
     assert busy.most_in_one == 1 and busy.most_stages == 2
 
@@ -152,7 +198,7 @@ def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
 def test_prompts_are_prefilled_side_by_side() -> None:
     model = laid_out(tiny_model("llama"), 3)
     busy = Busy(model, 0.004)
-    with pipelined(model, busy, prefill_tokens=8) as (engine, _):
+    with pipelined(model, busy.pipeline, prefill_tokens=8) as (engine, _):
         requests = [(prompt_of(40, i), 1) for i in range(3)]  # one token each: nothing is ever decoded
         assert run(together(engine, requests)) == [reference(model, *request) for request in requests]
         assert engine.stats().decode_steps == 0
@@ -332,7 +378,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
         assert {(await last_of(stream)).finish_reason for stream in streams} == {FinishReason.ABORT}
 
-    with pipelined(model, Busy(model, 0.01)) as (engine, _):
+    with pipelined(model, Busy(model, 0.01).pipeline) as (engine, _):
         run(scenario(engine))
 
 
@@ -345,7 +391,7 @@ def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() ->
         assert list(await asyncio.gather(*(together(engine, REQUESTS) for engine in engines))) == [expected] * 2
 
     busy = Busy(model, 0.002)
-    with pipelined(model, busy) as (engine, pipeline):
+    with pipelined(model, busy.pipeline) as (engine, pipeline):
         serial = one_by_one(model, passage=pipeline.run)
         with running(model, backend=serial) as other:
             run(scenario(engine, other))
@@ -356,7 +402,7 @@ def test_stages_are_read_off_the_map() -> None:
     model = tiny_model("llama")
     assert read_stages(model) == ()
     model.hf_device_map = {"": "cpu"}
-    assert len(read_stages(model)) == 1 and pipeline_of(model, 1) is None
+    assert len(read_stages(model)) == 1 and take_pipeline(model, 1) is None
     model.hf_device_map = {"model.embed_tokens": 1, "model.layers": 0, "model.norm": 1, "lm_head": 1, "gone": 2}
     one, zero = read_stages(model)
     assert [one.name, zero.name] == ["cuda:1", "cuda:0"]
@@ -367,8 +413,7 @@ def test_stages_are_read_off_the_map() -> None:
 
 def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> None:
     model = laid_out(tiny_model("llama"), 3)
-    pipeline = pipeline_of(model, 1)
-    assert pipeline is not None
+    pipeline = Pipeline(read_stages(model))
     kept: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:

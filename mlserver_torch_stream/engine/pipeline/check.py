@@ -1,6 +1,7 @@
-"""The check, at load, that forwards which run at the same time give the logits that each gives alone.
+"""The checks, at load, of forwards that run at the same time: that each gives the logits that it gives alone.
 
-Knows no family by name: a model's code may keep something between its layers that is not the cache's.
+Knows no family by name: a model's code may keep something between its layers that is not the cache's, or wait for its
+device in the middle of a stage.
 """
 
 from __future__ import annotations
@@ -14,23 +15,47 @@ from mlserver_torch_stream.engine.cache.rows import CacheLayout
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.loading.selfcheck import logits_tolerance
 from mlserver_torch_stream.engine.pipeline.flights import Flights
-from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward, pipeline_of
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
+from mlserver_torch_stream.engine.pipeline.stages import read_stages
+from mlserver_torch_stream.engine.pipeline.waits import count_waits
 
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
 _PROMPT = 5
 _STEPS = 2
+# transformers looks once whether a mask hides anything, right behind the embedding.
+_MOST_WAITS = 1
 
 
 def take_pipeline(model: PreTrainedModel, threads: int) -> Pipeline | None:
     """None where one device computes everything, and where forwards must not overlap: then one line says why."""
-    pipeline = pipeline_of(model, threads)
-    problem = None if pipeline is None else check_pipeline(model, pipeline)
+    stages = read_stages(model)
+    if len(stages) < 2:
+        return None
+    pipeline = Pipeline(stages, threads, python_turns=not waits_midway(model))
+    problem = check_pipeline(model, pipeline)
     if problem is None:
         return pipeline
     logger.warning("the devices work one after another: %s", problem)
     return None
+
+
+def waits_midway(model: PreTrainedModel) -> bool:
+    """Whether a decode step of rows of unlike lengths waits for its devices before it is through."""
+    with torch.inference_mode(False), torch.no_grad():
+        return _decode_waits(model) > _MOST_WAITS
+
+
+def _decode_waits(model: PreTrainedModel) -> int:
+    layout, forward = CacheLayout(model.config), ModelForward(model)
+    batch = layout.cache(2, _PROMPT + _STEPS)
+    for length in (_PROMPT - 1, _PROMPT):
+        cache = layout.cache(capacity=length)
+        cache.begin_row()
+        forward([[0] * length], cache)
+        batch.join(cache)
+    return count_waits(lambda: forward([[0], [0]], batch))
 
 
 def check_pipeline(model: PreTrainedModel, pipeline: Pipeline) -> str | None:

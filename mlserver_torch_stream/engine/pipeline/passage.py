@@ -3,9 +3,9 @@
 Knows nothing of rows or caches. A thread runs the model's whole forward; hooks on the modules of the device map hand
 it from stage to stage, so that no model's code is cut.
 
-Only one of the threads runs Python at a time, until it waits for a stage or for its device. torch gives the
-interpreter lock away with every operation: threads that compete for it wake each other each time, and a stage's 1.3 ms
-of Python took 4 ms beside three others (benchmarks/LOG.md).
+With ``python_turns`` only one of the threads runs Python at a time, until it waits for a stage or for its device. torch
+gives the interpreter lock away with every operation: threads that compete for it wake each other each time, and a
+stage's 1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.forward import Forward
-from mlserver_torch_stream.engine.pipeline.stages import Stage, read_stages
+from mlserver_torch_stream.engine.pipeline.stages import Stage
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
 from mlserver_torch_stream.engine.shares import Turns
 
@@ -30,13 +29,17 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """The stages of one copy of the weights, whichever engines use it. ``threads``: of torch's, in a thread."""
+    """The stages of one copy of the weights, whichever engines use it.
 
-    def __init__(self, stages: Sequence[Stage], threads: int = 1) -> None:
+    ``threads``: of torch's, in a thread. ``python_turns``: not for models whose code waits for a device midway, and
+    would have all others wait with it.
+    """
+
+    def __init__(self, stages: Sequence[Stage], threads: int = 1, python_turns: bool = True) -> None:
         self.stages = tuple(stages)
         self.threads = threads
         self._here = threading.local()
-        self._python = Turns()
+        self._python = Turns() if python_turns else None
         self._transfers = Transfers({stage.device for stage in self.stages})
         for stage in self.stages:
             for module in stage.modules:
@@ -69,7 +72,7 @@ class Pipeline:
 class _Passage:
     """Where one forward is. It never holds two stages, nor Python's turn while it waits, so none waits in a circle."""
 
-    def __init__(self, python: Turns) -> None:
+    def __init__(self, python: Turns | None) -> None:
         self._stage: Stage | None = None
         self._turn = ExitStack()
         self._python = python
@@ -84,7 +87,8 @@ class _Passage:
         self.resume()
 
     def resume(self) -> None:
-        self._python_turn.enter_context(self._python.turn())
+        if self._python is not None:
+            self._python_turn.enter_context(self._python.turn())
 
     def leave(self) -> None:
         """Lets the next one in, once the device is done: what is queued on it would be in the next one's way."""
@@ -104,9 +108,3 @@ class StagedForward:
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
         return self._pipeline.run(lambda: self._forward(tokens, cache))
-
-
-def pipeline_of(model: PreTrainedModel, threads: int) -> Pipeline | None:
-    """None where one device computes everything."""
-    stages = read_stages(model)
-    return Pipeline(stages, threads) if len(stages) > 1 else None
