@@ -96,6 +96,51 @@ def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: 
         pass
 
 
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
+def test_eight_bits_of_bitsandbytes_give_the_quantised_models_tokens(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.float32
+    ).eval()
+    model.save_pretrained(tmp_path / "packed")
+    expected = answers_of(model)
+    dense = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    assert expected != answers_of(dense)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / file, tmp_path / "packed")
+    caplog.clear()
+    for folder, config in ((tiny_model, {"load_in_8bit": True}), (tmp_path / "packed", None)):
+        with built(folder, config) as engine:
+            assert run(together(engine)) == expected
+            assert weight_bytes(engine.lease.value.weights.value.weights.model) < 0.6 * weight_bytes(dense)
+            # Its outliers, which the load has found out.
+            assert "one request at a time (batched logits differ from single ones" in engine.summary
+            assert "quantised by bitsandbytes" in engine.summary
+    assert "inputs will be cast" not in caplog.text
+
+
+def test_eight_bits_without_outliers_are_batched(tiny_model: Path) -> None:
+    with built(tiny_model, {"load_in_8bit": True, "llm_int8_threshold": 0.0}) as engine:
+        assert "up to 32 rows" in engine.summary
+        assert [len(tokens) for tokens in run(together(engine))] == [count for _, count in REQUESTS]
+
+
+def test_eight_bits_depend_on_company_where_that_has_outliers(tiny_model: Path) -> None:
+    """What docs/devices.md says of them: the columns with outliers, which are not rounded, are those of all rows."""
+    rows = torch.rand(3, 64, generator=torch.Generator().manual_seed(1))
+    outlier = rows.clone()
+    outlier[2, 5] = 7.0
+    for threshold, company in ((6.0, False), (0.0, True)):
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=config, dtype=torch.float32)
+        layer = model.model.layers[0].self_attn.q_proj
+        with torch.inference_mode():
+            alone = layer(rows[:1])
+            assert torch.equal(layer(rows)[:1], alone)
+            assert torch.equal(layer(outlier)[:1], alone) is company
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -29,6 +29,7 @@ from mlserver_torch_stream.engine.loading.quantised import (
     is_quantised,
     quantisation_method,
     quantised_as,
+    quieten,
     read_quantisation,
     wants_packed_gguf,
 )
@@ -203,6 +204,7 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
         raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
     if method is not None:
         check_kept(model, method, asked)
+        quieten(method)
     if own is not None and asked is not None:
         check_agreed(model, options["quantization_config"], asked)
     return model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -63,6 +64,16 @@ def quantisation_method(given: Mapping[str, Any]) -> str:
         named = "quant_method is missing" if method is None else f"quant_method: unknown {method!r}"
         raise LoadFailed(f"{_KEY}: {named}{_nearest(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}")
     return str(method)
+
+
+def quieten(method: str) -> None:
+    """LLM.int8 warns in each layer of each step that it rounds to float16 first what is not in it. It always does."""
+    if method.startswith("bitsandbytes"):
+        logging.getLogger("bitsandbytes.autograd._functions").addFilter(_no_cast)
+
+
+def _no_cast(record: logging.LogRecord) -> bool:
+    return "inputs will be cast" not in str(record.msg)
 
 
 def _require(method: str) -> None:
