@@ -116,6 +116,7 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
 
 def _add_ending(run: argparse.ArgumentParser) -> None:
     run.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    run.add_argument("--retry-failed", action="store_true", help="infer rows of --output that failed again, in place")
     failures = run.add_mutually_exclusive_group()
     failures.add_argument("--fail-fast", action="store_true", help="end at the first row that fails")
     failures.add_argument("--max-failures", type=count, help="end when more rows fail")
@@ -168,6 +169,7 @@ def make_job(arguments: argparse.Namespace, model: str) -> Job:
         lane=index,
         lanes=count,
         max_failures=failures,
+        retry_failed=arguments.retry_failed,
         limits=make_limits(arguments),
         ahead=Ahead(arguments.prefetch, arguments.prefetch_bytes),
         retry=Retry(arguments.tries),

@@ -109,7 +109,7 @@ async def _run(arguments: argparse.Namespace, meter: Meter, watch: Stopwatch) ->
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(meter, _total(planned), sys.stderr, shown):
                 if planned.output is not None:
-                    return await write(planned, infer, meter)
+                    return await write(planned, infer, meter, _say)
                 return await _print(planned, infer, meter)
     finally:
         await planned.aclose()
@@ -186,6 +186,9 @@ async def _print(planned: Plan, infer: Infer, meter: Meter) -> int:
 def _total(planned: Plan) -> Total:
     """What is ahead of this worker."""
     source, job, done = planned.objects, planned.job, planned.done
+    again = sum(count for number, count in done.failures.items() if number % job.lanes == job.lane - 1)
+    if job.retry_failed and done.complete:
+        return Total(0, again)
     if done.cursor.key is not None:
         # A cursor that is none of the run's objects is refused by the source.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
@@ -196,6 +199,7 @@ def _total(planned: Plan) -> Total:
         indexes = range(done.cursor.index, len(planned.objects))
         numbers = [index // job.part_rows for index in indexes]
         rows = sum(number % job.lanes == job.lane - 1 and number not in done.parts for number in numbers)
+        rows += again if job.retry_failed else 0
     return Total(sum(each.info.size for each in source) // job.lanes, rows)
 
 
@@ -218,6 +222,8 @@ def _described(planned: Plan) -> str:
         lines.append("output: stdout")
     else:
         there = f"{len(planned.done.parts)} parts there already" if planned.done.parts else "nothing there yet"
+        if planned.done.failed:
+            there += f" with {planned.done.failed} failed rows" + (" to try again" if job.retry_failed else "")
         lines.append(f"output: {planned.output.url}, parts of {job.part_rows} rows, {there}")
     return "\n".join(lines)
 

@@ -6,11 +6,12 @@ Knows the stages by their names; of the model only the callable, and a descripti
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlserver_torch_stream.cloud.again import Again
 from mlserver_torch_stream.cloud.faults import CloudError, Exists, Refused, TooManyFailures
 from mlserver_torch_stream.cloud.listing import Place, decode_inputs, encode_inputs, list_objects, open_input
 from mlserver_torch_stream.cloud.meter import Meter
@@ -32,12 +33,14 @@ from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
 
 _FORMAT = 1
+_TOLD = 5  # keys that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """``model``: what makes two runs with the same input differ, as plain JSON. ``lane`` of ``lanes``, from 1: parts
     n with n % lanes == lane - 1 are this worker's. ``max_failures``: rows that may fail before the run ends; None: all.
+    ``retry_failed``: rows that failed in parts that are there are inferred again, before what is missing.
     """
 
     input: str
@@ -50,6 +53,7 @@ class Job:
     lane: int = 1
     lanes: int = 1
     max_failures: int | None = None
+    retry_failed: bool = False
     limits: Limits = field(default_factory=Limits)
     ahead: Ahead = field(default_factory=Ahead)
     retry: Retry = field(default_factory=Retry)
@@ -65,6 +69,8 @@ class Job:
             raise Refused("--worker: must be I/N with I from 1 to N")
         if self.lanes > 1 and self.output is None:
             raise Refused("--worker: several workers need an --output that they share")
+        if self.retry_failed and self.output is None:
+            raise Refused("--retry-failed: needs the --output whose failed rows are to be tried again")
         if self.glob is not None and self.manifest is not None:
             raise Refused("--glob: names objects beside --manifest, which names them all; give one of them")
         if self.output is not None:
@@ -126,7 +132,8 @@ async def _plan(job: Job, write: bool) -> Plan:
                 await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects or [])))
             except Exists:  # another worker was faster
                 objects = await _kept(output, job) or []
-    return Plan(job, place, objects, output, await find_done(output, job.part_rows, job.retry) if known else Done())
+    done = await find_done(output, job.part_rows, job.retry, mend=write) if known else Done()
+    return Plan(job, place, objects, output, done)
 
 
 async def _list(job: Job, place: Place) -> list[Listed]:
@@ -186,17 +193,16 @@ async def _kept(output: Store, job: Job) -> list[Listed] | None:
         return None
 
 
-async def results(planned: Plan, infer: Infer, meter: Meter) -> AsyncGenerator[Result, None]:
-    """The results that are still missing, in order. Raises TooManyFailures behind the one that was too many."""
+async def results(planned: Plan, infer: Infer, meter: Meter, failures: int = 0) -> AsyncGenerator[Result, None]:
+    """The results that are still missing, in order. Raises TooManyFailures behind the one that was too many.
+
+    ``failures``: of this run, so far.
+    """
     job, done = planned.job, planned.done
-    failures = 0
 
     def wanted(index: int) -> bool:
         number = index // job.part_rows
         return job.output is None or (number % job.lanes == job.lane - 1 and number not in done.parts)
-
-    def again(error: CloudError) -> None:
-        meter.retries += 1
 
     source = Source(
         planned.source.store,
@@ -205,17 +211,21 @@ async def results(planned: Plan, infer: Infer, meter: Meter) -> AsyncGenerator[R
         strict=job.lanes > 1 or done.sparse,
         retry=job.retry,
         ahead=job.ahead,
-        again=again,
+        again=meter.retried,
     )
     rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
     async with aclosing(infer_rows(rows, infer, job.limits, meter, job.weigh)) as found:
         async for result in found:
             yield result
             failures += result.outcome.failure is not None
-            if job.max_failures is not None and failures > job.max_failures:
-                failure = result.outcome.failure
-                last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
-                raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
+            _bear(job, failures, result)
+
+
+def _bear(job: Job, failures: int, result: Result) -> None:
+    if job.max_failures is not None and failures > job.max_failures:
+        failure = result.outcome.failure
+        last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
+        raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
 
 
 async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGenerator[Result, None]:
@@ -231,25 +241,44 @@ async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGen
         await planned.aclose()
 
 
-async def write(
-    planned: Plan, infer: Infer, meter: Meter, seen: Callable[[Result], Awaitable[None]] | None = None
-) -> int:
+async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str], None] = lambda message: None) -> int:
     """Writes the parts that are missing; returns the number of rows that failed, in this run or before it.
 
-    ``seen`` is called with each result before it is durable.
+    ``told`` hears of failed rows that cannot be tried again.
     """
     job, output = planned.job, planned.output
     assert output is not None, "a plan without an output"
-    sink = PartSink(output, job.part_rows, job.retry)
+    before = meter.failed
+    tried = await _try_again(planned, output, infer, meter, told) if job.retry_failed else 0
     if not planned.done.complete:
-        async with aclosing(results(planned, infer, meter)) as found:
+        sink = PartSink(output, job.part_rows, job.retry)
+        async with aclosing(results(planned, infer, meter, meter.failed - before)) as found:
             async for result in found:
-                if seen is not None:
-                    await seen(result)
                 await sink.write(result)
         await sink.end()
-    failed = planned.done.failed + meter.failed
-    if not planned.done.complete or job.lanes == 1:
+    failed = planned.done.failed - tried + meter.failed - before
+    if not planned.done.complete or job.retry_failed or job.lanes == 1:
         done = {"failed": failed, "lane": job.lane, "lanes": job.lanes}
         await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
     return failed
+
+
+async def _try_again(planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None]) -> int:
+    """The number of rows that were. Raises TooManyFailures."""
+    job, done = planned.job, planned.done
+    source = planned.source.store
+    again = Again(source, planned.objects, job.kind, output, job.part_rows, job.retry, job.ahead, meter.retried)
+    before = meter.failed
+    numbers = [number for number in sorted(done.failures) if number % job.lanes == job.lane - 1]
+    async for failed in again.groups(numbers):
+        async with aclosing(infer_rows(again.rows(failed), infer, job.limits, meter, job.weigh)) as found:
+            async for result in found:
+                await again.put(result)
+                _bear(job, meter.failed - before, result)
+    if again.lost:
+        few = ", ".join(again.lost[:_TOLD])
+        told(
+            f"{len(again.lost)} failed rows stand for JSONL objects that could not be read to their ends: {few}; their "
+            "rows have no places here: run them, named by --manifest, into another --output"
+        )
+    return again.tried

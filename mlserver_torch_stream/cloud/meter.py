@@ -98,6 +98,9 @@ class Meter:
         self.prompt_tokens += sum(outcome.prompt_tokens for outcome in outcomes)
         self.completion_tokens += sum(outcome.completion_tokens for outcome in outcomes)
 
+    def retried(self, error: Exception) -> None:
+        self.retries += 1
+
     def delivered(self, row: Row, outcome: Outcome) -> None:
         self.rows += 1
         self.failed += outcome.failure is not None

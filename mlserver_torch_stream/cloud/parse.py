@@ -16,13 +16,16 @@ _PROMPTS = ("messages", "prompt", "text_input")
 
 
 class Lines:
-    """Splits chunks into (number, line) pairs, numbered from 1; a line of more than ``most`` bytes comes as None."""
+    """Splits chunks into (number, line) pairs, numbered from 1; a line of more than ``most`` bytes comes as None.
+
+    ``number``: of the last line that came.
+    """
 
     def __init__(self, most: int = MOST_LINE_BYTES) -> None:
         self._most = most
         self._pieces: list[bytes] = []
         self._length = 0
-        self._number = 0
+        self.number = 0
 
     def feed(self, chunk: bytes) -> Iterator[tuple[int, bytes | None]]:
         *ended, rest = chunk.split(b"\n")
@@ -46,8 +49,8 @@ class Lines:
     def _line(self) -> tuple[int, bytes | None]:
         line = b"".join(self._pieces) if self._length <= self._most else None
         self._pieces, self._length = [], 0
-        self._number += 1
-        return self._number, line
+        self.number += 1
+        return self.number, line
 
 
 def blank(line: bytes | None) -> bool:

@@ -5,7 +5,9 @@ Knows rows by their index alone; what they say it does not read, except where a 
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,8 @@ from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Result
 from mlserver_torch_stream.cloud.source import Cursor
 from mlserver_torch_stream.cloud.store import Store
+
+_AT_ONCE = 16  # parts that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,13 @@ class Done:
 
     parts: frozenset[int] = frozenset()
     cursor: Cursor = field(default_factory=Cursor)
-    failed: int = 0
+    failures: Mapping[int, int] = field(default_factory=dict)  # by part, where there are any
     complete: bool = False
     sparse: bool = False
+
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
 
 
 class PartSink:
@@ -63,7 +71,8 @@ class PartSink:
         part, failed = b"".join(self._lines), b"".join(self._failed)
         self._lines, self._failed = [], []
         await create(self._store, part_name(self._number), part, self._retry)
-        await _put_errors(self._store, self._number, failed, self._retry)
+        if failed:
+            await put_errors(self._store, self._number, failed, self._retry)
 
 
 async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
@@ -80,27 +89,56 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
             ) from None
 
 
-async def find_done(store: Store, rows: int, retry: Retry) -> Done:
-    """What is there to go on from. Mends the errors file of the last part, before which a run may have died."""
+async def find_done(store: Store, rows: int, retry: Retry, *, mend: bool = True) -> Done:
+    """What is there to go on from. Mends the errors of parts behind which a run may have died before it wrote them:
+    those of the last parts, and of parts whose failed rows are tried again."""
     names = await retry.run(lambda: _names(store))
     parts = frozenset(number for name in names if (number := part_number(name)) is not None)
     if not parts:
         return Done()
     count = next(number for number in range(len(parts) + 1) if number not in parts)
-    cursor, short = Cursor(), False
-    for number in {count - 1, max(parts)} - {-1}:
-        records = _records(await retry.run(lambda number=number: store.get(part_name(number))), number, rows)  # type: ignore[misc]
-        await _put_errors(store, number, _errors_of(records), retry)
-        short = short or len(records) < rows
-        if number == count - 1:
-            last = records[-1]
-            cursor = Cursor(last["index"] + 1, last["key"], last["line"])
+    last = {count - 1, max(parts)} - {-1}
+    seen: dict[int, _Seen] = {}
+    for group in _groups(sorted(last | {number for number in parts if errors_name(number) in names})):
+        found = await asyncio.gather(*(_look(store, number, rows, retry, mend) for number in group))
+        seen.update(zip(group, found, strict=True))
+    cursor = seen[count - 1].end if count else Cursor()
     sparse = count < len(parts)
-    return Done(parts, cursor, await _count_errors(store, parts, retry), short and not sparse, sparse)
+    short = any(seen[number].rows < rows for number in last)
+    failures = {number: each.failed for number, each in seen.items() if each.failed}
+    return Done(parts, cursor, failures, short and not sparse, sparse)
 
 
-async def _names(store: Store) -> list[str]:
-    return [info.key async for info in store.list()]
+async def _names(store: Store) -> set[str]:
+    return {info.key async for info in store.list()}
+
+
+def _groups(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (numbers[at : at + _AT_ONCE] for at in range(0, len(numbers), _AT_ONCE))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    rows: int
+    failed: int
+    end: Cursor
+
+
+async def _look(store: Store, number: int, rows: int, retry: Retry, mend: bool) -> _Seen:
+    data = await retry.run(lambda: store.get(part_name(number)))
+    records = _records(data, number, rows)
+    failed = failed_lines(data)
+    if mend and failed != await _errors(store, number, retry):
+        await put_errors(store, number, failed, retry)
+    end = records[-1]
+    return _Seen(len(records), failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"]))
+
+
+async def _errors(store: Store, number: int, retry: Retry) -> bytes:
+    try:
+        return await retry.run(lambda: store.get(errors_name(number)))
+    except Missing:
+        return b""
 
 
 def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
@@ -115,26 +153,11 @@ def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
     return records
 
 
-def _errors_of(records: list[dict[str, Any]]) -> bytes:
-    failed = [record for record in records if record["error"] is not None]
-    return b"".join(
-        json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-        for record in failed
-    )
+def failed_lines(part: bytes) -> bytes:
+    """Its rows that failed, as they are."""
+    return b"".join(line for line in part.splitlines(keepends=True) if json.loads(line)["error"] is not None)
 
 
-async def _put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
-    if failed:
-        await retry.run(lambda: store.put(errors_name(number), failed))
-
-
-async def _count_errors(store: Store, parts: frozenset[int], retry: Retry) -> int:
-    names = set(await retry.run(lambda: _names(store)))
-    total = 0
-    for number in sorted(parts):
-        if errors_name(number) in names:
-            try:
-                total += (await retry.run(lambda number=number: store.get(errors_name(number)))).count(b"\n")  # type: ignore[misc]
-            except Missing:
-                continue
-    return total
+async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
+    """An empty object where none failed in the end: not every writer may delete."""
+    await retry.run(lambda: store.put(errors_name(number), failed))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -63,7 +63,8 @@ Wanted = Callable[[int], bool]
 @dataclass
 class Source:
     """``objects`` in the order of the run. ``strict``: a JSONL object that cannot be had ends the run, since how many
-    rows it has is not known then, and others count on it."""
+    rows it has is not known then, and others count on it. ``lines``: by key, the only lines of JSONL objects that are
+    rows; what lies behind the last of them is not fetched."""
 
     store: Store
     objects: Sequence[Listed]
@@ -72,10 +73,11 @@ class Source:
     retry: Retry = field(default_factory=Retry)
     ahead: Ahead = field(default_factory=Ahead)
     block: int = BLOCK_BYTES
+    lines: Mapping[str, Collection[int]] | None = None
     again: Callable[[CloudError], None] = lambda error: None
 
     def __post_init__(self) -> None:
-        self._failed: set[int] = set()
+        self._over: set[int] = set()  # objects of which nothing more is wanted
 
     def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[Piece]:
         """What to fetch. An object that is one row is not fetched where that row is known not to be wanted."""
@@ -105,7 +107,7 @@ class Source:
     def _blocks(self, ordinal: int, listed: Listed, kind: Kind) -> Iterator[Piece]:
         size, start = listed.info.size, 0
         while True:
-            if ordinal in self._failed:
+            if ordinal in self._over:
                 return
             end = min(size, start + self.block)
             yield Piece(ordinal, listed, kind, start, end, end == size)
@@ -120,13 +122,12 @@ class Source:
         reading: _Object | None = None
         async with aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
             async for piece, data in found:
-                if piece.ordinal in self._failed:
+                if piece.ordinal in self._over:
                     continue
                 if reading is None or reading.ordinal != piece.ordinal:
-                    done = cursor.line or 0 if piece.listed.info.key == cursor.key else 0
-                    reading = _Object(piece.ordinal, piece.listed.info.key, piece.kind, done)
+                    reading = self._object(piece, cursor)
                 if isinstance(data, CloudError):
-                    self._failed.add(piece.ordinal)
+                    self._over.add(piece.ordinal)
                     if self.strict and piece.kind is Kind.JSONL:
                         raise data
                     rows: Iterator[Row] = iter([reading.lost(index, Failure(data.code, data.message))])
@@ -136,6 +137,16 @@ class Source:
                     index += 1
                     if wanted(row.index):
                         yield row
+                if reading.last is not None and reading.lines.number >= reading.last:
+                    self._over.add(piece.ordinal)
+
+    def _object(self, piece: Piece, cursor: Cursor) -> _Object:
+        key = piece.listed.info.key
+        if self.lines is not None and piece.kind is Kind.JSONL:
+            lines = self.lines[key]
+            return _Object(piece.ordinal, key, piece.kind, lines.__contains__, max(lines, default=0))
+        done = cursor.line or 0 if key == cursor.key else 0
+        return _Object(piece.ordinal, key, piece.kind, lambda number: number > done)
 
     def _fetch(self, piece: Piece) -> asyncio.Future[bytes]:
         info = piece.listed.info
@@ -144,12 +155,14 @@ class Source:
 
 @dataclass
 class _Object:
-    """One object while it is read; ``done``: lines of it that are another run's."""
+    """One object while it is read. ``wanted``: whether a line of it is a row here; ``last``: the last that is, where
+    that is known."""
 
     ordinal: int
     key: str
     kind: Kind
-    done: int
+    wanted: Callable[[int], bool]
+    last: int | None = None
     lines: Lines = field(default_factory=Lines)
     blocks: list[bytes] = field(default_factory=list)
 
@@ -174,7 +187,7 @@ class _Object:
             for number, line in chunk:
                 if number == 1 and line is not None:
                     line = line.removeprefix(codecs.BOM_UTF8)
-                if number > self.done and not blank(line):
+                if self.wanted(number) and not blank(line):
                     yield parse_row(index, self.key, number, line)
                     index += 1
 

@@ -137,6 +137,29 @@ class Store:
         answer = await self._call(key, obstore.get_async(self._backend, key))
         return bytes(await self._call(key, answer.bytes_async()))
 
+    async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        """A whole small object, and the marks of this version of it, for ``replace``."""
+        import obstore
+
+        answer = await self._call(key, obstore.get_async(self._backend, key))
+        meta = answer.meta
+        marks = {name: str(meta[name]) for name in ("e_tag", "version") if meta.get(name)}
+        return bytes(await self._call(key, answer.bytes_async())), marks
+
+    async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
+        """Writes over the version that bears ``marks``, whole or not at all. Raises Changed where it is another.
+
+        A folder has no such write: there it is compared just before it is written over.
+        """
+        import obstore
+
+        if "://" not in self.url:
+            if (await self.head(key)).etag != marks.get("e_tag"):
+                raise Changed(f"{self.url}/{key}: changed since it was read")
+            return await self.put(key, data)
+        mode: Any = dict(marks)
+        await self._call(key, obstore.put_async(self._backend, key, data, mode=mode, use_multipart=False))
+
     async def create(self, key: str, data: bytes) -> None:
         """Writes an object that is not there yet, whole or not at all. Raises Exists."""
         import obstore

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -32,3 +34,18 @@ def bucket(aws: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
 def server() -> Iterator[ModelServer]:
     with model_server() as running:
         yield running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """37 rows in JSONL objects and whole texts; rows 5 and 20 fail, row 9 is malformed."""
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    lines = [
+        json.dumps({"custom_id": f"r{i}", "prompt": f"{'fail' if i in (5, 20) else 'row'} {i}"}) for i in range(30)
+    ]
+    lines[9] = "{broken"
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines[:13]) + "\n\n")
+    (tmp_path / "in" / "deep" / "b.jsonl").write_text("\n".join(lines[13:]))
+    for i in range(7):
+        (tmp_path / "in" / f"z{i}.txt").write_text(f"text {i}")
+    return tmp_path

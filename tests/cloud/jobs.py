@@ -1,0 +1,66 @@
+"""Jobs over a folder, and a model for them whose failures are known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.cloud.faults import Unavailable
+from mlserver_torch_stream.cloud.job import Job, plan, write
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.pipeline import Limits
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row
+
+QUICK = Retry(tries=3, first=0.001, longest=0.01)
+
+
+class Model:
+    """Reverses prompts, fails those that begin with ``fails``, dies after ``lasts`` rows; keeps what it was asked."""
+
+    def __init__(self, lasts: int | None = None, fails: str = "fail") -> None:
+        self.asked: list[str] = []
+        self._lasts = lasts
+        self._fails = fails
+
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        await asyncio.sleep(0.001)
+        if self._lasts is not None and len(self.asked) + len(rows) > self._lasts:
+            raise Unavailable("the model died")
+        self.asked += [row.custom_id for row in rows]
+        return [self._outcome(row) for row in rows]
+
+    def _outcome(self, row: Row) -> Outcome:
+        text = row.data.decode() if row.body is None else row.body["prompt"]
+        if text.startswith(self._fails):
+            return Outcome(failure=Failure("inference_failed", text))
+        return Outcome({"text": text[::-1]})
+
+
+def job(folder: Path, **changes: Any) -> Job:
+    settings = {
+        "output": str(folder / "out"),
+        "part_rows": 4,
+        "retry": QUICK,
+        "limits": Limits(batch_rows=3, window=9),
+    }
+    return Job(str(folder / "in"), **{**settings, **changes})
+
+
+def run(job: Job, model: Model, meter: Meter | None = None, told: Callable[[str], None] = lambda message: None) -> int:
+    """The number of rows that failed."""
+
+    async def act() -> int:
+        return await write(await plan(job), model, meter or Meter(), told)
+
+    return asyncio.run(act())
+
+
+def joined(folder: Path, out: str = "out") -> bytes:
+    return b"".join(path.read_bytes() for path in sorted((folder / out).glob("part-*.jsonl")))
+
+
+def failed(folder: Path, out: str = "out") -> bytes:
+    return b"".join(path.read_bytes() for path in sorted((folder / out).glob("errors-*.jsonl")))
