@@ -84,7 +84,8 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
     kind = None if arguments.kind is None else Kind(arguments.kind)
     identity = options.identity(arguments, name)
-    watcher = Watcher(store, output, infer, identity, kind, options.make_limits(arguments), retry, meter=meter)
+    limits = options.make_limits(arguments)
+    watcher = Watcher(store, output, infer, identity, kind, limits, retry, meter=meter, told=_say)
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
         poller = Poller(store, output, pattern, arguments.poll, retry)
@@ -124,4 +125,8 @@ async def _consume(arguments: argparse.Namespace, name: str, output: Store, infe
 
 
 def _strange(message: str) -> None:
-    print(f"left in the queue, as it tells of nothing below --input: {message}", file=sys.stderr)
+    _say(f"left in the queue, as it tells of nothing below --input: {message}")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

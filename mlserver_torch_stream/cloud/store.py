@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Store:
     async def head(self, key: str) -> ObjectInfo:
         import obstore
 
-        meta = await self._call(key, obstore.head_async(self._backend, key))
+        meta = await self._call(key, lambda: obstore.head_async(self._backend, key))
         return ObjectInfo(key, meta["size"], self._version(meta))
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
@@ -118,14 +118,14 @@ class Store:
         options: Any = {} if info.etag.startswith(_DATED) else {"if_match": info.etag}
         if (start, end) != (0, info.size):
             options["range"] = (start, end)
-        answer = await self._call(info.key, obstore.get_async(self._backend, info.key, options=options))
+        answer = await self._call(info.key, lambda: obstore.get_async(self._backend, info.key, options=options))
         meta = answer.meta
         if meta["size"] != info.size or self._version(meta) != info.etag:
             raise Changed(f"{info.key}: is another version than the one that was listed")
         chunks = answer.stream(min_chunk_size=_CHUNK)
         while True:
             try:
-                chunk = await self._call(info.key, chunks.__anext__())
+                chunk = await self._call(info.key, lambda: chunks.__anext__())
             except StopAsyncIteration:
                 return
             yield bytes(chunk)
@@ -134,17 +134,17 @@ class Store:
         """A whole small object."""
         import obstore
 
-        answer = await self._call(key, obstore.get_async(self._backend, key))
-        return bytes(await self._call(key, answer.bytes_async()))
+        answer = await self._call(key, lambda: obstore.get_async(self._backend, key))
+        return bytes(await self._call(key, lambda: answer.bytes_async()))
 
     async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         """A whole small object, and the marks of this version of it, for ``replace``."""
         import obstore
 
-        answer = await self._call(key, obstore.get_async(self._backend, key))
+        answer = await self._call(key, lambda: obstore.get_async(self._backend, key))
         meta = answer.meta
         marks = {name: str(meta[name]) for name in ("e_tag", "version") if meta.get(name)}
-        return bytes(await self._call(key, answer.bytes_async())), marks
+        return bytes(await self._call(key, lambda: answer.bytes_async())), marks
 
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
         """Writes over the version that bears ``marks``, whole or not at all. Raises Changed where it is another.
@@ -158,25 +158,25 @@ class Store:
                 raise Changed(f"{self.url}/{key}: changed since it was read")
             return await self.put(key, data)
         mode: Any = dict(marks)
-        await self._call(key, obstore.put_async(self._backend, key, data, mode=mode, use_multipart=False))
+        await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode=mode, use_multipart=False))
 
     async def create(self, key: str, data: bytes) -> None:
         """Writes an object that is not there yet, whole or not at all. Raises Exists."""
         import obstore
 
-        await self._call(key, obstore.put_async(self._backend, key, data, mode="create", use_multipart=False))
+        await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode="create", use_multipart=False))
 
     async def put(self, key: str, data: bytes) -> None:
         import obstore
 
-        await self._call(key, obstore.put_async(self._backend, key, data, use_multipart=False))
+        await self._call(key, lambda: obstore.put_async(self._backend, key, data, use_multipart=False))
 
     async def aclose(self) -> None:
         await settle()
 
-    async def _call(self, key: str, call: Any) -> Any:
+    async def _call(self, key: str, call: Callable[[], Any]) -> Any:
         try:
-            return await _within(call, self._stall_s)
+            return await _within(call(), self._stall_s)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -199,6 +199,8 @@ class Store:
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
             return Unavailable(f"{where}: nothing came for {self._stall_s:g} s")
         text = _first_line(error)
+        if type(error) is ValueError:  # a key that the library has no name for, as one with an empty level
+            return Refused(f"{where}: {text}")
         for kinds, fault in (
             ((exceptions.NotFoundError, FileNotFoundError), Missing(f"{where}: is not there")),
             (

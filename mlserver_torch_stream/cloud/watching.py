@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Exists, Missing
+from mlserver_torch_stream.cloud.faults import Denied, Exists, Missing, Refused
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.naming import digest
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
@@ -34,7 +34,8 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """At most ``objects`` of them at a time; of each, the stages of a run with ``limits``."""
+    """At most ``objects`` of them at a time; of each, the stages of a run with ``limits``. ``told`` hears of those that
+    have gone, and of those that failed as a whole."""
 
     store: Store
     output: Store
@@ -45,6 +46,7 @@ class Watcher:
     retry: Retry = field(default_factory=Retry)
     objects: int = 8
     meter: Meter = field(default_factory=Meter)
+    told: Callable[[str], None] = lambda message: None
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:
@@ -79,21 +81,32 @@ class Watcher:
 
     async def _object(self, announced: Announced) -> None:
         try:
-            info = await self.retry.run(lambda: self.store.head(announced.key))
-        except Missing:
-            return await announced.done()  # it has gone again
-        name = self.result_name(info)
+            listed = await self._listed(announced.key)
+        except Missing:  # gone again, as one that was worked on and tidied up is when it is announced twice
+            self.told(f"{announced.key}: has gone before it was read; nothing to do")
+            return await announced.done()
+        name = self.result_name(listed.info)
         if not await self._there(name):
-            data = await self._inferred(info)
+            data = await self._inferred(listed)
             with suppress(Exists):  # another watcher was told of it too, and was faster
                 await self.retry.run(lambda: self.output.create(name, data))
         await announced.done()
 
-    async def _inferred(self, info: ObjectInfo) -> bytes:
+    async def _listed(self, key: str) -> Listed:
+        """The object as it is now. One that may not be looked at has no version, but a result that says so: with leave
+        to read it, announced again, it is another."""
+        try:
+            return Listed(await self.retry.run(lambda: self.store.head(key)))
+        except (Denied, Refused) as error:
+            return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
+
+    async def _inferred(self, listed: Listed) -> bytes:
         """All its rows; of an object with more results than are kept in memory, one row that says so."""
-        data = bytearray()
-        async with aclosing(self._results(info)) as results:
+        info, data = listed.info, bytearray()
+        async with aclosing(self._results(listed)) as results:
             async for result in results:
+                if result.outcome.failure is not None and result.row.line is None:
+                    self.told(f"{info.key}: {result.outcome.failure.message}")
                 data.extend(result.encode())
                 if len(data) > MOST_RESULT_BYTES:
                     text = f"its results are more than {MOST_RESULT_BYTES} bytes; infer it with cloud run"
@@ -108,8 +121,8 @@ class Watcher:
             return False
         return True
 
-    async def _results(self, info: ObjectInfo) -> AsyncGenerator[Result, None]:
-        source = Source(self.store, [Listed(info)], self.kind, retry=self.retry)
+    async def _results(self, listed: Listed) -> AsyncGenerator[Result, None]:
+        source = Source(self.store, [listed], self.kind, retry=self.retry)
         async with aclosing(infer_rows(source.rows(), self.infer, self.limits, self.meter)) as found:
             async for result in found:
                 yield result

@@ -36,6 +36,7 @@ class FaultyServer:
     url: str = ""
     delay: float = 0.0
     listing: int = 200  # the status of a listing, which is empty
+    denied: set[str] = field(default_factory=set)  # paths that may not even be looked at
     quiet: threading.Event = field(default_factory=threading.Event)  # set: stalled answers end
 
     def gets(self, path: str) -> list[str | None]:
@@ -66,6 +67,8 @@ def _handler(server: FaultyServer) -> type[BaseHTTPRequestHandler]:
                 return self._plain(server.listing, b"<ListBucketResult></ListBucketResult>")
             wanted = self.headers.get("Range")
             server.asked.append((self.command, path, wanted))
+            if path in server.denied:
+                return self._plain(403, b"<Error><Code>AccessDenied</Code></Error>")
             body = server.objects.get(path)
             if body is None:
                 return self._plain(404, b"<Error><Code>NoSuchKey</Code></Error>")

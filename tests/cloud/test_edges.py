@@ -141,6 +141,13 @@ def test_a_row_that_json_cannot_carry_fails_alone_in_its_batch(
     assert b'"code":"invalid_request","message":"cannot be sent as JSON' in bad and b'"text":"doog"' in good
 
 
+def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("a//b.txt\n")
+    (found,) = _all(Job("s3://bucket/in", manifest=str(tmp_path / "list"), storage={"region": "us-east-1"}))
+    assert found.outcome.failure is not None and found.outcome.failure.code == "refused"
+    assert "a//b.txt: " in found.outcome.failure.message and "empty path segment" in found.outcome.failure.message
+
+
 def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
@@ -184,7 +191,7 @@ def test_azures_etags_are_listed_without_the_quotes_that_they_are_asked_for_with
 def test_a_run_that_is_told_to_stop_just_as_a_store_answers_stops() -> None:
     async def run() -> None:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(Store.memory()._call("k", answer))
+        task = asyncio.create_task(Store.memory()._call("k", lambda: answer))
         await asyncio.sleep(0.01)
         answer.set_result(b"")
         task.cancel()

@@ -7,16 +7,19 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
 from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests.cloud.command import cloud, finish, start
+from tests.cloud.faulty import FaultyServer, faulty_server
 from tests.cloud.models import ModelServer
 
 _SOON_S = 20.0  # ten times what is promised, for machines that are busy
@@ -112,6 +115,58 @@ def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once
     _put(bucket, {"in/a.txt": b"hello"})
     assert cloud(*watch, "--url", server.url, "--limit", "1") == 0
     assert len(_results(f"s3://{bucket}x/out")) == 1 and server.answered == ["hello"]
+
+
+def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
+    aws: dict[str, str], bucket: str, queue: str, server: ModelServer, tmp_path: Path, capsys: Any
+) -> None:
+    """One that may not be read has a result that says so and makes the status 1; one that has gone needs none."""
+    _put(bucket, {"in/denied.txt": b"secret", "in/gone.txt": b"tidied", "in/good.txt": b"hello"})
+    watch = ("watch", "--input", f"s3://{bucket}/in", "--output", tmp_path / "out", "--queue", queue)
+    with faulty_server({f"/{bucket}/in/good.txt": b"hello"}) as objects:
+        objects.denied = {f"/{bucket}/in/denied.txt"}
+        storage = [word for each in (f"endpoint={objects.url}", "skip_signature=true") for word in ("--storage", each)]
+        assert cloud(*watch, *storage, "--url", server.url, "--limit", "3") == 1
+    found = {row["key"]: row for row in _results(str(tmp_path / "out"))}
+    assert sorted(found) == ["denied.txt", "good.txt"] and server.asked == ["hello"]
+    assert found["denied.txt"]["error"]["code"] == "denied" and found["good.txt"]["error"] is None
+    err = capsys.readouterr().err
+    assert "in/denied.txt: no permission" in err and "gone.txt: has gone before it was read" in err
+    assert "2 rows, 1 failed" in err and _left(aws, queue) == 0
+
+
+@pytest.mark.parametrize("key", ["denied.txt", "a//b.txt"])
+def test_an_object_that_cannot_be_looked_at_has_one_result_until_it_can(key: str) -> None:
+    done: list[str] = []
+    told: list[str] = []
+
+    async def infer(rows: Sequence[Row]) -> list[Outcome]:
+        return [Outcome({"text": row.data.decode()}) for row in rows]
+
+    async def announcements(key: str) -> AsyncGenerator[Announced, None]:
+        async def is_done() -> None:
+            done.append(key)
+
+        yield Announced(key, is_done)
+
+    async def act(objects: FaultyServer) -> list[dict[str, Any]]:
+        options = {"endpoint": objects.url, "skip_signature": "true", "region": "us-east-1"}
+        store, output = Store.open("s3://bucket", options), Store.memory()
+        for _ in range(2):
+            await Watcher(store, output, infer, {}, told=told.append).watch(announcements(key))
+        if key == "denied.txt":
+            objects.denied.clear()
+            await Watcher(store, output, infer, {}, told=told.append).watch(announcements(key))
+        await store.aclose()
+        return [json.loads(await output.get(info.key)) async for info in output.list()]
+
+    with faulty_server({"/bucket/denied.txt": b"now"}) as objects:
+        objects.denied = {"/bucket/denied.txt"}
+        found = asyncio.run(asyncio.wait_for(act(objects), _SOON_S))
+    assert sorted((row["error"] or {"code": ""})["code"] for row in found) == (
+        ["", "denied"] if key == "denied.txt" else ["refused"]
+    )
+    assert set(done) == {key} and len(told) == 1 and key in told[0]
 
 
 @pytest.mark.parametrize(
