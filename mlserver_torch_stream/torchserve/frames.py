@@ -8,20 +8,25 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 _LENGTHS = struct.Struct("!II")
-_MOST_BYTES = 1 << 30  # of one message, header and body each
+MOST_BYTES = 1 << 30  # of one message, header and body each: what needs more is told so before it is sent
 
 
 class BrokenFrame(Exception):
     """The other side does not keep to the protocol."""
 
 
-def send_frame(connection: socket.socket, header: dict[str, Any], body: bytes = b"") -> None:
-    """Blocks until the kernel has it. Raises OSError."""
+def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     encoded = json.dumps(header).encode()
-    connection.sendall(b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body)))
+    return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
+
+
+def bytes_in_frame(value: bytes, *texts: str) -> int:
+    """What a value and texts about it take of a frame, at most: JSON makes up to 12 bytes of a character."""
+    return len(value) + 12 * sum(map(len, texts)) + 100
 
 
 class FrameReader:
@@ -36,7 +41,7 @@ class FrameReader:
         if len(lengths) < _LENGTHS.size:
             return None
         header_bytes, body_bytes = _LENGTHS.unpack(lengths)
-        if max(header_bytes, body_bytes) > _MOST_BYTES:
+        if max(header_bytes, body_bytes) > MOST_BYTES:
             raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
         encoded = self._file.read(header_bytes)
         body = self._file.read(body_bytes)

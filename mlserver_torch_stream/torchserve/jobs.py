@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.torchserve.frames import bytes_in_frame
 
 # Of one request's pieces that its client has not taken: from the first pair on, its worker has to wait where it works
 # for nobody else; at the second the stream is cut, so that nobody else has to wait.
@@ -25,6 +26,12 @@ class HandlerFailed(RequestError):
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
         self.status = allowed_status(status)
+
+
+class RequestTooLarge(RequestError):
+    """More than a worker can be sent."""
+
+    status = 413
 
 
 class ClientLags(RequestError):
@@ -60,6 +67,11 @@ class HandlerRequest:
     sequence_end: bool = False
     timeout_s: float | None = None
 
+    def bytes_to_send(self) -> int:
+        """Of the message that carries it to a worker, at most."""
+        parts = (bytes_in_frame(part.value, part.name, part.content_type) for part in self.parts)
+        return sum(parts) + bytes_in_frame(b"", self.request_id, *self.headers.keys(), *self.headers.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -81,6 +93,7 @@ class Job:
         self.request = request
         self.key = key  # its id for the handler: unique among those that run
         self.arrived = arrived
+        self.bytes = request.bytes_to_send()
         self.over = False  # nothing more is delivered
         self.alone = False  # is in no batch with others: it will not be run again
         self.closes_sequence = False  # its handler says so

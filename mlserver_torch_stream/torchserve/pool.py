@@ -88,7 +88,7 @@ class Pool:
     # --- requests ---
 
     def submit(self, request: HandlerRequest) -> Job:
-        """Raises QueueFull or NotServing."""
+        """Raises QueueFull, RequestTooLarge or NotServing."""
         refusal = self._refusing or self._crew.trouble
         if refusal is not None:
             raise NotServing(refusal)
@@ -134,14 +134,14 @@ class Pool:
         """Gives work to every worker that has room and whose next batch is due."""
         now = time.monotonic()
         for place in sorted(self._crew.ready, key=lambda each: len(each.active)):
-            if self._room(place):
+            while self._room(place) > 0:
                 due = self._waiting.due(place.number, place.idle_since, now)
                 if due is None:
-                    continue
-                if due <= now or self._joinable:
-                    self._dispatch(place, now)
-                else:
+                    break
+                if due > now and not self._joinable:
                     self._pump_at(place.number, due - now)
+                    break
+                self._dispatch(place, now)
 
     def _pump_at(self, number: int, delay: float) -> None:
         timer = self._timers.pop(number, None)
@@ -163,8 +163,6 @@ class Pool:
 
     def _dispatch(self, place: Place, now: float) -> None:
         batch = self._waiting.take(place.number, self._room(place))
-        if not batch:
-            return
         if not place.active:
             place.signed = now
             if place.watch is None:

@@ -6,7 +6,6 @@ Knows nothing of requests' meaning, nor of when a worker is started anew. What i
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader
+from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader, encode_frame
 from mlserver_torch_stream.torchserve.jobs import Job
 from mlserver_torch_stream.torchserve.output import drain
 
@@ -169,8 +168,7 @@ class _Rank:
         self._writer.start()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        encoded = json.dumps(header).encode()
-        frame = len(encoded).to_bytes(4, "big") + len(body).to_bytes(4, "big") + encoded + body
+        frame = encode_frame(header, body)
         with self._condition:
             self._outgoing.append(frame)
             self._condition.notify()

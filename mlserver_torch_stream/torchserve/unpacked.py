@@ -1,8 +1,8 @@
 """The folder that an archive is unpacked into: a temporary one, its process's own as long as that lives.
 
-Knows nothing of archives. The process holds a lock on the folder itself, which the kernel takes back however the process
-ends: a folder that nobody holds was left by one that was killed, and is removed when the next one is made.
-(systemd-tmpfiles, too, lets folders be that are locked so.)
+Knows nothing of archives. The process holds a lock on the folder itself, which the kernel takes back however the
+process ends: a folder that nobody holds was left by one that was killed, and is removed when the next one is made.
+systemd-tmpfiles, too, lets folders be that are locked so.
 """
 
 from __future__ import annotations

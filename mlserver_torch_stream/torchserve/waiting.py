@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from mlserver_torch_stream.errors import QueueFull
 from mlserver_torch_stream.torchserve.config import HandlerConfig
-from mlserver_torch_stream.torchserve.jobs import Job
+from mlserver_torch_stream.torchserve.frames import MOST_BYTES
+from mlserver_torch_stream.torchserve.jobs import Job, RequestTooLarge
 
 
 @dataclass
@@ -37,8 +38,9 @@ class Waiting:
     Each batch holds at most one request of a sequence, or, where batches are continuous, all of it that fits.
     """
 
-    def __init__(self, config: HandlerConfig) -> None:
+    def __init__(self, config: HandlerConfig, most_bytes: int = MOST_BYTES) -> None:
         self._config = config
+        self._most_bytes = most_bytes  # of a batch
         self._plain: deque[Job] = deque()
         self._again: deque[Job] = deque()
         self._sequences: dict[str, Sequence] = {}
@@ -48,7 +50,11 @@ class Waiting:
         return len(self._plain) + len(self._again) + sum(len(each.pending) for each in self._sequences.values())
 
     def add(self, job: Job, now: float) -> None:
-        """Raises QueueFull."""
+        """Raises QueueFull or RequestTooLarge."""
+        if job.bytes > self._most_bytes:
+            raise RequestTooLarge(
+                f"a request of {job.bytes} bytes is more than a handler is given ({self._most_bytes})"
+            )
         if len(self) >= self._config.queue_size:
             raise QueueFull(f"{len(self)} requests wait already (jobQueueSize)")
         if self._config.sequenceBatching and job.request.sequence_id is not None:
@@ -77,7 +83,7 @@ class Waiting:
         return jobs
 
     def due(self, worker: int, idle_since: float, now: float) -> float | None:
-        """When the next batch of an idle worker is due: at its full size, or ``maxBatchDelay`` after its first request.
+        """When the next batch of an idle worker is due: when it is full, or ``maxBatchDelay`` after its first request.
 
         None: nothing waits for it. The delay counts from when both the request and the worker are there.
         """
@@ -87,18 +93,22 @@ class Waiting:
         size = self._config.batchSize
         if candidates[0] in self._again or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
             return now
+        if sum(job.bytes for job in candidates) > self._most_bytes:
+            return now
         first = min(job.arrived for job in candidates)
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
 
     def take(self, worker: int, room: int) -> list[Job]:
-        """The next batch, of at most ``room`` requests."""
+        """The next batch, of at most ``room`` requests, and no more of them than one message carries."""
         again = next(self._again_on(worker), None)
         if again is not None:
             self._again.remove(again)
             return [again]
         batch: list[Job] = []
+        left = self._most_bytes
         for job in list(self._candidates(worker)):
-            if len(batch) == room:
+            left -= job.bytes
+            if len(batch) == room or left < 0:
                 break
             batch.append(job)
             self._begin(job, worker)

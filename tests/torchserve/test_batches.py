@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mlserver_torch_stream.errors import QueueFull
 from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
-from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Piece
+from mlserver_torch_stream.torchserve.frames import encode_frame
+from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Part, Piece, RequestTooLarge
+from mlserver_torch_stream.torchserve.process import batch_message
 from mlserver_torch_stream.torchserve.waiting import Waiting
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
@@ -22,8 +26,9 @@ def _waiting(count: int, now: float = 0.0, **config: int | bool) -> tuple[Waitin
     return waiting, jobs
 
 
-def _job(name: str, now: float = 0.0, sequence: str | None = None, end: bool = False) -> Job:
-    return Job(HandlerRequest(name, (), {}, sequence, end), name, now, lambda job: None)
+def _job(name: str, now: float = 0.0, sequence: str | None = None, end: bool = False, size: int = 0) -> Job:
+    parts = [Part("body", "", b"x" * size)] if size else []
+    return Job(HandlerRequest(name, parts, {}, sequence, end), name, now, lambda job: None)
 
 
 def test_a_full_batch_is_due_at_once_and_another_after_the_delay() -> None:
@@ -40,6 +45,110 @@ def test_the_queue_has_a_bound() -> None:
     waiting, _ = _waiting(2, jobQueueSize=2)
     with pytest.raises(QueueFull, match="jobQueueSize"):
         waiting.add(_job("more"), 0.0)
+
+
+def test_a_batch_is_no_larger_than_one_message_carries() -> None:
+    waiting = Waiting(read_config({}, {"batchSize": 8, "maxBatchDelay": 1000}), most_bytes=5000)
+    for index in range(5):
+        waiting.add(_job(f"r{index}", size=1300), 0.0)
+        assert waiting.due(0, 0.0, 0.0) == (1.0 if index < 3 else 0.0)  # three of them fill it
+    assert [[job.key for job in waiting.take(0, 8)] for _ in range(3)] == [["r0", "r1", "r2"], ["r3", "r4"], []]
+    with pytest.raises(RequestTooLarge, match="more than a handler is given") as refused:
+        waiting.add(_job("large", size=5000), 0.0)
+    assert refused.value.status == 413
+
+
+def test_what_a_frame_takes_is_not_underestimated() -> None:
+    """Whatever characters the names and headers are made of."""
+    wide = "\U0001f600" * 50
+    request = HandlerRequest(wide, [Part(wide, wide, b"x" * 10)] * 3, {wide: wide, "\x00": "\x00"})
+    job = Job(request, wide, 0.0, lambda job: None)
+    assert len(encode_frame(*batch_message([job]))) <= job.bytes
+
+
+@pytest.mark.parametrize("how", [{}, {"continuousBatching": True}, {"asyncCommunication": True}])
+def test_more_than_one_message_carries_is_run_in_several_batches(tmp_path: Path, how: dict[str, bool]) -> None:
+    """And one request of such a size is refused. The worker lives on."""
+    source = f"""
+        {"async" if "asyncCommunication" in how else ""} def handle(data, context):
+            return None if data is None else [f"{{len(data)}} {{len(row['body'])}}" for row in data]
+    """
+    if "asyncCommunication" in how:
+        source += "        async def initialize(context): ..."
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, textwrap.dedent(source), {"batchSize": 4, **how})) as pool:
+            pool._waiting._most_bytes = 5000
+            with pytest.raises(RequestTooLarge):
+                pool.submit(request("x" * 5000))
+            jobs = [pool.submit(request("x" * 1500, f"r{index}")) for index in range(4)]
+            assert [(await texts(job))[0].split()[1] for job in jobs] == ["1500"] * 4
+            assert pool._figures.batched_requests == 4 and pool._crew.restarts == 0
+
+    run(scenario())
+
+
+def test_all_for_whom_there_is_room_go_to_a_worker_that_comes_back_however_many_messages_it_takes(
+    tmp_path: Path,
+) -> None:
+    """Each of the four ends when all four are there."""
+    source = """
+        import asyncio, os
+
+        class Handler:
+            here = 0
+
+            def initialize(self, context): ...
+
+            async def handle(self, data, context):
+                if not data[0]["body"]:
+                    os._exit(1)
+                self.here += 1
+                while self.here < 4:
+                    await asyncio.sleep(0.01)
+                return ["met"]
+    """
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, {"asyncCommunication": True})) as pool:
+            pool._waiting._most_bytes = 5000
+            await outcome(pool.submit(request("")))
+            jobs = [pool.submit(request("x" * 1500, f"r{index}")) for index in range(4)]
+            assert [await texts(job) for job in jobs] == [["met"]] * 4
+            assert pool._figures.batches == 3  # the first one, and two for the four
+
+    run(scenario())
+
+
+_ECHO = """
+def handle(data, context):
+    if data is None:
+        return None
+    if "large" in data[0]:
+        return [bytes((1 << 30) + 1)]
+    return [bytes(row["body"]) for row in data]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(psutil.virtual_memory().available < 12 << 30, reason="needs 12 GiB of memory")
+def test_a_batch_and_an_answer_of_more_than_a_gibibyte_leave_the_worker_alive(tmp_path: Path) -> None:
+    quarter = b"x" * (1 << 28)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _ECHO, {"batchSize": 5, "maxBatchDelay": 1000})) as pool:
+            jobs = [pool.submit(HandlerRequest(f"r{index}", [Part("body", "", quarter)])) for index in range(5)]
+            for job in jobs:
+                assert [len(piece.value) async for piece in job] == [1 << 28]
+            assert pool._figures.batches == 2
+            with pytest.raises(RequestTooLarge):
+                pool.submit(HandlerRequest("five", [Part("body", "", quarter)] * 5))
+            failed = await outcome(pool.submit(HandlerRequest("large", [Part("large", "", b"")])))
+            assert getattr(failed, "status", None) == 507 and "1073741825 bytes is too large" in str(failed)
+            assert await texts(pool.submit(request("fine"))) == ["fine"]
+            assert pool._crew.restarts == 0
+
+    run(scenario())
 
 
 def test_a_batch_on_a_real_worker_takes_what_came_together(tmp_path: Path) -> None:

@@ -98,5 +98,5 @@ def test_only_folders_are_taken_for_left_ones(mar: str, tmp_path: Path) -> None:
 
 def test_without_a_temporary_folder_the_load_fails_with_the_reason(mar: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    with pytest.raises(LoadFailed, match="cannot unpack .*/nowhere"):
+    with pytest.raises(LoadFailed, match=r"cannot unpack .*/nowhere"):
         open_archive(mar, None)

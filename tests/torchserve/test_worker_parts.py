@@ -121,6 +121,20 @@ def test_a_piece_that_cannot_be_serialised_fails_alone(call: _Call) -> None:
     assert call.outlet.ended == {"r0"}
 
 
+def test_pieces_go_in_as_many_messages_as_they_need_and_one_that_fits_in_none_fails_alone(
+    call: _Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlserver_torch_stream.torchserve.worker.channel.MOST_BYTES", 3000)
+    call.send(["a" * 2000, "b" * 2000])
+    assert [call.heard() for _ in range(2)] == [[("r0", b"a" * 2000, False)], [("r1", b"b" * 2000, False)]]
+    call.send(["a" * 3000, "b"])
+    call.send(["late", "b"])
+    ((request_id, message, _),) = call.heard()
+    assert request_id == "r0" and "a piece of 3000 bytes is too large" in str(message)
+    assert [call.heard() for _ in range(2)] == [[("r1", b"b", False)]] * 2
+    assert call.outlet.ended == {"r0"}
+
+
 def test_other_ranks_send_nothing(call: _Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     call.send(["a", "b"])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlserver_torch_stream.torchserve.frames import FrameReader, send_frame
+from mlserver_torch_stream.torchserve.frames import MOST_BYTES, FrameReader, bytes_in_frame, encode_frame
 
 _MOST_MESSAGE_CHARS = 2000
+TOO_LARGE = 507  # as where the pieces of a whole answer are too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Piece:
     content_type: str = ""
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    def bytes_to_send(self) -> int:
+        """Of the message that carries it, at most."""
+        texts = (self.request_id, self.content_type, *self.headers.keys(), *self.headers.values())
+        return bytes_in_frame(self.value, *texts)
 
 
 class Channel:
@@ -53,10 +59,33 @@ class Channel:
     def tell(self, kind: str, **fields: Any) -> None:
         self._send({"t": kind, **fields})
 
-    def pieces(self, pieces: Iterable[Piece], ended: Iterable[str] = ()) -> None:
-        """``ended``: the requests that the handler has done with, after these pieces. Their ids may come again."""
-        sent, over = list(pieces), list(ended)
+    def pieces(self, pieces: Iterable[Piece], ended: Iterable[str] = ()) -> set[str]:
+        """``ended``: the requests that the handler has done with, after these pieces. Their ids may come again.
+
+        In as many messages as it needs. Returns the requests that have failed: their piece does not go into one.
+        """
+        failed: set[str] = set()
+        group: list[Piece] = []
+        left = MOST_BYTES
+        for piece in pieces:
+            size = piece.bytes_to_send()
+            if size > MOST_BYTES:
+                self.failed(
+                    [piece.request_id], TOO_LARGE, f"a piece of {len(piece.value)} bytes is too large: send parts"
+                )
+                failed.add(piece.request_id)
+                continue
+            if size > left:
+                self._send_pieces(group, ())
+                group, left = [], MOST_BYTES
+            group.append(piece)
+            left -= size
+        over = list(ended)
         self._gone.difference_update(over)
+        self._send_pieces(group, over)
+        return failed
+
+    def _send_pieces(self, pieces: Sequence[Piece], ended: Sequence[str]) -> None:
         items = [
             {
                 "id": each.request_id,
@@ -66,9 +95,9 @@ class Channel:
                 "status": each.status,
                 "headers": dict(each.headers),
             }
-            for each in sent
+            for each in pieces
         ]
-        self._send({"t": "pieces", "items": items, "ended": over}, b"".join(each.value for each in sent))
+        self._send({"t": "pieces", "items": items, "ended": ended}, b"".join(each.value for each in pieces))
 
     def failed(self, request_ids: Collection[str], status: int, message: str, again: bool = False) -> None:
         """``again``: they may do better one by one."""
@@ -98,4 +127,4 @@ class Channel:
         if self.forked:
             return
         with self._sending:
-            send_frame(self._connection, header, body)
+            self._connection.sendall(encode_frame(header, body))

@@ -101,7 +101,7 @@ class Outlet:
         else:
             pieces = [self._piece(each) for each in response.predictions if self._wanted(each.request_id)]
             self.ended.update(piece.request_id for piece in pieces if piece.last)
-            self._channel.pieces(pieces)
+            self.ended |= self._channel.pieces(pieces)
         self.check()
 
     def check(self) -> None:

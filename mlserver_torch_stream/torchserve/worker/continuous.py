@@ -114,7 +114,10 @@ class Continuous:
         staying = {each.request_id for each in given if not each.last}
         for request in batch:
             self._stay(request) if request.id in staying else self._remove(request)
-        self._channel.pieces(given, ended=[request.id for request in batch if request.id not in staying])
+        failed = self._channel.pieces(given, ended=[request.id for request in batch if request.id not in staying])
+        for request in batch:
+            if request.id in failed & staying:
+                self._over(request)
         return None
 
     def _piece(self, index: int, request: Request, value: Any) -> Piece | None:
