@@ -1,17 +1,28 @@
 """``mlserver-torch-stream rank FOLDER``: one process of a server that a launcher starts several times.
 
 Rank 0 is ``mlserver start FOLDER``; the others follow it. Which one this is, a launcher such as torchrun says by RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Knows no model: the others are told by rank 0 what to load.
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Knows no model: the others are told by rank 0 what to load, or that there is
+nothing to load for them.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlserver import ModelSettings
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = (
+    60.0  # seconds for the others to come and hear that they wait for nothing; their start takes 5, more if busy
+)
+_ENDED = "rank 0 has ended before it had a model for the others: its log says why"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,11 +36,58 @@ def main(argv: Sequence[str]) -> int:
         from mlserver_torch_stream.engine.ranks.forming import find_launched
 
         return follow(lambda: find_launched(os.environ))
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        return _serve(arguments.folder)
+    return _lead(arguments.folder)
+
+
+def _lead(folder: str) -> int:
+    """Serves. However that ends, the others have had a model by then or are told that there will be none."""
+    from mlserver.cli.serve import load_settings
+
+    from mlserver_torch_stream.engine.ranks.terms import check_launched
+    from mlserver_torch_stream.errors import LoadFailed
+
+    word, status, models = _ENDED, 1, None
+    try:
+        models = asyncio.run(load_settings(folder))[1]
+        check_launched(_sizes(models), int(os.environ["WORLD_SIZE"]))
+        status = _serve(folder)
+    except LoadFailed as error:
+        word = str(error)
+        print(f"error: {word}", file=sys.stderr, flush=True)
+    finally:
+        from mlserver_torch_stream.engine.ranks.forming import dismiss
+        from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
+
+        # A signal, which all ranks get, rather than a failure: MLServer ends alike.
+        told = status == 0 and (LIFECYCLE.ending or models == [])
+        if dismiss(os.environ, word, 1.0 if told else _PATIENCE) and not told:
+            status = 1
+    return status
+
+
+def _serve(folder: str) -> int:
     from mlserver.cli import main as mlserver
 
-    sys.argv = ["mlserver", "start", arguments.folder]
-    mlserver()
+    sys.argv = ["mlserver", "start", folder]
+    try:
+        mlserver()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1 if end.code else 0
     return 0
+
+
+def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
+    """How many ranks each model is split over, but for those whose load will be refused."""
+    from mlserver_torch_stream.errors import SettingsError
+    from mlserver_torch_stream.loading import resolve
+
+    sizes = {}
+    for model in models:
+        with contextlib.suppress(SettingsError):
+            sizes[model.name] = resolve(model).settings.tensor_parallel_size
+    return sizes
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ Knows nothing of models. One process has a seat in one group at a time: torch kn
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ from mlserver_torch_stream.engine.ranks.group import Group
 from mlserver_torch_stream.engine.ranks.terms import KEY
 from mlserver_torch_stream.errors import LoadFailed
 
+logger = logging.getLogger(__name__)
+
 _HOST = "127.0.0.1"
 # Python, torch and transformers take 5 s, on a busy machine several times as long.
 _CHILDREN = timedelta(minutes=3)
@@ -27,6 +30,9 @@ _LAUNCHED = timedelta(minutes=30)
 _FORMING = threading.Lock()
 _LEFT = threading.Event()  # those that a launcher has started: they have come, once
 _LOOK = timedelta(seconds=0.1)  # a store does not say that somebody has come
+_WORD = (
+    "mlserver-torch-stream/word"  # rank 0's to those who wait for it: why there will be no group, nothing if there is
+)
 
 
 def launched(environ: Mapping[str, str]) -> bool:
@@ -110,15 +116,46 @@ def find_local(rank: int, size: int, port: int) -> Group:
 def find_launched(environ: Mapping[str, str]) -> Group:
     """The group that the launcher's variables tell of: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Raises LoadFailed where one is missing or the others do not come.
+    Raises LoadFailed where one is missing, the others do not come, or rank 0 says that there will be no group.
     """
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=_LAUNCHED))
         store.set(_here(rank), "")
+        if rank == 0:
+            store.set(_WORD, "")
+        store.wait([_WORD], _LAUNCHED)
+        if why := store.get(_WORD).decode():
+            store.set(_heard(rank), "")
+            raise LoadFailed(why)
         store.wait([_here(other) for other in range(size)], _LAUNCHED)
         return Group(store, rank, size)
     except (ValueError, RuntimeError) as error:
         raise LoadFailed(f"{KEY}: rank {environ['RANK']} found no group: {error}") from None
+
+
+def dismiss(environ: Mapping[str, str], why: str, patience: float) -> bool:
+    """Rank 0 tells the others that a launcher has started that they wait for nothing; False if they have had a model.
+
+    Waits for so many seconds for those that are still to come, and says who has not.
+    """
+    if _LEFT.is_set():
+        return False
+    size = int(environ["WORLD_SIZE"])
+    server = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has one of its own
+    port, limit = int(environ["MASTER_PORT"]), timedelta(seconds=patience)
+    try:
+        store = dist.TCPStore(
+            environ["MASTER_ADDR"], port, None, server, limit, wait_for_workers=False, multi_tenant=True
+        )
+        store.set(_WORD, why)
+        store.wait([_heard(other) for other in range(1, size)], limit)
+    except RuntimeError as error:
+        logger.warning("not all of the other %d ranks have heard that they wait for nothing: %s", size - 1, error)
+    return True
+
+
+def _heard(rank: int) -> str:
+    return f"mlserver-torch-stream/heard-{rank}"
 
 
 def _here(rank: int) -> str:

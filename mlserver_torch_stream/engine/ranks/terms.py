@@ -32,6 +32,19 @@ def check_settings(settings: EngineSettings) -> None:
             raise LoadFailed(f"{KEY}: {settings.tensor_parallel_size} does not go with {key}: {value!r}")
 
 
+def check_launched(sizes: Mapping[str, int], started: int) -> None:
+    """Raises LoadFailed where no model of a server, or not all that are split, take the ranks that were started for it.
+
+    ``sizes``: by the models' names. A server that starts with none may be told of one later.
+    """
+    for name, size in sizes.items():
+        if size not in (1, started):
+            raise LoadFailed(f"{KEY}: {size} ranks are wanted by model {name!r} and {started} were started")
+    if sizes and started not in sizes.values():
+        names = ", ".join(map(repr, sizes))
+        raise LoadFailed(f"{KEY}: {started} ranks were started and no model is split, of {names}: set it to {started}")
+
+
 def check_model(config: Any, size: int) -> None:
     """Raises LoadFailed where transformers cannot give each of ``size`` ranks whole heads of the model."""
     if getattr(config, "quantization_config", None):
