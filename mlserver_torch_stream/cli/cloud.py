@@ -29,6 +29,8 @@ _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(list(argv))
+    from mlserver_torch_stream.cli.interrupt import LeftBehind, leave
+
     try:
         _check(arguments)
         if arguments.command == "watch":
@@ -42,6 +44,9 @@ def main(argv: Sequence[str]) -> int:
         from mlserver_torch_stream.cli.cloud_run import run
 
         return run(arguments)
+    except LeftBehind:
+        print("interrupted while the model was loading; nothing was inferred", file=sys.stderr)
+        leave(INTERRUPTED)
     except Refused as error:
         print(f"error: {error.message}", file=sys.stderr)
         return REFUSED

@@ -6,13 +6,10 @@ Knows the stages and the terminal; what the options are is ``cloud``'s.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,19 +18,15 @@ from typing import Any
 from mlserver_torch_stream.cli import cloud as options
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
+from mlserver_torch_stream.cli.interrupt import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
 from mlserver_torch_stream.cloud.faults import CloudError, Full, Refused
 from mlserver_torch_stream.cloud.job import Plan, plan, results, write
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.naming import kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
-from mlserver_torch_stream.cloud.store import settle
 
 _AGAIN = "what is written is kept; the same command goes on from there"
-
-
-class Interrupted(Exception):
-    """A signal said to stop."""
 
 
 class Stopwatch:
@@ -50,7 +43,7 @@ class Stopwatch:
 
 
 def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
-    """The exit status. Raises Refused where the run may not start."""
+    """The exit status. Raises Refused where the run may not start, LeftBehind where it ended while a model loaded."""
     meter = meter or Meter()
     watch = Stopwatch()
     try:
@@ -72,27 +65,6 @@ def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
         if arguments.metrics is not None:
             write_metrics(arguments.metrics, meter)
     return status
-
-
-def run_to_end(work: Awaitable[int]) -> int:
-    """Runs ``work`` on a loop of its own; SIGINT and SIGTERM cancel it. Raises Interrupted."""
-
-    async def guarded() -> int:
-        task = asyncio.ensure_future(work)
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        for number in signals:
-            loop.add_signal_handler(number, task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            raise Interrupted from None
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-            await settle()
-
-    return asyncio.run(guarded())
 
 
 async def _run(arguments: argparse.Namespace, meter: Meter, watch: Stopwatch) -> int:

@@ -10,7 +10,8 @@ import os
 import sys
 
 from mlserver_torch_stream.cli import cloud as options
-from mlserver_torch_stream.cli.cloud_run import Interrupted, Stopwatch, model, model_name, run_to_end, write_metrics
+from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, write_metrics
+from mlserver_torch_stream.cli.interrupt import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import summary
 from mlserver_torch_stream.cloud.faults import CloudError, Refused
 from mlserver_torch_stream.cloud.meter import Meter
@@ -24,7 +25,7 @@ from mlserver_torch_stream.cloud.watching import Watcher
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """The exit status. Raises Refused."""
+    """The exit status. Raises Refused, or LeftBehind where it ended while a model loaded."""
     _check(arguments)
     meter, stopwatch = Meter(), Stopwatch()
     try:

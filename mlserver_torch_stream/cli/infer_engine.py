@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, failed
+from mlserver_torch_stream.cli.interrupt import in_a_thread
 from mlserver_torch_stream.cloud.faults import Refused, Unavailable
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.rows import Outcome, Row
@@ -37,14 +38,14 @@ class EngineInfer:
 
     @classmethod
     async def load(cls, model: str, extra: Mapping[str, Any], asking: Asking, meter: Meter) -> EngineInfer:
-        """Raises Refused."""
+        """Raises Refused, or LeftBehind where it is cancelled: a load cannot be stopped."""
         from mlserver_torch_stream.loading import build
         from mlserver_torch_stream.settings import parse_settings
 
         before, began = _peak_bytes(), time.monotonic()
         try:
             resolved = parse_settings(model, extra)
-            built = await asyncio.to_thread(build, resolved, "cloud", lambda error: None)
+            built = await in_a_thread(lambda: build(resolved, "cloud", lambda error: None))
         except (SettingsError, LoadFailed) as error:
             raise Refused(f"--model: {error}") from None
         meter.load_model_latency_milli_secs.update(round((time.monotonic() - began) * 1e3))

@@ -22,7 +22,8 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         import ray
     except ImportError:
         raise Refused("--on ray: needs the extra [ray]: pip install 'mlserver-torch-stream[ray]'") from None
-    from mlserver_torch_stream.cli.cloud_run import model_name, run_to_end
+    from mlserver_torch_stream.cli.cloud_run import model_name
+    from mlserver_torch_stream.cli.interrupt import run_to_end
 
     async def claim() -> int:
         planned = await plan(options.make_job(arguments, await model_name(arguments)))

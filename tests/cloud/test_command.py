@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlserver_torch_stream.cli.progress import Total, progress_line, summary
@@ -269,6 +270,31 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: 
     kept = joined(tmp_path / "out")
     assert len(_lines(kept)) == 6
     assert cloud(*run) == 0 and joined(tmp_path / "out").startswith(kept)
+
+
+@pytest.mark.parametrize("command", ["run", pytest.param("watch", marks=pytest.mark.slow)])
+def test_ctrl_c_while_the_model_loads_ends_at_once_and_leaves_no_process(
+    rows: Path, tmp_path: Path, command: str, request: pytest.FixtureRequest
+) -> None:
+    """The load stands still in a compiler that never comes back, in a thread that cannot be stopped."""
+    pytest.importorskip("torch")
+    tiny_model = request.getfixturevalue("tiny_model")
+    compiler, started = tmp_path / "c++", tmp_path / "pid"
+    compiler.write_text(f"#!/bin/sh\necho $$ > {started}.part && mv {started}.part {started}\nsleep 600\n")
+    compiler.chmod(0o755)
+    process = start(
+        *(command, "--input", rows, "--output", tmp_path / "out", "--model", tiny_model),
+        environment={"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    _wait(started.exists, 180)
+    (child,) = [each for each in psutil.Process(process.pid).children() if each.pid == int(started.read_text())]
+    below = [child, *child.children()]
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process, 20)
+    assert status == 130 and "Traceback" not in err
+    assert "interrupted while the model was loading; nothing was inferred" in err
+    _, left = psutil.wait_procs(below, timeout=20)
+    assert not left, left
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly(rows: Path, server: ModelServer) -> None:

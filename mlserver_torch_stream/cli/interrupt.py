@@ -1,0 +1,104 @@
+"""Signals that end a command at once, also while a thread of it is at what cannot be stopped, such as loading a model.
+
+Knows nothing of what the command does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from mlserver_torch_stream.cloud.store import settle
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """A signal said to stop."""
+
+
+class LeftBehind(Exception):
+    """A signal said to stop while a thread was at work that nobody waits for: the process is to end by ``leave``."""
+
+
+def run_to_end(work: Awaitable[T]) -> T:
+    """Runs ``work`` on a loop of its own; SIGINT and SIGTERM cancel it. Raises Interrupted or LeftBehind."""
+
+    async def guarded() -> T:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        for number in signals:
+            loop.add_signal_handler(number, task.cancel)
+        left = False
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise Interrupted from None
+        except LeftBehind:
+            left = True
+            raise
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+                if left:
+                    signal.signal(number, signal.SIG_IGN)  # the end is near, and a second one would only disturb it
+            await settle()
+
+    return asyncio.run(guarded())
+
+
+async def in_a_thread(call: Callable[[], T]) -> T:
+    """As asyncio.to_thread, but nobody waits for the thread once this is cancelled. Raises LeftBehind then."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(setter: Callable[[Any], None], value: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: None if future.done() else setter(value))
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            tell(future.set_exception, error)
+        else:
+            tell(future.set_result, result)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return await future
+    except asyncio.CancelledError:
+        raise LeftBehind from None
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process and what it started, whatever its threads do: the interpreter's own end would wait for them, or
+    take away what they stand on."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    for pid in _descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(status)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that this one started, and they; on Linux, elsewhere none is known."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for each in found:  # which grows
+        found.extend(children.get(each, ()))
+    return found
