@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,9 @@ from mlserver_torch_stream.cli.progress import Progress, Total, summary
 from mlserver_torch_stream.cloud.faults import CloudError, Full, Refused
 from mlserver_torch_stream.cloud.job import Plan, plan, results, write
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.naming import kind_of
+from mlserver_torch_stream.cloud.naming import closed_format, kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
+from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
 _AGAIN = "what is written is kept; the same command goes on from there"
 
@@ -71,7 +72,7 @@ async def _run(arguments: argparse.Namespace, meter: Meter, watch: Stopwatch) ->
     name = await model_name(arguments)
     planned = await plan(options.make_job(arguments, name), write=not arguments.dry_run)
     try:
-        check_kinds(arguments, {kind_of(each.info.key, planned.job.kind) for each in planned.objects})
+        check_objects(arguments, (each.info.key for each in planned.objects))
         if arguments.dry_run:
             print(_described(planned))
             return 0
@@ -130,13 +131,20 @@ def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
     return {"max_queue": max(256, rows), **extra}
 
 
-def check_kinds(arguments: argparse.Namespace, kinds: set[Kind]) -> None:
-    """Raises Refused where the model cannot take what is there."""
+def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
+    """Raises Refused, which names the first one that the model cannot take."""
     asking = options.make_asking(arguments)
-    for kind in sorted(kinds, key=lambda kind: kind.value):
+    given = None if arguments.kind is None else Kind(arguments.kind)
+    for key in keys:
+        form, kind = closed_format(key), kind_of(key, given)
+        if form is not None:
+            raise Refused(
+                f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
+                "size, or choose others with --glob"
+            )
         if not asking.takes(kind):
             raise Refused(
-                f"--input: holds objects of kind {kind.value}, which this model cannot take; "
+                f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
                 "choose others with --glob, or say with --as how to read them"
             )
 
@@ -187,6 +195,10 @@ def _described(planned: Plan) -> str:
         f"first: {', '.join(each.info.key for each in objects[:5])}",
         f"model: {json.dumps(job.model, ensure_ascii=False)}",
     ]
+    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, job.kind), each.info)]
+    if large:
+        most = f"over {MOST_OBJECT_BYTES // 2**20} MiB, each an error row"
+        lines.append(f"too large: {len(large)} {most}: {', '.join(large[:5])}")
     missing = [each.info.key for each in objects if each.failure is not None]
     if missing:
         lines.append(f"missing: {len(missing)}: {', '.join(missing[:5])}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlserver_torch_stream.cloud.naming import closed_format
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Row
 
 PROMPTS = ("messages", "prompt", "text_input")
@@ -48,7 +49,8 @@ class Asking:
     def ask(self, row: Row, instruction: str = "") -> Ask:
         """Raises Unsuitable."""
         if not self.takes(row.kind):
-            raise Unsuitable(f"{row.key}: the model takes no {row.kind.value}")
+            form = closed_format(row.key)
+            raise Unsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")
             body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}

@@ -25,6 +25,17 @@ _SUFFIXES = {
     Kind.TEXT: (".txt", ".md", ".prompt"),
 }
 
+# Formats with rows or objects inside that are not looked into, by their endings.
+_CLOSED = {
+    "Parquet": (".parquet",),
+    "ORC": (".orc",),
+    "Avro": (".avro",),
+    "Arrow": (".arrow", ".feather"),
+    "a tar archive": (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"),
+    "a zip archive": (".zip",),
+    "compressed": (".gz", ".bz2", ".xz", ".zst"),
+}
+
 
 def part_name(number: int) -> str:
     return f"part-{number:06d}.jsonl"
@@ -49,6 +60,12 @@ def kind_of(key: str, default: Kind | None) -> Kind:
         return default
     lower = key.lower()
     return next((kind for kind, ends in _SUFFIXES.items() if lower.endswith(ends)), Kind.BYTES)
+
+
+def closed_format(key: str) -> str | None:
+    """What the key's ending says the object is, where that is a format that is not looked into, however it is read."""
+    lower = key.lower()
+    return next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:

@@ -21,6 +21,7 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
 BLOCK_BYTES = 8 * 2**20  # larger objects come in ranges of this size, several at a time
 MOST_OBJECT_BYTES = 64 * 2**20  # of an object that is one row
+_MOST = f"{MOST_OBJECT_BYTES // 2**20} MiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Source:
             skip = kind is not Kind.JSONL and index is not None and not wanted(index)
             if index is not None:
                 index += 1
-            if skip or listed.failure is not None or _too_large(kind, listed.info):
+            if skip or listed.failure is not None or too_large(kind, listed.info):
                 yield Piece(ordinal, listed, kind, 0, 0, True, skip)
                 continue
             yield from self._blocks(ordinal, listed, kind)
@@ -171,8 +172,11 @@ class _Object:
 
     def rows(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
         failure = piece.listed.failure
-        if failure is None and _too_large(piece.kind, piece.listed.info):
-            failure = Failure("too_large", f"{self.key}: is larger than {MOST_OBJECT_BYTES} bytes")
+        if failure is None and too_large(piece.kind, piece.listed.info):
+            failure = Failure(
+                "too_large",
+                f"{self.key}: {piece.listed.info.size} bytes, over the {_MOST} of an object that is one row",
+            )
         if piece.skipped or failure is not None:
             yield self.lost(index, failure or Failure("skipped", self.key))
         elif self.kind is Kind.JSONL:
@@ -200,5 +204,6 @@ class _Object:
         return Row(index, self.key, None, self.key, self.kind, data=data, size=len(data))
 
 
-def _too_large(kind: Kind, info: ObjectInfo) -> bool:
+def too_large(kind: Kind, info: ObjectInfo) -> bool:
+    """True of an object that is one row, and more than is held of one; JSONL of any size comes in blocks."""
     return kind is not Kind.JSONL and info.size > MOST_OBJECT_BYTES

@@ -1,0 +1,55 @@
+"""One JSONL object of so many MiB in a folder, read to its end: by how much the process that reads it grew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlserver_torch_stream.cloud.job import Job, stream
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.pipeline import Limits
+from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.rows import Outcome, Row
+
+MIB = 2**20
+
+
+def _grown(before: int) -> float:
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+async def _run(folder: str, mib: int, job: Job) -> dict[str, float]:
+    """Rows of about one MiB, none of them a divisor of a block."""
+    prompt = "x" * (MIB - 100)
+    with Path(folder, "large.jsonl").open("w") as out:
+        for _ in range(mib):
+            out.write(json.dumps({"prompt": prompt}) + "\n")
+    meter, count = Meter(), 0
+
+    async def lengths(rows: Sequence[Row]) -> list[Outcome]:
+        while rows[0].index == 0 and meter.peak_undelivered_bytes + MIB < min(job.limits.window_bytes, mib * MIB // 2):
+            await asyncio.sleep(0.001)  # the head is slow until the window is full
+        return [Outcome({"length": len((row.body or {})["prompt"])}) for row in rows]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    async for result in stream(job, lengths, meter):
+        assert result.outcome.response == {"length": len(prompt)} and result.row.index == count
+        count += 1
+    return {"rows": count, "grown_mib": _grown(before), "undelivered_bytes": meter.peak_undelivered_bytes}
+
+
+def main(mib: int, window_mib: int, ahead_mib: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        limits, ahead = Limits(window_bytes=window_mib * MIB, batch_rows=4), Ahead(nbytes=ahead_mib * MIB)
+        job = Job(folder, limits=limits, ahead=ahead)
+        found = asyncio.run(asyncio.wait_for(_run(folder, mib, job), 300))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
