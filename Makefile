@@ -32,6 +32,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 TORCHAO := $(VENV)/torchao
 TORCHAO_TESTS := tests/engine/test_torchao.py
+HANDLERS := $(VENV)/torchserve-handlers
+HANDLERS_TESTS := tests/torchserve/test_built_in.py
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -66,13 +68,21 @@ $(TORCHAO)/.installed: constraints.txt | $(INSTALLED)
 	$(PIP) install --quiet --progress-bar off --no-deps -c constraints.txt --target $(TORCHAO) torchao
 	@touch $@
 
+# Likewise: transformers imports torchvision, whose wheel on PyPI cannot be imported beside a torch without CUDA.
+$(HANDLERS)/.installed: constraints.txt | $(INSTALLED)
+	rm -rf $(HANDLERS)
+	$(PIP) install --quiet --progress-bar off --no-deps -c constraints.txt --target $(HANDLERS) captum torchvision \
+		matplotlib contourpy cycler fonttools kiwisolver pyparsing python-dateutil
+	@touch $@
+
 test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests: minutes on two cores
 	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) --ignore $(TORCHAO_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
-test-all: $(INSTALLED) $(TORCHAO)/.installed ## all tests
-	$(BIN)/python -m pytest -q --ignore $(TORCHAO_TESTS)
+test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
+	$(BIN)/python -m pytest -q --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
+	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -110,7 +120,7 @@ cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedde
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
 	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --constraint - --no-annotate --no-header --no-emit-package setuptools \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --constraint - --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
 	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt
