@@ -5,8 +5,9 @@ Knows neither engines nor servers. A response bears no id and no time, so that e
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,16 @@ class Answer:
         text = "".join(self.texts[index])
         said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         return {"index": index, **said, "finish_reason": self.reasons.get(index)}
+
+
+async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) -> list[Outcome]:
+    """All rows at once. What one of them raises ends the others."""
+    tasks = [asyncio.ensure_future(one(row)) for row in rows]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def failed(code: str, message: str) -> Outcome:

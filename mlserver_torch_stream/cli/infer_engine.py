@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, failed
+from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, each, failed
 from mlserver_torch_stream.cli.interrupt import in_a_thread
 from mlserver_torch_stream.cloud.faults import Refused, Unavailable
 from mlserver_torch_stream.cloud.meter import Meter
@@ -53,12 +53,7 @@ class EngineInfer:
         return cls(built, resolved.source.name, asking)
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await each(rows, self._one)
 
     def tokens(self, row: Row) -> int:
         """The row's prompt in tokens; of a row that cannot be asked, as many as it has bytes."""

@@ -5,7 +5,6 @@ Knows the two spellings; which rows there are and where answers go is none of it
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from urllib.parse import quote
 import httpx
 
 from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
-from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, failed
+from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, each, failed
 from mlserver_torch_stream.client import EventParser
 from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.retry import Retry
@@ -71,12 +70,7 @@ class HttpInfer:
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await each(rows, self._one)
 
     async def aclose(self) -> None:
         await self._client.aclose()

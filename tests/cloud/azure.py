@@ -5,12 +5,11 @@ Knows nothing of our code. Reads only.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import urlsplit
+
+from tests.cloud.serving import Handler, serving
 
 _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 _ETAG = "0x8DC0FFEE"
@@ -29,37 +28,17 @@ def _listing(objects: Mapping[str, bytes]) -> bytes:
 def azure_server(objects: Mapping[str, bytes]) -> Iterator[str]:
     """The URL of a server whose every container holds ``objects``."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Azure(Handler):
         def do_HEAD(self) -> None:
             self.do_GET()
 
         def do_GET(self) -> None:
             if "comp=list" in self.path:
-                return self._send(200, _listing(objects))
+                return self.answer(200, _listing(objects))
             if self.headers.get("If-Match") not in (None, f'"{_ETAG}"'):
-                return self._send(412, b"")
-            self._send(200, objects[urlsplit(self.path).path.rpartition("/")[2]])
+                return self.answer(412)
+            body = objects[urlsplit(self.path).path.rpartition("/")[2]]
+            self.answer(200, body, {"ETag": f'"{_ETAG}"', "Last-Modified": _DATE})
 
-        def _send(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("ETag", f'"{_ETAG}"')
-            self.send_header("Last-Modified", _DATE)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, *arguments: Any) -> None: ...
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
+    with serving(Azure) as url:
+        yield url

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.cloud.serving import Handler, serving
 
 
 @dataclass
@@ -47,10 +47,8 @@ def _etag(body: bytes) -> str:
     return f'"{hashlib.md5(body).hexdigest()}"'
 
 
-def _handler(server: FaultyServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+def _handler(server: FaultyServer) -> type[Handler]:
+    class Faulty(Handler):
         def do_HEAD(self) -> None:
             self._answer(send=False)
 
@@ -58,7 +56,7 @@ def _handler(server: FaultyServer) -> type[BaseHTTPRequestHandler]:
             self._answer(send=True)
 
         def do_PUT(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.received()
             self._plain(403, b"<Error><Code>AccessDenied</Code></Error>")
 
         def _answer(self, send: bool) -> None:
@@ -112,38 +110,16 @@ def _handler(server: FaultyServer) -> type[BaseHTTPRequestHandler]:
             self.close_connection = True
 
         def _plain(self, status: int, body: bytes, retry_after: str | None = None) -> None:
-            self.send_response(status)
-            if retry_after is not None:
-                self.send_header("Retry-After", retry_after)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+            self.answer(status, body, {} if retry_after is None else {"Retry-After": retry_after})
 
-        def log_message(self, *arguments: Any) -> None: ...
-
-    return Handler
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is none of the server's business."""
+    return Faulty
 
 
 @contextmanager
 def faulty_server(objects: dict[str, bytes] | None = None) -> Iterator[FaultyServer]:
     server = FaultyServer(objects or {})
-    http = _Server(("127.0.0.1", 0), _handler(server))
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.quiet.set()
-        http.shutdown()
-        thread.join()
-        http.server_close()
+    with serving(_handler(server)) as server.url:
+        try:
+            yield server
+        finally:
+            server.quiet.set()

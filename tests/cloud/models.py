@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.cloud.serving import Handler, serving
 
 
 @dataclass
@@ -59,15 +60,13 @@ def _openai(text: str, last: bool, chat: bool, stream: bool) -> dict[str, Any]:
     return found
 
 
-def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+def _handler(server: ModelServer) -> type[Handler]:
+    class Model(Handler):
         def do_GET(self) -> None:
             self._json(200, {"data": [{"id": "m"}]})
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.received())
             if self.path == "/v2/repository/index":
                 return self._json(200, [{"name": "m", "state": "READY"}])
             prompt = _prompt(body)
@@ -107,35 +106,13 @@ def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(b"data: [DONE]\n\n")
 
         def _json(self, status: int, value: Any) -> None:
-            body = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, json.dumps(value).encode())
 
-        def log_message(self, *arguments: Any) -> None: ...
-
-    return Handler
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is none of the server's business."""
+    return Model
 
 
 @contextmanager
 def model_server(**settings: Any) -> Iterator[ModelServer]:
     server = ModelServer(**settings)
-    http = _Server(("127.0.0.1", 0), _handler(server))
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(_handler(server)) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()

@@ -146,7 +146,7 @@ def test_how_many_failures_end_a_run(
         (("--url", "http://127.0.0.1:9", "--extra", '{"threads": 1}'), "--extra"),
         (("--url", "http://127.0.0.1:9", "--batch-tokens", "9"), "--batch-tokens"),
         (("--url", "http://127.0.0.1:9"), "--url: http://127.0.0.1:9 does not say"),
-        (("--as", "image"), "--input: holds objects of kind image"),
+        (("--as", "image"), "of kind image, which this model cannot take"),
         (("--extra", '{"dtpye": 1}'), "did you mean 'dtype'"),
         (("--parameters", "[1]"), "must be a JSON object"),
         (("--max-wait", "-1"), "seconds above 0"),
