@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.loading.context import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
+from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.quantised import (
     check_agreed,
     check_kept,
@@ -107,6 +108,7 @@ def load_weights(place: Place, resolved: ResolvedSettings) -> Weights:
     )
     model.eval()
     model.requires_grad_(False)
+    pin_offloaded(model)
     return Weights(model, model.generation_config, describe(name, model))
 
 

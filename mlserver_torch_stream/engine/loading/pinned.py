@@ -1,0 +1,140 @@
+"""Weights that lie on the host and are computed on a GPU, in pinned memory: from pageable memory they go by a detour.
+
+Accelerate's hooks read a weight from a dictionary at every step; here its values are replaced. Knows nothing of how a
+map is chosen, and has never run beside a GPU: tests give it a CPU, ordinary memory and a host of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mlserver_torch_stream.engine.loading.host import read_host
+from mlserver_torch_stream.engine.loading.placement import bytes_of, size
+
+logger = logging.getLogger(__name__)
+
+# torch rounds pinned memory up to a power of two, to twice what a weight takes or nearly: so weights share blocks.
+_BLOCK = 2**30
+_ALIGNMENT = 256
+# Of the host's free memory, for all else: pinned memory cannot be swapped or dropped.
+_LEFT = 0.5
+
+Allocate = Callable[[int], torch.Tensor]
+"""Memory of so many bytes. Raises RuntimeError."""
+Room = Callable[[], int]
+"""Bytes that the host has free now."""
+Place = tuple[dict[str, torch.Tensor], str]
+"""Where a hook finds a weight: the dictionary that it reads, and the key."""
+
+
+def _pinned(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+
+def _free() -> int:
+    return read_host().available_bytes
+
+
+def pin_offloaded(model: nn.Module, kind: str = "cuda", allocate: Allocate = _pinned, room: Room = _free) -> int:
+    """Pins what is brought from the host to a device of this kind at every step, and says how many bytes it has pinned.
+
+    As long as half of what the host had free stays free; what it has no room for stays where it is, as does all that
+    is left when pinning fails. Tied weights stay tied.
+    """
+    weights = _moved(model, kind)
+    if not weights:
+        return 0
+    total = sum(bytes_of(_tensor(places)) for places in weights)
+    blocks, done, why = _Blocks(total, allocate, room), 0, ""
+    try:
+        for places in weights:
+            copy = blocks.copy(_tensor(places))
+            if copy is None:
+                why = ", the host has no room for more"
+                break
+            for dictionary, key in places:
+                dictionary[key] = copy
+            done += bytes_of(copy)
+    except RuntimeError as error:
+        why = f", more could not be: {str(error).splitlines()[0]}"
+    logger.info("Pinned %s of the %s of weights that are moved at every step%s", size(done), size(total), why)
+    return done
+
+
+def release_pinned() -> None:
+    """Gives back what torch keeps of pinned memory that nobody uses any more; older ones know no way."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None:
+        empty()
+
+
+def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
+    """Each weight once, with all places where hooks find it; tied ones have several."""
+    found: dict[tuple[Any, ...], list[Place]] = {}
+    for module in model.modules():
+        for hook in _offloading(module):
+            dictionary = getattr(hook.weights_map.dataset, "state_dict", {})
+            if torch.device(hook.execution_device).type != kind:
+                continue
+            for name, _ in module.named_parameters(recurse=hook.place_submodules):
+                key = f"{hook.weights_map.prefix}{name}"
+                weight: Any = dictionary.get(key)
+                if _plain(weight) and not _resident(hook, weight):
+                    same = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+                    found.setdefault(same, []).append((dictionary, key))
+    return list(found.values())
+
+
+def _offloading(module: nn.Module) -> Iterator[Any]:
+    hook: Any = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        if getattr(part, "offload", False) and hasattr(part.weights_map, "dataset"):
+            yield part
+
+
+def _plain(weight: Any) -> bool:
+    """Not quantised weights, which are several tensors inside."""
+    return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
+
+
+def _resident(hook: Any, weight: torch.Tensor) -> bool:
+    """Whether it is tied to one that lies on the device, which then serves for both. Accelerate goes by its address."""
+    return bool((hook.tied_params_map or {}).get(weight.data_ptr()))
+
+
+def _tensor(places: list[Place]) -> torch.Tensor:
+    dictionary, key = places[0]
+    return dictionary[key]
+
+
+class _Blocks:
+    """Copies of tensors, one behind another, in as few blocks as ``total`` bytes of them take."""
+
+    def __init__(self, total: int, allocate: Allocate, room: Room) -> None:
+        self._ahead = total
+        self._allocate = allocate
+        self._room = room
+        self._floor = int(room() * _LEFT)
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """None where there is no room for it."""
+        count = bytes_of(tensor)
+        if count > len(self._block):
+            taken = max(_power(count), min(_BLOCK, _power(self._ahead)))
+            if self._room() - taken < self._floor:
+                return None
+            self._block = self._allocate(taken)
+        part, self._block = self._block[:count], self._block[-(-count // _ALIGNMENT) * _ALIGNMENT :]
+        self._ahead -= count
+        return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _power(count: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, count - 1).bit_length()
