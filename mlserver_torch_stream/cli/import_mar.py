@@ -103,6 +103,7 @@ def _refuse_what_is_there(folder: Path, force: bool) -> None:
 def _told(archive: Archive) -> Iterator[str]:
     """What TorchServe would do and we do not, one line each. Raises SettingsError where a value is wrong."""
     from mlserver_torch_stream.torchserve.config import not_honoured, read_config
+    from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
 
     for line in not_honoured(archive.yaml, read_config(archive.yaml, {})):
         yield f"not honoured: {line}"
@@ -111,7 +112,8 @@ def _told(archive: Archive) -> Iterator[str]:
         yield f"not installed: {requirements}: install what it names beside MLServer"
     file = archive.handler.partition(":")[0].rsplit("/", 1)[-1].removesuffix(".py")
     if not (archive.folder / f"{file}.py").is_file() and not (archive.folder / file).is_dir():
-        yield f"handler {archive.handler}: TorchServe brings it; install mlserver-torch-stream[torchserve]"
+        known = f"TorchServe brings it; install {BUILT_IN[file]}" if file in BUILT_IN else None
+        yield f"handler {archive.handler}: {known or 'neither the archive nor TorchServe has it'}"
 
 
 def _parser() -> argparse.ArgumentParser:

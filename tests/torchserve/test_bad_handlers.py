@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 import sys
@@ -32,7 +33,10 @@ _CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self
         ("import os; os._exit(7)", "exited with status 7 before it was ready"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV before it was ready"),
         ("import time; time.sleep(600)", "not ready within 1 s"),
-        ("from ts.nothing_of_the_kind import x", "importing handler.py raised ModuleNotFoundError"),
+        (
+            "from ts.handler_utils.micro_batching import MicroBatching",
+            r"importing handler.py raised ModuleNotFoundError: .*micro_batching.*install mlserver-torch-stream",
+        ),
     ],
 )
 def test_a_handler_that_cannot_be_loaded_fails_the_load_with_the_reason(tmp_path: Path, source: str, said: str) -> None:
@@ -50,23 +54,38 @@ def test_a_handler_that_cannot_be_loaded_fails_the_load_with_the_reason(tmp_path
     ("handler", "said"),
     [
         ("handler.py:missing", "has no function 'missing'"),
-        ("text_classifier", "install mlserver-torch-stream"),
-        ("nowhere.py", "no handler 'nowhere.py' in the archive"),
+        ("text_classifier", r"is of its own package: install mlserver-torch-stream\[torchserve-handlers\]"),
+        ("nowhere.py", "no handler 'nowhere.py' in the archive, nor in TorchServe, which brings base_handler, dali_im"),
     ],
 )
 def test_a_handler_that_is_not_there_is_refused_by_name(tmp_path: Path, handler: str, said: str) -> None:
-    import json
+    (tmp_path / "handler.py").write_text("x = 1")
+    _refused(tmp_path, handler, "shim", said)
 
+
+def _refused(tmp_path: Path, handler: str, which: str, said: str) -> None:
     (tmp_path / "MAR-INF").mkdir()
     (tmp_path / "MAR-INF/MANIFEST.json").write_text(json.dumps({"model": {"modelName": "m", "handler": handler}}))
-    (tmp_path / "handler.py").write_text("x = 1")
 
     async def scenario() -> None:
         with pytest.raises(LoadFailed, match=said):
-            async with running(str(tmp_path)):
+            async with running(str(tmp_path), which):
                 pass
 
     run(scenario())
+
+
+def test_a_handler_of_torchserves_whose_libraries_are_missing_or_broken_is_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    """The second as torchvision's wheel for GPUs is, beside a torch without them."""
+    (tmp_path / "one").mkdir()
+    _refused(
+        tmp_path / "one", "trt_llm_handler", "package", r"module that is missing, tensorrt_llm: .* and tensorrt_llm"
+    )
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    _refused(tmp_path / "two", "image_classifier", "package", "imported: RuntimeError: operator torchvision::nms does")
 
 
 _WRONG = """

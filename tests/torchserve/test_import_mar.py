@@ -52,7 +52,10 @@ def test_a_bare_handler_stays_where_it_is_and_a_built_in_one_is_named(
     assert json.loads((tmp_path / "bare/model-settings.json").read_text())["parameters"] == {"uri": uri}
     mar = write_mar(tmp_path / "b.mar", {}, {"modelName": "built-in", "handler": "image_classifier"})
     assert main(["import-mar", mar, "--into", str(tmp_path)]) == 0
-    assert "mlserver-torch-stream[torchserve]" in capsys.readouterr().out
+    assert "mlserver-torch-stream[torchserve-handlers]" in capsys.readouterr().out
+    mar = write_mar(tmp_path / "n.mar", {}, {"modelName": "none", "handler": "nowhere"})
+    assert main(["import-mar", mar, "--into", str(tmp_path)]) == 0
+    assert "neither the archive nor TorchServe has it" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,20 @@ from typing import Any
 Entry = Callable[[Any, Any], Any]
 ENVELOPES = ("body", "json", "kserve", "kservev2")
 _SHIM = Path(__file__).parent.parent / "shim"
-_EXTRA = "install mlserver-torch-stream[torchserve]"
+_PACKAGE = "mlserver-torch-stream[torchserve]"
+# The handlers that TorchServe 0.12 brings, and what to install for each.
+_HANDLERS = "mlserver-torch-stream[torchserve-handlers]"
+BUILT_IN = {
+    "base_handler": _PACKAGE,
+    "dali_image_classifier": f"{_HANDLERS} and nvidia-dali",
+    "densenet_handler": _PACKAGE,
+    "image_classifier": _HANDLERS,
+    "image_segmenter": _HANDLERS,
+    "object_detector": _HANDLERS,
+    "text_classifier": _HANDLERS,
+    "trt_llm_handler": f"{_PACKAGE} and tensorrt_llm",
+    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # as TorchServe's page has it; later ones lack its modules
+}
 
 
 class HandlerRefused(Exception):
@@ -38,7 +51,7 @@ def provide_ts(which: str) -> bool:
     """Makes ``import ts`` work: torchserve's own package where it is installed, else the shim. True: it is its own."""
     installed = which != "shim" and _installed()
     if which == "package" and not installed:
-        raise HandlerRefused(f"torchserve is not installed: {_EXTRA}")
+        raise HandlerRefused(f"torchserve is not installed: install {_PACKAGE}")
     if not installed:
         sys.path.insert(0, str(_SHIM))
     return installed
@@ -86,23 +99,29 @@ def _import(name: str, folder: Path, spelled: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise HandlerRefused(f"importing {path.name} raised {described(error)}") from error
+        more = f" (install {_PACKAGE}: its package may have it)" if _shim_lacks(error) else ""
+        raise HandlerRefused(f"importing {path.name} raised {described(error)}{more}") from error
     return module
 
 
 def _built_in(name: str, spelled: str) -> ModuleType:
-    if not name.isidentifier():
-        raise HandlerRefused(f"no handler {spelled!r} in the archive")
+    """One of TorchServe's own, of its package; ``base_handler`` is the shim's too."""
+    if name not in BUILT_IN:
+        raise HandlerRefused(
+            f"no handler {spelled!r} in the archive, nor in TorchServe, which brings {_names(BUILT_IN)}"
+        )
     try:
         return importlib.import_module(f"ts.torch_handler.{name}")
     except ModuleNotFoundError as error:
-        if error.name == f"ts.torch_handler.{name}":
-            raise HandlerRefused(
-                f"no handler {spelled!r} in the archive; if it is one that TorchServe brings, {_EXTRA}"
-            ) from None
-        raise HandlerRefused(f"TorchServe's handler {spelled!r} needs a module that is missing: {error.name}") from None
-    except ImportError as error:
-        raise HandlerRefused(f"TorchServe's handler {spelled!r} cannot be imported: {error}") from None
+        own = error.name == f"ts.torch_handler.{name}"
+        why = "is of its own package" if own else f"needs a module that is missing, {error.name}"
+        raise HandlerRefused(f"TorchServe's handler {spelled!r} {why}: install {BUILT_IN[name]}") from None
+    except Exception as error:  # as torchvision raises beside another torch than its own
+        raise HandlerRefused(f"TorchServe's handler {spelled!r} cannot be imported: {described(error)}") from error
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _in_module(module: ModuleType, function: str) -> Handler:
@@ -114,7 +133,7 @@ def _in_module(module: ModuleType, function: str) -> Handler:
     own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
     classes = [each for each in own if hasattr(each, "initialize") and hasattr(each, "handle")]
     if len(classes) != 1:
-        names = ", ".join(each.__name__ for each in classes) or "none"
+        names = _names(each.__name__ for each in classes) or "none"
         raise HandlerRefused(
             f"{module.__name__} must have a function `handle` or exactly one class with initialize and handle; "
             f"it has {names}"
@@ -137,6 +156,12 @@ def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
     make: Callable[[Entry], Any] = own[0]
     handle: Entry = make(entry).handle
     return handle
+
+
+def _shim_lacks(error: BaseException) -> bool:
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != "ts":
+        return False
+    return str(_SHIM) in str(getattr(sys.modules.get("ts"), "__file__", ""))
 
 
 def described(error: BaseException) -> str:
