@@ -1,6 +1,16 @@
 """Devices by name: memory, bandwidth and speed as their vendor gives them.
 
-Knows nothing of models. Figures without sparsity; a data sheet's GB are 10^9 bytes.
+Knows nothing of models. Figures without sparsity; a data sheet's GB are taken as 10^9 bytes, which is on the safe side:
+drivers report up to 7 % more (85.5 for the H100's 80, 24.15 for the 24 of L4 and A10).
+
+Checked on 2026-11-22, where the vendor's document could be found quoted only:
+
+- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G of a cloud is another chip.
+- H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
+  hpctech.co.jp has it and in the product brief PB-11133.
+- RTX 4090: 165.2 with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
+- B200: 2,250 at 1,000 W in the Blackwell architecture's technical brief, table 3, which says 8 TB/s; boards have 180 GB, a
+  bus of 7,680 bits and 3,996 MHz as their driver tells it (pytorch/ao, pull request 4002): 7.67 TB/s.
 """
 
 from __future__ import annotations
@@ -31,13 +41,13 @@ KNOWN = {
     "l4": _nvidia("L4", 24, 300, 121, "L4 data sheet"),
     "a10": _nvidia("A10", 24, 600, 125, "A10 data sheet"),
     "l40s": _nvidia("L40S", 48, 864, 362, "L40S data sheet"),
-    "rtx-4090": _nvidia("GeForce RTX 4090", 24, 1008, 165, "Ada GPU architecture white paper"),
+    "rtx-4090": _nvidia("GeForce RTX 4090", 24, 1008, 165.2, "Ada GPU architecture white paper"),
     "a100-40gb": _nvidia("A100 40GB SXM", 40, 1555, 312, "A100 data sheet"),
     "a100-80gb": _nvidia("A100 80GB SXM", 80, 2039, 312, "A100 80GB data sheet"),
     "h100-pcie": _nvidia("H100 PCIe", 80, 2000, 756, "H100 data sheet"),
     "h100": _nvidia("H100 SXM", 80, 3350, 989, "H100 data sheet"),
     "h200": _nvidia("H200 SXM", 141, 4800, 989, "H200 data sheet"),
-    "b200": _nvidia("B200", 180, 7700, 2250, "HGX B200 data sheet, an eighth of it"),
+    "b200": _nvidia("HGX B200", 180, 7672, 2250, "Blackwell architecture brief; memory as the driver tells it"),
 }
 
 
