@@ -77,12 +77,14 @@ def _a_run_that_resumes(place: str, storage: dict[str, str], server: ModelServer
     asyncio.run(upload())
     options = [word for name, value in storage.items() for word in ("--storage", f"{name}={value}")]
     run = ("run", "--input", f"{place}/in", "--output", f"{place}/out", "--part-rows", "4", *options)
-    server.trouble = lambda prompt, before: 401 if prompt == "row 13" else None
+    server.trouble = lambda prompt, before: {"row 13": 401, "row 5": 422}.get(prompt)
     assert cloud(*run, "--url", server.url, "--concurrency", "1") == 3
     assert len(asyncio.run(rows())) == 12
     server.trouble = lambda prompt, before: None
-    assert cloud(*run, "--url", server.url) == 0
-    assert [row["index"] for row in asyncio.run(rows())] == list(range(21))
+    assert cloud(*run, "--url", server.url) == 1
+    assert cloud(*run, "--url", server.url, "--retry-failed") == 0
+    found = asyncio.run(rows())
+    assert [row["index"] for row in found] == list(range(21)) and all(row["error"] is None for row in found)
     assert len(server.answered) <= 21 + 1
 
 
