@@ -9,8 +9,8 @@ Checked on 2026-11-22, where the vendor's document could be found quoted only:
 - H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
   hpctech.co.jp has it and in the product brief PB-11133.
 - RTX 4090: 165.2 with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
-- B200: 2,250 at 1,000 W in the Blackwell architecture's technical brief, table 3, which says 8 TB/s; boards have 180 GB, a
-  bus of 7,680 bits and 3,996 MHz as their driver tells it (pytorch/ao, pull request 4002): 7.67 TB/s.
+- B200: 2,250 at 1,000 W in table 3 of the Blackwell architecture's technical brief, which says 8 TB/s. Boards have
+  180 GB, and as their driver tells it 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002): 7.67 TB/s.
 """
 
 from __future__ import annotations
