@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.budget import HOST, cache_budget, free_bytes, in_words, prefix_bytes
 from mlserver_torch_stream.engine.cache.cost import shares as device_shares
 from mlserver_torch_stream.engine.faults import VARIABLE, Faults, read_faults
+from mlserver_torch_stream.engine.graphs.forward import GraphForward
 from mlserver_torch_stream.engine.loading.context import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
@@ -30,6 +31,7 @@ from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, l
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.loading.pool import Lease
+from mlserver_torch_stream.engine.native.forward import NativeForward
 from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
 from mlserver_torch_stream.engine.prepare import Prepared, give_back_weights, prepare
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
@@ -178,7 +180,7 @@ def _start(
         loaded.eos_token_ids,
         bounds=Bounds(settings.max_queue, settings.max_queue_tokens, settings.queue_timeout, settings.request_timeout),
         # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
-        threads=threads if prepared.forward is None else 1,
+        threads=1 if isinstance(prepared.forward, NativeForward) else threads,
         turns=prepared.turns,
         rebuild=partial(_rebuild, new_backend, prepared),
         on_death=on_death,
@@ -265,6 +267,8 @@ def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
         return f"{prepared.pipeline.depth} devices at work on a group of rows each, "
     if prepared.forward is None:
         return f"{prepared.packed} linear layers laid out for this CPU, " if prepared.packed else ""
+    if isinstance(prepared.forward, GraphForward):
+        return f"CUDA graphs of up to {prepared.forward.max_rows} rows, "
     return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
 
 

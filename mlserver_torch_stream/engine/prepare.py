@@ -13,6 +13,7 @@ import torch
 
 from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.forward import Forward, input_device
+from mlserver_torch_stream.engine.graphs.take import take_graphs
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.loader import Place, Weights, load_weights
 from mlserver_torch_stream.engine.loading.placement import (
@@ -85,6 +86,8 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
             forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
         elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
+        if forward is None and findings.cost is not None and settings.fast_path == "auto":
+            forward = take_graphs(weights.model, settings.max_batch_rows)
         packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
         overlaps = forward is None and findings.cost is not None and settings.pipeline == "auto"
         pipeline = take_pipeline(weights.model, threads) if overlaps else None

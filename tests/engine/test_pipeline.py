@@ -25,9 +25,9 @@ from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
 from mlserver_torch_stream.engine.pipeline.check import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.pipeline.waits import count_waits
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.waits import count_waits
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.tiny import (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
@@ -105,6 +106,16 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
     with (folder / "more.json").open("w") as file:
         file.write("{}")
     assert key() not in (plain, key(dtype="bfloat16"))
+
+
+def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(**extra: Any) -> set[Hashable]:
+        return {weights_key(settings(tiny_model, max_batch_rows=rows, **extra), 2) for rows in (3, 4)}
+
+    assert len(keys()) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert len(keys()) == 2
+    assert len(keys(fast_path="off")) == 1
 
 
 def answer(built: BuiltEngine) -> list[int]:

@@ -45,6 +45,11 @@ class CacheLayout:
     def has_states(self) -> bool:
         return any(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
 
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer, in columns; None: it sees all of them. Only where there are no states."""
+        return [int(layer.sliding_window) if layer.is_sliding else None for layer in self._layers]
+
     def build(self, columns: Columns, rows: int, capacity: int) -> Cache:
         return Cache(layers=[self._layer(layer, columns, rows, capacity) for layer in self._layers])
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Hashable
 from pathlib import Path
 
+import torch
 from transformers.utils.hub import cached_file
 
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
@@ -33,17 +34,19 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Equal for settings that may share one copy of the weights in memory.
 
-    The kernels of the fast path keep weights of their own, made for a number of threads; the serial engine has none.
+    The kernels of the fast path keep weights of their own, made for a number of threads, and CUDA graphs are of so many
+    rows; the serial engine has neither.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
+    made_for = (threads, settings.max_batch_rows if torch.cuda.is_available() else None)
     return (
         source.kind,
         source.location,
         _files(resolved),
         settings.model_dump_json(include=_SHAPING),
         serial,
-        None if serial or settings.fast_path == "off" else threads,
+        None if serial or settings.fast_path == "off" else made_for,
     )
 
 

@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.loading.selfcheck import logits_tolerance
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.pipeline.waits import count_waits
+from mlserver_torch_stream.engine.waits import count_waits
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""How often a model's forward waits for its device: operations whose result Python has to know before it goes on.
+"""Operations that wait for their device, as Python has to know their result before it goes on.
 
-Knows nothing of stages; runs the model once.
+Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _WAITING = {
+    _aten.item.default,
     _aten._local_scalar_dense.default,
     _aten.is_nonzero.default,
     _aten.nonzero.default,
@@ -33,8 +34,13 @@ class _Waits(TorchDispatchMode):  # type: ignore[misc]
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
-        self.count += operation in _WAITING or _selects_by_mask(operation, args) or _leaves_device(args, result)
+        self.count += is_wait(operation, args, result)
         return result
+
+
+def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Of one operation, as a ``TorchDispatchMode`` sees it."""
+    return operation in _WAITING or _selects_by_mask(operation, args) or _leaves_device(args, result)
 
 
 def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
@@ -51,7 +57,7 @@ def _leaves_device(args: tuple[Any, ...], result: Any) -> bool:
 
 
 def count_waits(forward: Callable[[], object]) -> int:
-    """In one call, on this thread. Not in inference mode, where operations that are made of others are one."""
+    """Of one call, on this thread. Not in inference mode, where operations that are made of others are one."""
     waits = _Waits()
     with waits:
         forward()

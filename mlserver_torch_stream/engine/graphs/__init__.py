@@ -1,0 +1,1 @@
+"""Decode steps recorded once and replayed: CUDA graphs between a model's attentions."""

@@ -1,0 +1,55 @@
+"""A ``Forward`` whose decode steps are replayed; all else is transformers' forward.
+
+Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.graphs.attention import CannotCut
+from mlserver_torch_stream.engine.graphs.recorder import NoRecorder, Recorder
+from mlserver_torch_stream.engine.graphs.step import RecordedStep
+
+
+class GraphForward:
+    """``forward(tokens, cache)``: one token for each of up to ``max_rows`` rows is replayed.
+
+    Recorded for 1, 2, 4, ... rows: a batch takes the least that holds it, the rows that are over compute nothing that
+    anybody reads. One call at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel, recorder: Recorder, max_rows: int) -> None:
+        """Raises CannotCut, or what the model or the device raises."""
+        self._model_forward = ModelForward(model)
+        layout = CacheLayout(model.config)
+        if layout.has_states:
+            raise CannotCut("some of its layers keep states, which a recording would hold on to")
+        windows = layout.windows
+        sizes = [1 << power for power in range((max_rows - 1).bit_length() + 1)]
+        self._steps: list[RecordedStep] = []
+        # The largest first: the others fit into the memory that it leaves behind.
+        for rows in reversed(sizes):
+            RecordedStep(model, NoRecorder(), rows, windows)  # kernels load and tune at their first call
+            self._steps.insert(0, RecordedStep(model, recorder, rows, windows))
+
+    @property
+    def max_rows(self) -> int:
+        return self._steps[-1].rows
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+        step = next((step for step in self._steps if step.rows >= len(tokens)), None)
+        if step is None or len(tokens[0]) != 1:
+            return self._model_forward(tokens, cache)
+        try:
+            logits = step.run(tokens, cache)
+        except BaseException:
+            cache.rollback()
+            raise
+        cache.commit(1)
+        return logits

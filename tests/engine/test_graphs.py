@@ -1,0 +1,211 @@
+"""Decode steps that are recorded and replayed: the tokens of the model, whatever rows come and go.
+
+CUDA records where there is a GPU. Here a tape does, which replays the same operations on the same memory.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.graphs.forward import GraphForward
+from mlserver_torch_stream.engine.graphs.take import take_graphs, verified
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import GenerationFailed
+from tests.engine.tape import TapeRecorder
+from tests.engine.tiny import VOCAB, greedy, prompt_of, reference, run, running, tiny_model, tokens_of
+
+REQUESTS = [(prompt_of(3 + 5 * i, i), 8 + 3 * i) for i in range(7)]
+
+
+def recorded(model: PreTrainedModel, max_rows: int = 8) -> tuple[GraphForward, TapeRecorder]:
+    recorder = TapeRecorder()
+    with torch.inference_mode():
+        forward = verified(model, recorder, max_rows)
+    assert forward is not None
+    return forward, recorder
+
+
+@contextmanager
+def refused(model: PreTrainedModel, caplog: pytest.LogCaptureFixture, says: str) -> Iterator[None]:
+    with caplog.at_level(logging.INFO), torch.inference_mode():
+        yield
+        assert verified(model, TapeRecorder(), 4) is None
+    assert says in caplog.text
+
+
+async def together(engine: EngineWorker) -> list[list[int]]:
+    return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in REQUESTS)))
+
+
+def batch_of(forward: ModelForward | GraphForward, layout: CacheLayout, lengths: list[int]) -> RowCache:
+    batch = layout.cache(rows=len(lengths), capacity=64)
+    for length in lengths:
+        cache = layout.cache(capacity=length)
+        cache.begin_row()
+        forward([list(range(length))], cache)
+        batch.join(cache)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "family",
+    # Windows that are shorter than the answers, in all layers and in some; experts; biases; learned positions; a
+    # ceiling on the scores and sinks, which are eager.
+    ["llama", "mistral", "gemma3_text", "mixtral", "opt", "gemma2", "gpt_oss"],
+)
+def test_the_tokens_of_the_model(family: str) -> None:
+    model = tiny_model(family)
+    implementation = model.config._attn_implementation
+    expected = [reference(model, *request) for request in REQUESTS]
+    forward, recorder = recorded(model)
+    assert model.config._attn_implementation == implementation
+    parts = model.config.num_hidden_layers + 1
+    with running(model, forward=forward) as engine:
+        before = recorder.replays
+        assert run(together(engine)) == expected
+        # One-token pieces of prompts are replayed too.
+        assert recorder.replays - before >= parts * engine.stats().decode_steps
+
+
+def test_rows_in_padded_batches_have_the_logits_of_the_model() -> None:
+    model = tiny_model("llama")
+    forward, layout = recorded(model)[0], CacheLayout(model.config)
+    plain = ModelForward(model)
+    with torch.inference_mode():
+        for lengths in ([5], [5, 9], [9, 2, 30], [4] * 5):
+            one, other = (batch_of(each, layout, lengths) for each in (plain, forward))
+            for step in range(20):
+                tokens = [[(7 * step + row) % VOCAB] for row in range(len(lengths))]
+                torch.testing.assert_close(forward(tokens, other), plain(tokens, one), rtol=1e-4, atol=1e-4)
+            assert other.lengths == one.lengths
+
+
+def test_logits_outlive_the_next_step() -> None:
+    model = tiny_model("llama")
+    forward, layout = recorded(model)[0], CacheLayout(model.config)
+    with torch.inference_mode():
+        batch = batch_of(forward, layout, [5, 9])
+        logits = forward([[1], [2]], batch)
+        kept = logits.clone()
+        forward([[3], [4]], batch)
+    assert torch.equal(logits, kept)
+
+
+def test_a_batch_takes_the_least_recording_that_holds_it() -> None:
+    model = tiny_model("llama")
+    forward, recorder = recorded(model, max_rows=5)
+    assert forward.max_rows == 8
+    parts = model.config.num_hidden_layers + 1
+    assert recorder.parts == 4 * parts  # of 1, 2, 4 and 8 rows
+    layout = CacheLayout(model.config)
+    with torch.inference_mode():
+        for rows, replays in ((8, parts), (9, 0)):  # more rows than were recorded: the model's own forward
+            batch = batch_of(forward, layout, [4] * rows)
+            before = recorder.replays
+            assert forward([[1]] * rows, batch).shape == (rows, VOCAB)
+            assert recorder.replays - before == replays
+
+
+def test_a_step_that_raises_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    forward, layout = recorded(model)[0], CacheLayout(model.config)
+    with torch.inference_mode():
+        batch = batch_of(forward, layout, [5, 9])
+        twin = batch_of(forward, layout, [5, 9])
+        slab = batch.slabs[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(slab, "extend", _fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                forward([[1], [2]], batch)
+        assert batch.lengths == [5, 9]
+        assert torch.equal(forward([[1], [2]], batch), forward([[1], [2]], twin))
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_a_row_that_fails_alone_does_not_take_the_others_with_it() -> None:
+    model = tiny_model("llama")
+    forward = recorded(model)[0]
+    with torch.inference_mode():
+        findings = check_batching(model)
+    failing, *others = REQUESTS
+    answer, *expected = [reference(model, *request) for request in REQUESTS]
+    used = {token for prompt, _ in REQUESTS for token in prompt} | {token for each in expected for token in each}
+    victim = next(token for token in answer[:-1] if token not in used)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[victim] = float("nan")
+
+    async def fails(engine: EngineWorker) -> list[int]:
+        found: list[int] = []
+        with pytest.raises(GenerationFailed, match="not finite"):
+            async for event in engine.submit([PromptJob(failing[0], greedy(failing[1]))]):
+                found += event.token_ids
+                if event.error is not None:
+                    raise event.error
+        return found
+
+    async def scenario(engine: EngineWorker) -> list[list[int]]:
+        return list(
+            await asyncio.gather(fails(engine), *(tokens_of(engine, prompt, greedy(count)) for prompt, count in others))
+        )
+
+    with running(model, forward=forward, findings=findings) as engine:
+        assert run(scenario(engine)) == [answer[: answer.index(victim) + 1], *expected]
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("falcon", "0 attentions over 3 cache layers"),  # its code does not ask transformers for an attention
+        ("lfm2", "keep states"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_ever(family: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(family)
+    with refused(model, caplog, says):
+        pass
+    expected = [reference(model, *request) for request in REQUESTS[:2]]
+    with running(model) as engine:
+        found = [run(tokens_of(engine, prompt, greedy(count))) for prompt, count in REQUESTS[:2]]
+    assert found == expected
+
+
+def test_code_that_waits_for_its_device_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    with refused(model, caplog, "cannot be recorded"):
+        model.model.layers[1].register_forward_hook(lambda *args: args[-1] * (1 if args[-1].sum().item() else 2))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_other_attentions_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    with refused(model, caplog, "its attention is 'flex_attention'"):
+        model.config._attn_implementation = "flex_attention"
+
+
+def test_recordings_whose_logits_are_not_the_models_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+
+    def by_step(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """What Python decides anew in each call is decided once in a recording."""
+        module.calls = getattr(module, "calls", 0) + 1
+        return output if module.calls > 12 else output * 3
+
+    with refused(model, caplog, "its logits differ"):
+        model.model.layers[1].register_forward_hook(by_step)
+
+
+def test_models_on_the_cpu_are_not_recorded() -> None:
+    assert take_graphs(tiny_model("llama"), 8) is None
