@@ -1,0 +1,131 @@
+"""The figures of ``cache_layout`` as tables in Markdown, and the files that they are kept in.
+
+Knows the shape of the JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Table = list[list[str]]  # the first row is the head
+Figures = Mapping[str, Any]
+
+
+def step_bytes(found: Figures, model: Figures) -> dict[str, float]:
+    """Bytes that a decode step reads and moves at least: of one case, in four ways to lay a cache out and to read it.
+
+    Slabs as they are take a forward for each batch, whose attention reads padding too.
+    """
+    weights, column = model["weights_read"], found["live"] * model["bytes_per_column"]
+    return {
+        "slabs": found["batches"] * weights + (found["read"] + found["moved"]) * column,
+        "one forward": weights + (found["read"] + found["moved"]) * column,
+        "one forward, live columns": weights + (1 + found["moved"]) * column,
+        "pages": weights + column,
+    }
+
+
+def holding_table(result: Figures) -> Table:
+    rows = [["lengths", "streams", "live columns", "slabs hold", "pages of 16", "of 64", "batches", "attention reads",
+             "moved a step", "beside, in a move"]]  # fmt: skip
+    for found in result["holding"]:
+        rows.append([
+            found["traffic"], str(found["streams"]), f"{found['live']:,.0f}", _times(found["held"]),
+            *(_times(found["pages"][page], 3) for page in ("16", "64")), f"{found['batches']:.1f}",
+            _times(found["read"]), _times(found["moved"]), _times(found["copy"] / result["model"]["layers"]),
+        ])  # fmt: skip
+    return rows
+
+
+def asked_table(result: Figures) -> Table:
+    usual = [each for each in result["holding"] if each["streams"] == result["streams"]]
+    found = {(each["traffic"], each["asked"]): _times(each["held"]) for each in [*usual, *result["asked"]]}
+    asked = list(dict.fromkeys(each["asked"] for each in result["fitting"]))
+    head = ["lengths", *(_asked(most) for most in asked)]
+    return [head, *([name, *(found[name, most] for most in asked)] for name in result["traffic"])]
+
+
+def fitting_table(result: Figures) -> Table:
+    rows = [["lengths", "`max_tokens`", "slabs", "pages of 16", "of 64", "pages / slabs", "live of slabs",
+             "preempted", "recomputed"]]  # fmt: skip
+    for each in result["fitting"]:
+        slabs, pages = each["slabs"], each["pages"]["16"]
+        rows.append([
+            each["traffic"], _asked(each["asked"]), f"{slabs['rows']:.1f}", f"{pages['rows']:.1f}",
+            f"{each['pages']['64']['rows']:.1f}", _times(pages["rows"] / slabs["rows"]), f"{slabs['live']:.0%}",
+            f"{pages['preempted']:.2f}", f"{pages['recomputed']:.0%}",
+        ])  # fmt: skip
+    return rows
+
+
+def step_table(result: Figures) -> Table:
+    rows = [["lengths", "streams", "slabs", "slabs, one forward", "and by lengths", "pages", "slabs / pages"]]
+    for found in result["holding"]:
+        gigabytes = {name: size / 1e9 for name, size in step_bytes(found, result["model"]).items()}
+        rows.append([
+            found["traffic"], str(found["streams"]), *(f"{size:.0f}" for size in gigabytes.values()),
+            _times(gigabytes["slabs"] / gigabytes["pages"]),
+        ])  # fmt: skip
+    return rows
+
+
+def rules_table(result: Figures) -> Table:
+    rows = [["lengths", "rules", "slabs hold", "batches", "attention reads", "moved a step", "streams in the budget"]]
+    for name in result["traffic"]:
+        for found in (each for each in result["rules"] if each["traffic"] == name):
+            rows.append([
+                name, found["rules"], _times(found["held"]), f"{found['batches']:.1f}", _times(found["read"]),
+                _times(found["moved"]), f"{found['fit']:.1f}",
+            ])  # fmt: skip
+    return rows
+
+
+def as_markdown(result: Figures) -> str:
+    model, streams, most = result["model"], result["streams"], f"{result['max_tokens']:,}"
+    column = model["bytes_per_column"] // 1024
+    lines = [f"- `{name}`: {what}" for name, what in result["traffic"].items()]
+    return "\n\n".join([
+        "# What a cache of slabs holds, and what pages would",
+        f"`python -m benchmarks.cache_layout`: counted, not timed; seed {result['seed']}, {result['answers']} answers "
+        f"a case. A column is one token of one row: {column} KiB of keys and values in a Llama 3.1 8B in bf16. "
+        f"Context {result['context']:,}, prompts by {result['prefill_tokens']:,} tokens a step, no kept prompts.",
+        "\n".join(lines),
+        "## Memory for all",
+        f"Every request allows {most} tokens. Per live column, but for the first three figures; `moved`: written and "
+        "read by zeroing and copying; `beside`: a layer's new slab while the old one is still there.",
+        _markdown(holding_table(result)),
+        f"What slabs hold for each live column at {streams} streams, by what requests allow:",
+        _markdown(asked_table(result)),
+        f"## A budget of {result['gib']:g} GiB",
+        f"Rows that run at the same time; {result['users']} streams run or wait. Slabs reserve for `max_tokens`; pages "
+        "reserve nothing, and preempt: rows per answer, and tokens computed again for each that has to be.",
+        _markdown(fitting_table(result)),
+        "## What a decode step reads",
+        f"Gigabytes of weights ({model['weights_read'] / 1e9:.1f} for each forward) and cache, and what is moved.",
+        _markdown(step_table(result)),
+        "## Other rules",
+        f"{streams} streams, {most} tokens allowed; the last column within {result['gib']:g} GiB.",
+        _markdown(rules_table(result)),
+    ]) + "\n"  # fmt: skip
+
+
+def write(result: Figures, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cache_layout.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "cache_layout.md").write_text(as_markdown(result))
+
+
+def _markdown(table: Table) -> str:
+    head, *rows = [f"| {' | '.join(row)} |" for row in table]
+    return "\n".join([head, f"|{'---|' * len(table[0])}", *rows])
+
+
+def _times(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}"
+
+
+def _asked(most: int | None) -> str:
+    return "what is needed" if most is None else f"{most:,}"
