@@ -23,7 +23,7 @@ from mlserver_torch_stream.cli.progress import Progress, Total, summary
 from mlserver_torch_stream.cloud.faults import CloudError, Full, Refused
 from mlserver_torch_stream.cloud.job import Plan, plan, results, write
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.naming import closed_format, kind_of
+from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
 from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
@@ -136,7 +136,8 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
     asking = options.make_asking(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
     for key in keys:
-        form, kind = closed_format(key), kind_of(key, given)
+        kind = kind_of(key, given)
+        form = closed_format(key, kind)
         if form is not None:
             raise Refused(
                 f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
@@ -173,6 +174,7 @@ def _total(planned: Plan) -> Total:
         # A cursor that is none of the run's objects is refused by the source.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
         source = source[first:]
+    zipped = any(is_gzip(each.info.key, kind_of(each.info.key, job.kind)) for each in source)
     whole = all(kind_of(each.info.key, job.kind) is not Kind.JSONL for each in planned.objects)
     rows = None
     if whole:
@@ -180,7 +182,7 @@ def _total(planned: Plan) -> Total:
         numbers = [index // job.part_rows for index in indexes]
         rows = sum(number % job.lanes == job.lane - 1 and number not in done.parts for number in numbers)
         rows += again if job.retry_failed else 0
-    return Total(sum(each.info.size for each in source) // job.lanes, rows)
+    return Total(None if zipped else sum(each.info.size for each in source) // job.lanes, rows)
 
 
 def _described(planned: Plan) -> str:

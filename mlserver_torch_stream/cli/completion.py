@@ -50,7 +50,7 @@ class Asking:
     def ask(self, row: Row, instruction: str = "") -> Ask:
         """Raises Unsuitable."""
         if not self.takes(row.kind):
-            form = closed_format(row.key)
+            form = closed_format(row.key, row.kind)
             raise Unsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")

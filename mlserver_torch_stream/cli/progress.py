@@ -19,15 +19,17 @@ _BAR = 20
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What is ahead: bytes of input, and rows where they are known without reading it."""
+    """What is ahead: bytes of input, and rows, each where it is known without reading it."""
 
-    nbytes: int
+    nbytes: int | None
     rows: int | None
 
 
-def share(meter: Meter, total: Total) -> float:
-    """How much is done, from 0 to 1: by rows where their number is known, else by bytes."""
+def share(meter: Meter, total: Total) -> float | None:
+    """How much is done, from 0 to 1: by rows where their number is known, else by bytes, else unknown."""
     done, whole = (meter.rows, total.rows) if total.rows is not None else (meter.input_bytes, total.nbytes)
+    if whole is None:
+        return None
     return min(1.0, done / whole) if whole else 1.0
 
 
@@ -35,18 +37,19 @@ def progress_line(meter: Meter, total: Total, elapsed: float, columns: int | Non
     """Bar, rows, bytes, tokens per second, time left, failures; in so many ``columns``, as a longer line would wrap."""
     done = share(meter, total)
     rows = f"{meter.rows}/{total.rows}" if total.rows is not None else f"{meter.rows}"
-    left = _clock(elapsed * (1 - done) / done) if done > 0 and elapsed > 0 else "-:--"
+    left = _clock(elapsed * (1 - done) / done) if done and elapsed > 0 else "-:--"
+    size = _size(meter.input_bytes)
     parts = [
-        f"{done:4.0%}",
+        "  ?%" if done is None else f"{done:4.0%}",
         f"{rows} rows",
-        f"{_size(meter.input_bytes)} of {_size(total.nbytes)}",
+        size if total.nbytes is None else f"{size} of {_size(total.nbytes)}",
         f"{_rate(meter.completion_tokens, elapsed):.0f} tokens/s",
         f"ETA {left}",
         f"{meter.failed} failed",
     ]
     told = "  ".join(parts)
     if columns is None or columns > _BAR + 3 + len(told):
-        told = f"[{'=' * round(done * _BAR):{_BAR}}] {told}"
+        told = f"[{'=' * round((done or 0) * _BAR):{_BAR}}] {told}"
     return told if columns is None else told[: columns - 1]
 
 

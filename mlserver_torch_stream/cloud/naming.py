@@ -19,12 +19,13 @@ MANIFEST = "manifest.json"
 INPUTS = "inputs.jsonl"
 _PART = re.compile(r"part-(\d{6,})\.jsonl")
 _SUFFIXES = {
-    Kind.JSONL: (".jsonl", ".ndjson"),
+    Kind.JSONL: (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
     Kind.IMAGE: (".png", ".jpg", ".jpeg", ".gif", ".webp"),
     Kind.AUDIO: (".wav", ".mp3", ".flac", ".ogg"),
     Kind.TEXT: (".txt", ".md", ".prompt"),
 }
 
+_COMPRESSED = "compressed"
 # Formats with rows or objects inside that are not looked into, by their endings.
 _CLOSED = {
     "Parquet": (".parquet",),
@@ -33,7 +34,7 @@ _CLOSED = {
     "Arrow": (".arrow", ".feather"),
     "a tar archive": (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"),
     "a zip archive": (".zip",),
-    "compressed": (".gz", ".bz2", ".xz", ".zst"),
+    _COMPRESSED: (".gz", ".bz2", ".xz", ".zst"),
 }
 
 
@@ -62,10 +63,16 @@ def kind_of(key: str, default: Kind | None) -> Kind:
     return next((kind for kind, ends in _SUFFIXES.items() if lower.endswith(ends)), Kind.BYTES)
 
 
-def closed_format(key: str) -> str | None:
-    """What the key's ending says the object is, where that is a format that is not looked into, however it is read."""
+def closed_format(key: str, kind: Kind) -> str | None:
+    """What the key's ending says the object is, where that is a format that is not looked into to read a ``kind``."""
     lower = key.lower()
-    return next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
+    form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
+    return None if form == _COMPRESSED and is_gzip(key, kind) else form
+
+
+def is_gzip(key: str, kind: Kind) -> bool:
+    """True of rows that are opened as they come."""
+    return kind is Kind.JSONL and key.lower().endswith(".gz")
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:

@@ -12,7 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from mlserver_torch_stream.cloud.faults import CloudError, Refused
-from mlserver_torch_stream.cloud.naming import kind_of
+from mlserver_torch_stream.cloud.gunzip import Damaged, Gunzip
+from mlserver_torch_stream.cloud.naming import is_gzip, kind_of
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
 from mlserver_torch_stream.cloud.prefetch import Ahead, Prefetch, fetch_range
 from mlserver_torch_stream.cloud.retry import Retry
@@ -138,7 +139,7 @@ class Source:
                     index += 1
                     if wanted(row.index):
                         yield row
-                if reading.last is not None and reading.lines.number >= reading.last:
+                if reading.over:
                     self._over.add(piece.ordinal)
 
     def _object(self, piece: Piece, cursor: Cursor) -> _Object:
@@ -164,8 +165,15 @@ class _Object:
     kind: Kind
     wanted: Callable[[int], bool]
     last: int | None = None
+    damaged: bool = False
     lines: Lines = field(default_factory=Lines)
+    gunzip: Gunzip = field(default_factory=Gunzip)
     blocks: list[bytes] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more of it is wanted, or can be had."""
+        return self.damaged or (self.last is not None and self.lines.number >= self.last)
 
     def lost(self, index: int, failure: Failure) -> Row:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
@@ -187,13 +195,25 @@ class _Object:
                 yield self._whole(index, b"".join(self.blocks))
 
     def _lines(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
-        for chunk in (self.lines.feed(data), self.lines.end() if piece.last else ()):
-            for number, line in chunk:
+        try:
+            for number, line in self._numbered(piece, data):
                 if number == 1 and line is not None:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if self.wanted(number) and not blank(line):
                     yield parse_row(index, self.key, number, line)
                     index += 1
+        except Damaged as error:
+            self.damaged = True
+            yield self.lost(index, Failure("invalid_gzip", f"{self.key}: {error}"))
+
+    def _numbered(self, piece: Piece, data: bytes) -> Iterator[tuple[int, bytes | None]]:
+        zipped = is_gzip(self.key, self.kind)
+        for plain in self.gunzip.feed(data) if zipped else (data,):
+            yield from self.lines.feed(plain)
+        if piece.last:
+            if zipped:
+                self.gunzip.end()
+            yield from self.lines.end()
 
     def _whole(self, index: int, data: bytes) -> Row:
         if self.kind is Kind.TEXT:
