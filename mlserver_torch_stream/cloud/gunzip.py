@@ -25,8 +25,7 @@ class Gunzip:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Raises Damaged."""
-        full = False  # there may be more inside although all was taken in
-        while data or full:
+        while data:
             if self._member.eof:
                 data = data.lstrip(b"\0")  # padding of tapes and blocks
                 if not data:
@@ -37,7 +36,6 @@ class Gunzip:
             except zlib.error as error:
                 raise Damaged(f"is no gzip: {error}") from None
             self._begun = True
-            full = len(piece) == PIECE_BYTES
             data = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
             if piece:
                 yield piece

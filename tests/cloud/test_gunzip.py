@@ -86,6 +86,11 @@ def test_where_it_breaks_one_error_row_stands_for_the_rest() -> None:
     assert rows[-1].line is None
 
 
+def test_junk_behind_the_last_member_is_one_error_row_however_much_of_it_there_is() -> None:
+    rows = _rows(_BODY + b"junk" * 2000)
+    assert len(rows) == 201 and [row.failure and row.failure.code for row in rows[-2:]] == [None, "invalid_gzip"]
+
+
 def test_the_command_reads_gzip_and_claims_to_know_no_end_of_it(
     tmp_path: Path, server: ModelServer, capsys: Any
 ) -> None:
