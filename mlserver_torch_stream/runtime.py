@@ -11,20 +11,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from mlserver import MLModel, ModelSettings
-from mlserver.errors import MLServerError
+from mlserver import ModelSettings
 from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 
-from mlserver_torch_stream.errors import LoadFailed, NotServing, RequestError, SettingsError
+from mlserver_torch_stream.errors import NotServing, RequestError
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.loading import build, reclaim_memory, resolve
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.server import guards
+from mlserver_torch_stream.server.life.resident import Resident
 from mlserver_torch_stream.server.life.stay import Stay
 from mlserver_torch_stream.server.life.threads import in_thread
-from mlserver_torch_stream.server.life.visits import Visits
 from mlserver_torch_stream.server.observe.metrics import ENGINES, REQUESTS
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
@@ -37,46 +35,20 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.build import BuiltEngine
 
 
-class TorchStreamRuntime(MLModel):  # type: ignore[misc]
+class TorchStreamRuntime(Resident):
     """Streams the tokens of a Hugging Face causal language model."""
 
-    streams_tokens = True
+    _stay: Stay[BuiltEngine]
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
-        guards.install()
-        guards.keep_out_of_workers(settings)
-        guards.keep_out_of_the_cache(settings)
         self.inputs = input_metadata()
         self.outputs = output_metadata()
-        self._stay: Stay[BuiltEngine] = Stay(settings.name)
-
-    @property
-    def ready(self) -> bool:
-        """What MLServer set after loading, as long as it is true."""
-        return self._loaded and self.trouble is None
-
-    @ready.setter
-    def ready(self, loaded: bool) -> None:
-        self._loaded = loaded
-
-    @property
-    def trouble(self) -> str | None:
-        """Why the model is not ready."""
-        return self._stay.trouble
-
-    @property
-    def visits(self) -> Visits:
-        return self._stay.visits
 
     async def load(self) -> bool:
-        try:
-            guards.refuse_worker_process()
+        with self._loading():
             resolved = resolve(self.settings)
             built = await self._stay.begin(partial(build, resolved, f"{self.name}/{self.version or ''}"))
-        except (SettingsError, LoadFailed, NotServing) as error:
-            logger.error(f"Cannot load model '{self.name}': {error}")
-            raise MLServerError(str(error), 500) from None
         ENGINES.add(self.name, self.version, built.engine.stats)
         REQUESTS.of(self.name, self.version)  # all figures are there from now on, at 0
         logger.info(f"Model '{self.name}': {built.summary}{resolved.told}")

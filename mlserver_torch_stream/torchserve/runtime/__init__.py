@@ -12,17 +12,14 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from mlserver import MLModel, ModelSettings
-from mlserver.errors import MLServerError
 from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 from mlserver.utils import insert_headers
 from pydantic import ValidationError
 
-from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, RequestError, SettingsError
-from mlserver_torch_stream.server import guards
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.server.life.resident import Resident
 from mlserver_torch_stream.server.life.stay import Stay
-from mlserver_torch_stream.server.life.visits import Visits
 from mlserver_torch_stream.server.observe.request_log import join_mlservers_log
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
@@ -40,47 +37,23 @@ from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body, read_req
 from mlserver_torch_stream.torchserve.v2_output import Reply
 
 
-class TorchServeRuntime(MLModel):  # type: ignore[misc]
+class TorchServeRuntime(Resident):
     """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
 
-    streams_tokens = True  # the server's mark of a model of ours
-
-    def __init__(self, settings: ModelSettings) -> None:
-        super().__init__(settings)
-        guards.install()
-        guards.keep_out_of_workers(settings)
-        guards.keep_out_of_the_cache(settings)
-        self._stay: Stay[BuiltPool] = Stay(settings.name)
-
-    @property
-    def ready(self) -> bool:
-        """What MLServer set after loading, as long as it is true."""
-        return self._loaded and self.trouble is None
-
-    @ready.setter
-    def ready(self, loaded: bool) -> None:
-        self._loaded = loaded
+    _stay: Stay[BuiltPool]
 
     @property
     def trouble(self) -> str | None:
-        """Why the model is not ready."""
+        """Why the model is not ready: what its workers died of, where they did."""
         engine = self._stay.engine
         workers = engine.trouble if engine is not None else None  # type: ignore[attr-defined]
-        return workers or self._stay.trouble
-
-    @property
-    def visits(self) -> Visits:
-        return self._stay.visits
+        return workers or super().trouble
 
     async def load(self) -> bool:
         join_mlservers_log()
-        try:
-            guards.refuse_worker_process()
-            loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        with self._loading():
             built = await self._stay.begin(lambda _: build(self.settings, loop))
-        except (SettingsError, LoadFailed, NotServing) as error:
-            logger.error(f"Cannot load model '{self.name}': {error}")
-            raise MLServerError(str(error), 500) from None
         logger.info(f"Model '{self.name}': {built.summary}")
         return True
 
