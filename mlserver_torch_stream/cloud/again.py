@@ -13,10 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from mlserver_torch_stream.cloud.faults import Changed, CloudError, Refused
+from mlserver_torch_stream.cloud.listing import heads
 from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
 from mlserver_torch_stream.cloud.prefetch import Ahead
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Failure, Kind, Result, Row
+from mlserver_torch_stream.cloud.rows import Kind, Result, Row
 from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store
@@ -96,19 +97,14 @@ class Again:
         lines: dict[str, set[int]] = {}
         for row in failed:
             lines.setdefault(row.key, set()).update(() if row.line is None else (row.line,))
-        objects = [await self._now(each) for each in self.objects if each.info.key in lines]
+        wanted = [each for each in self.objects if each.info.key in lines]
+        # What could not be found when the run began has no version yet: what is there now is taken.
+        unseen = [each.info.key for each in wanted if each.failure is not None]
+        now = {each.info.key: each for each in await heads(self.source, unseen, self.retry)}
+        objects = [now.get(each.info.key, each) for each in wanted]
         return Source(
             self.source, objects, self.kind, retry=self.retry, ahead=self.ahead, again=self.again, lines=lines
         )
-
-    async def _now(self, listed: Listed) -> Listed:
-        """One that could not be found when the run began has no version yet: what is there now is taken."""
-        if listed.failure is None:
-            return listed
-        try:
-            return Listed(await self.retry.run(lambda: self.source.head(listed.info.key), self.again))
-        except CloudError as error:
-            return Listed(listed.info, Failure(error.code, error.message))
 
     async def put(self, result: Result) -> bool:
         """True if with this result a part was replaced. They come in the order of the rows."""

@@ -57,9 +57,9 @@ async def open_input(url: str, options: Mapping[str, str], retry: Retry, *, mani
 async def list_objects(place: Place, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
     """In the order of their keys, or in the manifest's. Raises CloudError where nothing can be listed."""
     if manifest is not None:
-        return await _heads(place.store, _manifest_keys(manifest), retry)
+        return await heads(place.store, _manifest_keys(manifest), retry)
     if place.only is not None:
-        return await _heads(place.store, [place.only], retry)
+        return await heads(place.store, [place.only], retry)
     pattern = glob_pattern(glob or "**")
     found = await _without_folders(place.store, await retry.run(lambda: _listed(place.store, pattern)), retry)
     return sorted(found, key=lambda listed: listed.info.key)
@@ -78,7 +78,7 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
     """Consoles keep an empty object ``name/`` for a folder. The library lists it as ``name``, which is not there."""
     empty = [each.info.key for each in found if each.info.key and not each.info.size]
-    failures = {each.info.key: each.failure for each in await _heads(store, empty, retry)}
+    failures = {each.info.key: each.failure for each in await heads(store, empty, retry)}
     folders = {"", *(key for key, failure in failures.items() if failure is not None and failure.code == Missing.code)}
     return [each for each in found if each.info.key not in folders]
 
@@ -114,7 +114,7 @@ def _manifest_key(line: str, number: int) -> str:
     return key
 
 
-async def _heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]:
+async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]:
     """The objects as they are now; one that is not there stays in the list, with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 

@@ -111,6 +111,8 @@ class Watcher:
                 if len(data) > MOST_RESULT_BYTES:
                     text = f"its results are more than {MOST_RESULT_BYTES} bytes; infer it with cloud run"
                     failure = Failure("too_large", f"{info.key}: {text}")
+                    self.told(failure.message)
+                    self.meter.failed += 1
                     return Result(Row(0, info.key, None, info.key), Outcome(failure=failure)).encode()
         return bytes(data)
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
 from mlserver_torch_stream.cloud.store import Store
-from mlserver_torch_stream.cloud.watching import Announced, Watcher
+from mlserver_torch_stream.cloud.watching import MOST_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start
 from tests.cloud.faulty import FaultyServer, faulty_server
 from tests.cloud.models import ModelServer
@@ -133,6 +134,28 @@ def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
     err = capsys.readouterr().err
     assert "in/denied.txt: no permission" in err and "gone.txt: has gone before it was read" in err
     assert "2 rows, 1 failed" in err and _left(aws, queue) == 0
+
+
+def test_more_results_than_are_kept_of_one_object_are_one_failed_row_that_is_told() -> None:
+    told: list[str] = []
+
+    async def infer(rows: Sequence[Row]) -> list[Outcome]:
+        return [Outcome({"text": "x" * (MOST_RESULT_BYTES // 2)}) for _ in rows]
+
+    async def announcements() -> AsyncGenerator[Announced, None]:
+        async def is_done() -> None: ...
+
+        yield Announced("a.jsonl", is_done)
+
+    async def act() -> tuple[list[bytes], int]:
+        store, output, meter = Store.memory(), Store.memory(), Meter()
+        await store.put("a.jsonl", b'{"prompt": "x"}\n' * 2)
+        await Watcher(store, output, infer, {}, meter=meter, told=told.append).watch(announcements())
+        return [await output.get(info.key) async for info in output.list()], meter.failed
+
+    (found,), failures = asyncio.run(act())
+    assert json.loads(found)["error"]["code"] == "too_large" and failures == 1
+    assert len(told) == 1 and "infer it with cloud run" in told[0]
 
 
 @pytest.mark.parametrize("key", ["denied.txt", "a//b.txt"])
