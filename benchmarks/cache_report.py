@@ -6,7 +6,7 @@ Knows the shape of the JSON only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,23 @@ def step_bytes(found: Figures, model: Figures) -> dict[str, float]:
         "one forward, live columns": weights + (1 + found["moved"]) * column,
         "pages": weights + column,
     }
+
+
+def sizing_table(result: Figures) -> Table:
+    """What docs/scaling.md quotes: of all numbers of streams, and how many of them fit the budget."""
+    rows = [["lengths", "tokens in a row", "slabs hold", "pages of 16 hold", "attention reads",
+             "streams in slabs: `max_tokens` as needed / 1,024 / 4,096", "in pages"]]  # fmt: skip
+    for name in result["traffic"]:
+        held = [each for each in result["holding"] if each["traffic"] == name]
+        fits = [each for each in result["fitting"] if each["traffic"] == name]
+        usual = next(each for each in held if each["streams"] == result["streams"])
+        rows.append([
+            f"`{name}`", f"{usual['live'] / usual['rows']:,.0f}", _range([each["held"] for each in held]),
+            _range([each["pages"]["16"] for each in held], 2), _range([each["read"] for each in held]),
+            " / ".join(f"{each['slabs']['rows']:.0f}" for each in fits),
+            next(f"{each['pages']['16']['rows']:.0f}" for each in fits if each["asked"] == result["max_tokens"]),
+        ])  # fmt: skip
+    return rows
 
 
 def holding_table(result: Figures) -> Table:
@@ -93,6 +110,8 @@ def as_markdown(result: Figures) -> str:
         f"a case. A column is one token of one row: {column} KiB of keys and values in a Llama 3.1 8B in bf16. "
         f"Context {result['context']:,}, prompts by {result['prefill_tokens']:,} tokens a step, no kept prompts.",
         "\n".join(lines),
+        "## In short",
+        _markdown(sizing_table(result)),
         "## Memory for all",
         f"Every request allows {most} tokens. Per live column, but for the first three figures; `moved`: written and "
         "read by zeroing and copying; `beside`: a layer's new slab while the old one is still there.",
@@ -121,6 +140,11 @@ def write(result: Figures, folder: Path) -> None:
 def _markdown(table: Table) -> str:
     head, *rows = [f"| {' | '.join(row)} |" for row in table]
     return "\n".join([head, f"|{'---|' * len(table[0])}", *rows])
+
+
+def _range(values: Sequence[float], digits: int = 1) -> str:
+    low, high = _times(min(values), digits), _times(max(values), digits)
+    return low if low == high else f"{low} to {high}"
 
 
 def _times(value: float, digits: int = 2) -> str:

@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.cache.rows import RowCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from tests import markdown
 from tests.engine.tiny import CONTEXT, VOCAB, byte_tokenizer, tiny_model
 
 NAMES = {each.name: each for each in TRAFFIC}
@@ -124,6 +125,7 @@ def test_a_small_run_prints_what_it_keeps(tmp_path: Path) -> None:
     printed = (tmp_path / "cache_layout.md").read_text()
     assert printed == cache_report.as_markdown(result)
     assert printed.count("\n| bimodal |") == 2 + 1 + 3 + 2 + len(RULES)
+    assert printed.count("\n| `bimodal` |") == 1
 
 
 def test_a_budget_that_has_no_room_for_a_row_is_refused() -> None:
@@ -140,3 +142,5 @@ def test_only_a_whole_run_is_kept_as_the_projects_result() -> None:
 def test_the_kept_tables_are_of_the_kept_figures() -> None:
     kept = json.loads((cache_layout.RESULTS / "cache_layout.json").read_text())
     assert (cache_layout.RESULTS / "cache_layout.md").read_text() == cache_report.as_markdown(kept)
+    sizes = cache_report.sizing_table(kept)[1:]
+    assert markdown.table("docs/scaling.md", "What the cache wastes")[: len(sizes)] == sizes
