@@ -263,13 +263,16 @@ def _choose_backend(
 def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
     if prepared.ranks is not None:
         return str(prepared.ranks)
+    if isinstance(prepared.forward, NativeForward):
+        return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
+    ways = []
     if prepared.pipeline is not None:
-        return f"{prepared.pipeline.depth} devices at work on a group of rows each, "
-    if prepared.forward is None:
-        return f"{prepared.packed} linear layers laid out for this CPU, " if prepared.packed else ""
+        ways.append(f"{prepared.pipeline.depth} devices at work on a group of rows each, ")
     if isinstance(prepared.forward, GraphForward):
-        return f"CUDA graphs of up to {prepared.forward.max_rows} rows, "
-    return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
+        ways.append(f"CUDA graphs of up to {prepared.forward.max_rows} rows, ")
+    if prepared.packed:
+        ways.append(f"{prepared.packed} linear layers laid out for this CPU, ")
+    return "".join(ways)
 
 
 def _rebuild(new_backend: Callable[[], Backend], prepared: Prepared) -> Backend:

@@ -86,11 +86,11 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
             forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
         elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
-        if forward is None and findings.cost is not None and settings.fast_path == "auto":
-            forward = take_graphs(weights.model, settings.max_batch_rows)
         packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
         overlaps = forward is None and findings.cost is not None and settings.pipeline == "auto"
         pipeline = take_pipeline(weights.model, threads) if overlaps else None
+        if forward is None and findings.cost is not None and settings.fast_path == "auto":
+            forward = take_graphs(weights.model, settings.max_batch_rows, pipeline)
     device = input_device(weights.model)
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)

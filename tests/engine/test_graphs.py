@@ -208,4 +208,4 @@ def test_recordings_whose_logits_are_not_the_models_are_given_up(caplog: pytest.
 
 
 def test_models_on_the_cpu_are_not_recorded() -> None:
-    assert take_graphs(tiny_model("llama"), 8) is None
+    assert take_graphs(tiny_model("llama"), 8, None) is None

@@ -14,17 +14,21 @@ from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import ModelForward
 from mlserver_torch_stream.engine.graphs.attention import CannotCut
 from mlserver_torch_stream.engine.graphs.recorder import NoRecorder, Recorder
+from mlserver_torch_stream.engine.graphs.recording import record_step
 from mlserver_torch_stream.engine.graphs.step import RecordedStep
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 
 
 class GraphForward:
     """``forward(tokens, cache)``: one token for each of up to ``max_rows`` rows is replayed.
 
     Recorded for 1, 2, 4, ... rows: a batch takes the least that holds it, the rows that are over compute nothing that
-    anybody reads. One call at a time.
+    anybody reads. One call at a time, or with a ``pipeline`` one in each of its stages.
     """
 
-    def __init__(self, model: PreTrainedModel, recorder: Recorder, max_rows: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, recorder: Recorder, max_rows: int, pipeline: Pipeline | None = None
+    ) -> None:
         """Raises CannotCut, or what the model or the device raises."""
         self._model_forward = ModelForward(model)
         layout = CacheLayout(model.config)
@@ -35,8 +39,8 @@ class GraphForward:
         self._steps: list[RecordedStep] = []
         # The largest first: the others fit into the memory that it leaves behind.
         for rows in reversed(sizes):
-            RecordedStep(model, NoRecorder(), rows, windows)  # kernels load and tune at their first call
-            self._steps.insert(0, RecordedStep(model, recorder, rows, windows))
+            record_step(model, NoRecorder(), rows, windows, pipeline)  # kernels load and tune at their first call
+            self._steps.insert(0, record_step(model, recorder, rows, windows, pipeline))
 
     @property
     def max_rows(self) -> int:

@@ -7,8 +7,8 @@ kernels on the same addresses, without Python and without a launch for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ import torch
 class Recorder(Protocol):
     """Records in parts: work between ``begin`` and ``end`` is recorded, work outside of them is only done."""
 
-    def begin(self) -> None: ...
+    def begin(self, device: torch.device) -> None: ...
 
     def end(self) -> Callable[[], None]:
         """What repeats the part that ends here, on the tensors that it was recorded on."""
@@ -28,7 +28,7 @@ class Recorder(Protocol):
 class NoRecorder:
     """Does the work and records nothing: the first calls of a kernel set up what must not be recorded."""
 
-    def begin(self) -> None:
+    def begin(self, device: torch.device) -> None:
         pass
 
     def end(self) -> Callable[[], None]:
@@ -40,38 +40,41 @@ class NoRecorder:
 
 
 class CudaRecorder:
-    """All graphs share a pool of memory: they are replayed one at a time, each from its first part to its last."""
+    """All graphs of a device share a pool of memory: each is replayed from its first part to its last, one at a time.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+    A recording only notes what is to be done: what is in its tensors means nothing before the first replay.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._part = ExitStack()
 
-    def begin(self) -> None:
+    def begin(self, device: torch.device) -> None:
+        if device not in self._pools:
+            self._pools[device] = torch.cuda.graph_pool_handle()
+            self._streams[device] = torch.cuda.Stream(device)
+        # The usual stream cannot be recorded.
+        self._part.enter_context(torch.cuda.stream(self._streams[device]))
         self._graph = torch.cuda.CUDAGraph()
         # "thread_local": other models of this process go on serving, and allocate, meanwhile.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], None]:
         graph, self._graph = self._graph, None
         assert graph is not None
-        graph.capture_end()
+        with self._part.pop_all():
+            graph.capture_end()
         replay: Callable[[], None] = graph.replay
         return replay
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """On a stream of its own: the usual one cannot be recorded."""
-        torch.cuda.synchronize(self._device)
-        stream = torch.cuda.Stream(self._device)
+        torch.cuda.synchronize()
         try:
-            with torch.cuda.stream(stream):
-                yield
+            yield
         finally:
-            self._abandon()
-            torch.cuda.synchronize(self._device)
-
-    def _abandon(self) -> None:
-        if self._graph is not None:
-            with suppress(RuntimeError):  # that the recording failed, which what broke it has said already
-                self.end()
+            if self._graph is not None:
+                with suppress(RuntimeError):  # that the recording failed, which what broke it has said already
+                    self.end()

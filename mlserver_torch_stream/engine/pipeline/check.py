@@ -58,10 +58,10 @@ def _decode_waits(model: PreTrainedModel) -> int:
     return count_waits(lambda: forward([[0], [0]], batch))
 
 
-def check_pipeline(model: PreTrainedModel, pipeline: Pipeline) -> str | None:
+def check_pipeline(model: PreTrainedModel, pipeline: Pipeline, forward: Forward | None = None) -> str | None:
     """Why forwards must not overlap; None if they may. Never raises for what the model does."""
     try:
-        worst, tolerance = _worst(model, pipeline)
+        worst, tolerance = _worst(model, StagedForward(forward or ModelForward(model), pipeline), pipeline)
     except Exception as error:  # whatever a model's code raises, one forward at a time is the answer
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if worst <= tolerance:
@@ -69,9 +69,9 @@ def check_pipeline(model: PreTrainedModel, pipeline: Pipeline) -> str | None:
     return f"logits of forwards that overlap differ from single ones by {worst:.3g} standard deviations"
 
 
-def _worst(model: PreTrainedModel, pipeline: Pipeline) -> tuple[float, float]:
+def _worst(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> tuple[float, float]:
     """The largest error, and the largest that there may be; both in standard deviations of the logits."""
-    layout, forward = CacheLayout(model.config), StagedForward(ModelForward(model), pipeline)
+    layout = CacheLayout(model.config)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     trials = range(_ROUNDS * pipeline.depth)
     alone = [_logits(layout, forward, trial, vocabulary) for trial in trials]

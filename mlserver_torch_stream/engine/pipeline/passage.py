@@ -59,14 +59,26 @@ class Pipeline:
             self._here.passage = None
             passage.leave()
 
+    def enter(self, stage: Stage) -> None:
+        """Waits for it in a ``run``; whoever calls otherwise has the model for himself: the checks at load."""
+        if self._passage is not None:
+            self._passage.enter(stage)
+
+    def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What an earlier stage has left, where the next one is fastest to copy it from."""
+        brought = None if self._passage is None else self._transfers.bring((tensor,), {}, device)
+        return tensor if brought is None else brought[0][0]
+
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        passage: _Passage | None = getattr(self._here, "passage", None)
-        if passage is None:  # whoever calls the model otherwise has it for himself: the checks at load
-            return None
-        passage.enter(stage)
-        return self._transfers.bring(args, kwargs, stage.device)
+        self.enter(stage)
+        return None if self._passage is None else self._transfers.bring(args, kwargs, stage.device)
+
+    @property
+    def _passage(self) -> _Passage | None:
+        """Of this thread."""
+        return getattr(self._here, "passage", None)
 
 
 class _Passage:

@@ -1,0 +1,33 @@
+"""The attention masks of one decode step, of rows that are aligned at their newest token and padded at their left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Masks:
+    """On one device, by how many columns a layer shows: full layers all, those with a window fewer."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, added: torch.dtype | None) -> None:
+        """``lengths``: of the rows before this step. ``added``: as of ``RecordedStep``."""
+        self._lengths = lengths
+        self._device = device
+        self._added = added
+        self._made: dict[int, torch.Tensor | None] = {}
+
+    def over(self, columns: int) -> torch.Tensor | None:
+        """``[rows, 1, 1, columns]``: false, or the least number, where a row is padded; None where none is."""
+        if columns not in self._made:
+            padded = min(self._lengths) < columns - 1
+            self._made[columns] = self._make(columns) if padded else None
+        return self._made[columns]
+
+    def _make(self, columns: int) -> torch.Tensor:
+        firsts = torch.tensor([[columns - 1 - length] for length in self._lengths], device=self._device)
+        seen = (torch.arange(columns, device=self._device) >= firsts)[:, None, None, :]
+        if self._added is None:
+            return seen
+        least = torch.finfo(self._added).min
+        return torch.zeros_like(seen, dtype=self._added).masked_fill_(~seen, least)

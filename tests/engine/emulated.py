@@ -1,0 +1,77 @@
+"""Emulated devices: a map that names several, over layers that are all on the CPU, and an engine over them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
+from mlserver_torch_stream.engine.pipeline.passage import Pipeline
+from mlserver_torch_stream.engine.pipeline.stages import read_stages
+from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.worker import EngineWorker
+from tests.engine.tiny import VOCAB, byte_tokenizer, greedy, running, tokens_of
+
+
+def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrainedModel:
+    """The model with a map of its layers over so many devices; a tied head is where the embedding is."""
+    count = len(model.model.layers)
+    places = {f"model.layers.{index}": index * stages // count for index in range(count)}
+    rest = {name: stages - 1 for name, _ in model.model.named_children() if name not in ("layers", "embed_tokens")}
+    last = {"lm_head": 0 if tied else stages - 1}
+    model.hf_device_map = {"model.embed_tokens": 0, **places, **{f"model.{name}": at for name, at in rest.items()}}
+    model.hf_device_map |= last
+    return model
+
+
+class Busy:
+    """Sees how many stages compute at the same time. A sleep stands for a device at work: it needs no core."""
+
+    def __init__(self, model: PreTrainedModel, seconds: float) -> None:
+        self._lock = threading.Lock()
+        self._inside: dict[str, int] = {}
+        self._seconds = seconds
+        self.most_stages = 0
+        self.most_in_one = 0
+        stages = read_stages(model)
+        self.pipeline = Pipeline([replace(stage, finish=partial(self._work, stage.name)) for stage in stages])
+
+    def _work(self, name: str) -> None:
+        with self._lock:
+            self._inside[name] = self._inside.get(name, 0) + 1
+            self.most_stages = max(self.most_stages, sum(map(bool, self._inside.values())))
+            self.most_in_one = max(self.most_in_one, *self._inside.values())
+        time.sleep(self._seconds)
+        with self._lock:
+            self._inside[name] -= 1
+
+
+@contextmanager
+def pipelined(
+    model: PreTrainedModel, pipeline: Pipeline | None = None, **options: Any
+) -> Iterator[tuple[EngineWorker, Pipeline]]:
+    """An engine whose batches are in different stages at the same time; ``options``: of its backend."""
+    pipeline = pipeline or Pipeline(read_stages(model))
+    with torch.inference_mode():
+        findings = check_batching(model)
+    assert findings.cost is not None, findings.problem
+    given = {"cache_bytes": 2**24, "max_rows": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    backend = PipelinedBackend(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
+    with running(model, backend=backend) as engine:
+        yield engine, pipeline
+
+
+async def together(engine: EngineWorker, requests: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
+    return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests)))
