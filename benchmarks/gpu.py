@@ -1,6 +1,6 @@
 """What has to be checked and measured on GPUs; docs/gpu.md says which of it has been.
 
-    python -m benchmarks.gpu [--checks single offload stages several streams quantised transfer]
+    python -m benchmarks.gpu [--checks single graphs offload stages several streams quantised transfer]
                              [--hidden 2048] [--layers 16] [--seconds 5]
 
 Runs the product's own load and engine over a random Llama in bf16, whose tokens mean nothing and are as comparable as
@@ -57,13 +57,15 @@ class Bench:
     seconds: float
     gpu: str = "cuda:0"
     gpus: int = 1
+    summary: str = ""  # of the last engine
     wrong: list[str] = field(default_factory=list)
 
     @contextmanager
     def engine(self, **extra: Any) -> Iterator[Engine]:
         given = {"max_batch_rows": max(STREAMS), "max_queue": 1024, **extra}
         built = build_engine(parse_settings(str(self.folder), given, environ={}), shares=Shares())
-        print(f"    {built.summary}")
+        self.summary = built.summary
+        print(f"    {self.summary}")
         try:
             yield built.engine
         finally:
@@ -126,6 +128,26 @@ def single(bench: Bench) -> None:
             if dtype == "float32":
                 bench.compare("a row in company, fp32", together[:1], alone)
             print(f"    {dtype}: {asyncio.run(speed(engine, 16, bench.seconds)):.0f} tokens/s at 16 streams")
+
+
+def graphs(bench: Bench) -> None:
+    """Decode steps as CUDA graphs and as transformers runs them: the same tokens, and what the steps take."""
+    found = {}
+    expected: list[list[int]] = []
+    for fast_path in ("off", "auto"):
+        with bench.engine(device_map=bench.gpu, dtype="float32", fast_path=fast_path) as engine:
+            got = asyncio.run(answers(engine))
+        expected = expected or got
+        bench.compare(f"fast_path {fast_path}", got, expected)
+        with bench.engine(device_map=bench.gpu, dtype="bfloat16", fast_path=fast_path) as engine:
+            if fast_path == "auto" and "CUDA graphs" not in bench.summary:
+                bench.wrong.append("no CUDA graphs were recorded, the log says why")
+            for rows in STREAMS:
+                found[fast_path, rows] = asyncio.run(speed(engine, rows, bench.seconds))
+    for rows in STREAMS:
+        eager, replayed = found["off", rows], found["auto", rows]
+        steps = f"{1000 * rows / eager:.1f} -> {1000 * rows / replayed:.1f} ms per step"
+        print(f"    {rows} streams: {eager:.0f} -> {replayed:.0f} tokens/s, {steps}: {replayed / eager:.2f}")
 
 
 def offload(bench: Bench) -> None:
@@ -203,7 +225,7 @@ def transfer(bench: Bench) -> None:
 
 
 CHECKS: dict[str, Callable[[Bench], None]] = {
-    check.__name__: check for check in (single, offload, stages, several, streams, quantised, transfer)
+    check.__name__: check for check in (single, graphs, offload, stages, several, streams, quantised, transfer)
 }
 
 
