@@ -28,38 +28,50 @@ def main(argv: Sequence[str]) -> int:
 
     arguments = _parser().parse_args(argv)
     try:
-        lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force)
-    except (LoadFailed, SettingsError, OSError) as error:
+        properties = Path(arguments.properties).read_text(encoding="utf-8") if arguments.properties else ""
+        lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties)
+    except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print("\n".join(lines))
     return 0
 
 
-def import_mar(uri: str, into: Path, name: str | None, force: bool) -> list[str]:
-    """What is to be told. Raises SettingsError or LoadFailed, before anything is written, or OSError."""
+def import_mar(uri: str, into: Path, name: str | None, force: bool, properties: str) -> list[str]:
+    """What is to be told. Raises SettingsError or LoadFailed, before anything is written, or OSError.
+
+    ``properties``: the text of TorchServe's config.properties, or nothing.
+    """
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import open_archive
+    from mlserver_torch_stream.torchserve.properties import carried, read_properties
 
     archive = open_archive(uri, None)
     try:
         chosen = name or str(archive.model.get("modelName") or archive.folder.name)
         if not _NAME.fullmatch(chosen):
             raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
-        told = list(_told(archive))
+        given = read_properties(properties)
+        version = None if (found := archive.model.get("modelVersion")) is None else str(found)
+        extra = carried(given, chosen, version, archive.yaml)
+        told = [*_told(archive, extra), *_told_of_properties(given, chosen, version, extra)]
         source = Path(uri.removeprefix("file://")).expanduser()
         folder = into / chosen
-        _write(folder, source if archive.own else None, _settings(chosen, source, archive), force)
+        _write(folder, source if archive.own else None, _settings(chosen, source, archive, version, extra), force)
     finally:
         archive.close()
     return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *told]
 
 
-def _settings(name: str, source: Path, archive: Archive) -> dict[str, Any]:
+def _settings(
+    name: str, source: Path, archive: Archive, version: str | None, extra: Mapping[str, Any]
+) -> dict[str, Any]:
     """An archive goes along with its settings; a folder or a bare handler stays where it is."""
     parameters: dict[str, Any] = {"uri": f"./{source.name}" if archive.own else str(source.absolute())}
-    if archive.model.get("modelVersion") is not None:
-        parameters["version"] = str(archive.model["modelVersion"])
+    if version is not None:
+        parameters["version"] = version
+    if extra:
+        parameters["extra"] = dict(extra)
     return {"name": name, "implementation": _IMPLEMENTATION, "parameters": parameters}
 
 
@@ -100,12 +112,23 @@ def _refuse_what_is_there(folder: Path, force: bool) -> None:
         raise SettingsError(f"{folder} is no folder of a model: --name or --into choose another one")
 
 
-def _told(archive: Archive) -> Iterator[str]:
+def _told_of_properties(
+    given: Mapping[str, str], name: str, version: str | None, extra: Mapping[str, Any]
+) -> Iterator[str]:
+    from mlserver_torch_stream.torchserve.properties import told
+
+    for key, value in extra.items():
+        yield f"carried over from config.properties: {key}: {value}"
+    for line in told(given, name, version):
+        yield f"not carried over from config.properties: {line}"
+
+
+def _told(archive: Archive, extra: Mapping[str, Any]) -> Iterator[str]:
     """What TorchServe would do and we do not, one line each. Raises SettingsError where a value is wrong."""
     from mlserver_torch_stream.torchserve.config import not_honoured, read_config
     from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
 
-    for line in not_honoured(archive.yaml, read_config(archive.yaml, {})):
+    for line in not_honoured(archive.yaml, read_config(archive.yaml, extra)):
         yield f"not honoured: {line}"
     requirements = archive.model.get("requirementsFile")
     if requirements:
@@ -125,6 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("archive", help="a .mar, a .tar.gz, an unpacked archive, or handler.py[:function]")
     parser.add_argument("--into", default=".", help="where the model's folder is made (default: here)")
     parser.add_argument("--name", help="the model's name (default: the archive's)")
+    parser.add_argument(
+        "--properties",
+        metavar="FILE",
+        help="TorchServe's config.properties: what it says of the model goes into parameters.extra, what else is named",
+    )
     parser.add_argument(
         "--force", action="store_true", help="replace the settings and the archive in a folder that is there already"
     )

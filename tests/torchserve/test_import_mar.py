@@ -125,3 +125,23 @@ def test_what_cannot_be_written_whole_is_not_written_at_all(
         signal.signal(signal.SIGXFSZ, handled)
     assert "File too large" in capsys.readouterr().err
     assert _files(models) == before and not list(models.glob(".*"))
+
+
+def test_what_config_properties_says_of_a_model_goes_along_and_the_rest_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    properties = tmp_path / "config.properties"
+    properties.write_text("default_response_timeout=30\nkeystore=k.p12\n")
+    command = ["import-mar", _mar(tmp_path, "a.mar", "1.0"), "--into", str(tmp_path), "--properties", str(properties)]
+    assert main(command) == 0
+    written = json.loads((tmp_path / "ok/model-settings.json").read_text())
+    assert written["parameters"]["extra"] == {"responseTimeout": 30}
+    said = capsys.readouterr().out
+    assert "carried over from config.properties: responseTimeout: 30" in said
+    assert "not carried over from config.properties: keystore: TLS ends at the ingress" in said
+    properties.write_text("default_response_timeout=-1")
+    assert main([*command, "--name", "wrong"]) == 1
+    assert "responseTimeout" in capsys.readouterr().err and not (tmp_path / "wrong").exists()
+    properties.unlink()
+    assert main([*command, "--name", "wrong"]) == 1
+    assert str(properties) in capsys.readouterr().err

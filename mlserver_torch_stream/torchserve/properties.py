@@ -1,0 +1,137 @@
+"""TorchServe's ``config.properties``: what of it goes along with a model, and what its other keys come to here.
+
+Knows nothing of archives. The file belongs to a server: it is read when a model is imported, and never by ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.torchserve.config import KEYS
+
+# A key of the whole server that is a default of every model: its name as a model's own setting.
+CARRIED = {
+    "default_response_timeout": "responseTimeout",
+    "default_startup_timeout": "startupTimeout",
+    "default_workers_per_model": "minWorkers",
+    "job_queue_size": "jobQueueSize",
+}
+_MODELS = "models"  # settings by model and version, as JSON
+_OF_MODELS_ONLY = ("marName", "defaultVersion")  # what they say there, the model's folder says here
+_ADDRESS = "settings.json: host, http_port, grpc_port"
+_TLS = "TLS ends at the ingress"
+_MANAGED = "MLServer's repository API, on the same ports"
+_INSIDE = "TorchServe's own machinery"
+_WHERE = {
+    _ADDRESS: "inference_address grpc_inference_address grpc_inference_port",
+    "settings.json: metrics_port": "metrics_address enable_metrics_api",
+    _MANAGED: "management_address grpc_management_address grpc_management_port enable_model_api",
+    "the environment: MLSERVER_TORCH_STREAM_MAX_BODY_BYTES; for gRPC, settings.json: grpc_max_message_length": (
+        "max_request_size"
+    ),
+    "streams have no bound, a whole response 1 GiB": "max_response_size",
+    "settings.json: cors_settings": "cors_allowed_origin cors_allowed_methods cors_allowed_headers",
+    "deviceIds of the model, or CUDA_VISIBLE_DEVICES": "number_of_gpu",
+    "the environment: TS_DECODE_INPUT_REQUEST": "decode_input_request",
+    "the environment: TS_REQUEST_SEQUENCE_ID, TS_REQUEST_SEQUENCE_START, TS_REQUEST_SEQUENCE_END": (
+        "ts_header_key_sequence_id ts_header_key_sequence_start ts_header_key_sequence_end"
+    ),
+    "context.system_properties says true": "limit_max_image_pixels",
+    "`envelope` in the archive's manifest": "service_envelope",
+    "an archive names its handler": "default_service_handler",
+    "install beside MLServer what the archive's requirementsFile names": "install_py_dep_per_model",
+    "each model has a folder with a model-settings.json": "load_models model_store model_snapshot",
+    _TLS: "keystore keystore_pass keystore_type certificate_file private_key_file enable_grpc_ssl",
+    "the gateway before the server decides who may ask": "disable_token_authorization token_expiration_min",
+    "archives are files: nothing is downloaded": "allowed_urls use_env_allowed_urls",
+    "handlers inherit the server's environment": "blacklist_env_vars enable_envvars_config",
+    "a handler's metrics are shown by their own names": "metrics_config metrics_mode model_metrics_auto_detect",
+    "host metrics are the node exporter's": "disable_system_metrics system_metrics_cmd metric_time_interval",
+    "MLServer's logging": "async_logging debug",
+    "workflows are not carried over": "workflow_store",
+    "the C++ backend is not carried over": "cpp_log_config",
+    "the handler's own matter": "ipex_enable ipex_gpu_enable cpu_launcher_enable cpu_launcher_args",
+    "V2 is what MLServer speaks": "ts_open_inference_protocol",
+    _INSIDE: (
+        "vmargs plugins_path model_server_home prefer_direct_buffer number_of_netty_threads netty_client_threads "
+        "use_native_io io_ratio initial_worker_port initial_distribution_port unregister_model_timeout version "
+        "grpc_inference_max_connection_age_ms grpc_inference_max_connection_age_grace_ms "
+        "grpc_management_max_connection_age_ms grpc_management_max_connection_age_grace_ms"
+    ),
+}
+ELSEWHERE = {key: where for where, keys in _WHERE.items() for key in keys.split()}
+_ENTRY = re.compile(r"(?P<key>(?:\\.|[^\\=:\s])+)[ \t\f]*[=:]?[ \t\f]*(?P<value>.*)")
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
+_ESCAPED = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+
+
+def read_properties(text: str) -> dict[str, str]:
+    """As Java reads such a file: comments, continued lines, escapes."""
+    found = {}
+    lines = iter(text.splitlines())
+    for line in lines:
+        entry = line.lstrip()
+        if not entry or entry[0] in "#!":
+            continue
+        while (len(entry) - len(entry.rstrip("\\"))) % 2:
+            entry = entry[:-1] + next(lines, "").lstrip()
+        match = _ENTRY.fullmatch(entry)
+        if match:
+            found[_unescaped(match["key"])] = _unescaped(match["value"])
+    return found
+
+
+def carried(properties: Mapping[str, str], model: str, version: str | None, yaml: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into ``parameters.extra`` of a model: its own settings over the defaults of all, and under its YAML.
+
+    Raises SettingsError.
+    """
+    extra: dict[str, Any] = {}
+    for key, name in CARRIED.items():
+        if key in properties and (number := _number(key, properties[key])):  # 0: as TorchServe finds it best
+            extra[name] = number
+    for key, value in _own(properties, model, version).items():
+        if key in KEYS:
+            extra[key] = value
+    return {key: value for key, value in extra.items() if yaml.get(key) is None}
+
+
+def told(properties: Mapping[str, str], model: str, version: str | None) -> Iterator[str]:
+    """One line for each key that is not carried over."""
+    for key in properties:
+        if key not in CARRIED and key != _MODELS:
+            yield f"{key}: {ELSEWHERE.get(key, 'TorchServe 0.12 does not know it either')}"
+    for key in _own(properties, model, version):
+        if key not in KEYS and key not in _OF_MODELS_ONLY:
+            yield f"{_MODELS}.{model}.{key}: not a setting of a model"
+
+
+def _own(properties: Mapping[str, str], model: str, version: str | None) -> dict[str, Any]:
+    """Of the version that the archive has; of the only one where it says none."""
+    try:
+        versions = json.loads(properties.get(_MODELS, "{}")).get(model, {})
+        chosen = versions.get(version) if version is not None or len(versions) != 1 else next(iter(versions.values()))
+        return dict(chosen or {})
+    except (ValueError, TypeError, AttributeError):
+        raise SettingsError(
+            f"config.properties: {_MODELS}: must be a JSON object of models and their versions"
+        ) from None
+
+
+def _number(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise SettingsError(f"config.properties: {key}: must be a whole number, got {value!r}") from None
+
+
+def _unescaped(text: str) -> str:
+    def plain(match: re.Match[str]) -> str:
+        escaped = match[1]
+        return chr(int(escaped[1:], 16)) if len(escaped) > 1 else _ESCAPED.get(escaped, escaped)
+
+    return _ESCAPE.sub(plain, text)
