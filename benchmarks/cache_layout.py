@@ -251,7 +251,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=GIB, help="the cache's budget")
     parser.add_argument("--answers", type=int, default=ANSWERS, help="that end while one case is measured")
     parser.add_argument("--traffic", nargs="+", default=names, choices=names)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="a folder for the result; a whole run goes to benchmarks/results")
     options = parser.parse_args(arguments)
     whole = (options.streams, options.gib, options.answers, options.traffic) == (list(STREAMS), GIB, ANSWERS, names)
