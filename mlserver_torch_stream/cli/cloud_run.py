@@ -167,7 +167,7 @@ async def _print(planned: Plan, infer: Infer, meter: Meter) -> int:
 def _total(planned: Plan) -> Total:
     """What is ahead of this worker."""
     source, job, done = planned.objects, planned.job, planned.done
-    again = sum(count for number, count in done.failures.items() if number % job.lanes == job.lane - 1)
+    again = sum(count for number, count in done.failures.items() if job.owns(number))
     if job.retry_failed and done.complete:
         return Total(0, again)
     if done.cursor.key is not None:
@@ -180,7 +180,7 @@ def _total(planned: Plan) -> Total:
     if whole:
         indexes = range(done.cursor.index, len(planned.objects))
         numbers = [index // job.part_rows for index in indexes]
-        rows = sum(number % job.lanes == job.lane - 1 and number not in done.parts for number in numbers)
+        rows = sum(job.owns(number) and number not in done.parts for number in numbers)
         rows += again if job.retry_failed else 0
     return Total(None if zipped else sum(each.info.size for each in source) // job.lanes, rows)
 

@@ -79,6 +79,10 @@ class Job:
             if lies_within(self.output, self.input):
                 raise Refused("--output: lies within --input, so that results would be read as input")
 
+    def owns(self, part: int) -> bool:
+        """True if the part is this worker's."""
+        return part % self.lanes == self.lane - 1
+
     def config(self) -> dict[str, Any]:
         """What a run is known by: another value is another run."""
         return {
@@ -202,7 +206,7 @@ async def results(planned: Plan, infer: Infer, meter: Meter, failures: int = 0) 
 
     def wanted(index: int) -> bool:
         number = index // job.part_rows
-        return job.output is None or (number % job.lanes == job.lane - 1 and number not in done.parts)
+        return job.output is None or (job.owns(number) and number not in done.parts)
 
     source = Source(
         planned.source.store,
@@ -242,7 +246,7 @@ async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGen
 
 
 async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str], None] = lambda message: None) -> int:
-    """Writes the parts that are missing; returns the number of rows that failed, in this run or before it.
+    """Writes the parts that are missing; returns how many of this worker's rows failed, in this run or before it.
 
     ``told`` hears of failed rows that cannot be tried again.
     """
@@ -256,7 +260,8 @@ async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str],
             async for result in found:
                 await sink.write(result)
         await sink.end()
-    failed = planned.done.failed - tried + meter.failed - before
+    earlier = sum(count for number, count in planned.done.failures.items() if job.owns(number))
+    failed = earlier - tried + meter.failed - before
     if not planned.done.complete or job.retry_failed or job.lanes == 1:
         done = {"failed": failed, "lane": job.lane, "lanes": job.lanes}
         await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
@@ -269,7 +274,7 @@ async def _try_again(planned: Plan, output: Store, infer: Infer, meter: Meter, t
     source = planned.source.store
     again = Again(source, planned.objects, job.kind, output, job.part_rows, job.retry, job.ahead, meter.retried)
     before = meter.failed
-    numbers = [number for number in sorted(done.failures) if number % job.lanes == job.lane - 1]
+    numbers = [number for number in sorted(done.failures) if job.owns(number)]
     async for failed in again.groups(numbers):
         async with aclosing(infer_rows(again.rows(failed), infer, job.limits, meter, job.weigh)) as found:
             async for result in found:

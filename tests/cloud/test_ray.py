@@ -24,12 +24,17 @@ def test_a_local_cluster_writes_each_part_once_and_the_same_output(tmp_path: Pat
     assert cloud(*run, "--output", tmp_path / "alone") == 0
     server.asked.clear()
     environment = {**_RAY, "PYTHONPATH": os.getcwd()}
-    process = start(*run, "--output", tmp_path / "out", "--on", "ray", "--workers", "2", environment=environment)
-    status, _, err = finish(process, 300)
-    assert status == 0, err
+    on_ray = (*run, "--output", tmp_path / "out", "--on", "ray", "--workers", "2")
+    server.trouble = lambda prompt, before: 422 if prompt in ("row 7", "row 23") else None
+    status, _, err = finish(start(*on_ray, environment=environment), 300)
+    assert status == 1, err
     assert "50 rows by 2 workers" in err
+    server.trouble = lambda prompt, before: None
+    status, _, err = finish(start(*on_ray, "--retry-failed", environment=environment), 300)
+    assert status == 0, err
+    assert "2 rows by 2 workers" in err
     assert joined(tmp_path / "out") == joined(tmp_path / "alone")
-    assert sorted(server.asked) == sorted(f"row {i}" for i in range(50))
+    assert sorted(server.asked) == sorted([f"row {i}" for i in range(50)] + ["row 7", "row 23"])
     assert sorted(path.name for path in (tmp_path / "out").glob("done*")) == ["done-1-of-2.json", "done-2-of-2.json"]
 
 
