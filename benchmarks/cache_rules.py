@@ -64,8 +64,8 @@ RULES = (
     AS_IT_IS,
     Rules("columns: 1/8 to spare, not 1/4", slack=1.125),
     Rules("rows by quarters of a power of two", row_step=by_quarters),
-    Rules("made smaller at 3/4, not 1/4", shrink=3 / 4),
-    Rules("all three", by_quarters, 1.125, 3 / 4),
-    Rules("all three, 8 batches, lengths up to twofold", by_quarters, 1.125, 3 / 4, 2, 8),
-    Rules("all three, 1 batch", by_quarters, 1.125, 3 / 4, batches=1),
+    Rules("made smaller at 1/2, not 1/4", shrink=1 / 2),
+    Rules("all three", by_quarters, 1.125, 1 / 2),
+    Rules("all three, 8 batches", by_quarters, 1.125, 1 / 2, batches=8),
+    Rules("all three, 8 batches, lengths up to twofold", by_quarters, 1.125, 1 / 2, 2, 8),
 )
