@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.forward import ModelForward
+from mlserver_torch_stream.engine.forward import JointForward, ModelForward
 from mlserver_torch_stream.engine.graphs.forward import GraphForward
 from mlserver_torch_stream.engine.graphs.take import take_graphs, verified
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -99,6 +99,43 @@ def test_logits_outlive_the_next_step() -> None:
         kept = logits.clone()
         forward([[3], [4]], batch)
     assert torch.equal(logits, kept)
+
+
+def test_batches_of_unlike_lengths_share_a_replay() -> None:
+    model = tiny_model("gemma3_text")
+    forward, recorder = recorded(model)
+    assert isinstance(forward, JointForward)
+    layout, parts = CacheLayout(model.config), model.config.num_hidden_layers + 1
+    with torch.inference_mode():
+        alone, shared = ([batch_of(forward, layout, each) for each in ([5, 9], [30], [2, 3])] for _ in range(2))
+        for step in range(10):
+            tokens = [[[(step + row) % VOCAB] for row in range(len(cache.lengths))] for cache in alone]
+            expected = [forward(ids, cache) for ids, cache in zip(tokens, alone, strict=True)]
+            before = recorder.replays
+            found = forward.together(list(zip(tokens, shared, strict=True)))
+            assert recorder.replays - before == parts
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="10 rows where 8 were recorded"):
+            forward.together([(ids, cache) for ids, cache in zip(tokens * 2, shared * 2, strict=True)])
+    assert [cache.lengths for cache in shared] == [cache.lengths for cache in alone]
+
+
+def test_where_one_batch_fails_none_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    forward, layout = recorded(model)[0], CacheLayout(model.config)
+    with torch.inference_mode():
+        caches = [batch_of(forward, layout, lengths) for lengths in ([5, 9], [30])]
+        parts: list[Any] = [([[1]] * len(cache.lengths), cache) for cache in caches]
+        with monkeypatch.context() as patch:
+            patch.setattr(caches[1].slabs[-1], "extend", _fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                forward.together(parts)
+        assert [cache.lengths for cache in caches] == [[5, 9], [30]]
+        found = forward.together(parts)
+        twins = [batch_of(forward, layout, lengths) for lengths in ([5, 9], [30])]
+        for logits, (tokens, _), twin in zip(found, parts, twins, strict=True):
+            torch.testing.assert_close(logits, forward(tokens, twin), rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_takes_the_least_recording_that_holds_it() -> None:

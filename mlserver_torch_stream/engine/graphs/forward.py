@@ -15,12 +15,12 @@ from mlserver_torch_stream.engine.forward import ModelForward
 from mlserver_torch_stream.engine.graphs.attention import CannotCut
 from mlserver_torch_stream.engine.graphs.recorder import NoRecorder, Recorder
 from mlserver_torch_stream.engine.graphs.recording import record_step
-from mlserver_torch_stream.engine.graphs.step import RecordedStep
+from mlserver_torch_stream.engine.graphs.step import Part, RecordedStep
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 
 
 class GraphForward:
-    """``forward(tokens, cache)``: one token for each of up to ``max_rows`` rows is replayed.
+    """``forward(tokens, cache)``: one token for each of up to ``max_rows`` rows, of one cache or several, is replayed.
 
     Recorded for 1, 2, 4, ... rows: a batch takes the least that holds it, the rows that are over compute nothing that
     anybody reads. One call at a time, or with a ``pipeline`` one in each of its stages.
@@ -47,13 +47,22 @@ class GraphForward:
         return self._steps[-1].rows
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        step = next((step for step in self._steps if step.rows >= len(tokens)), None)
-        if step is None or len(tokens[0]) != 1:
+        if len(tokens[0]) != 1 or len(tokens) > self.max_rows:
             return self._model_forward(tokens, cache)
+        return self.together([(tokens, cache)])[0]
+
+    def together(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Raises ValueError where they are more rows than were recorded."""
+        rows = [len(tokens) for tokens, _ in parts]
+        step = next((step for step in self._steps if step.rows >= sum(rows)), None)
+        if step is None:
+            raise ValueError(f"{sum(rows)} rows where {self.max_rows} were recorded")
         try:
-            logits = step.run(tokens, cache)
+            logits = step.run(parts)
         except BaseException:
-            cache.rollback()
+            for _, cache in parts:
+                cache.rollback()
             raise
-        cache.commit(1)
-        return logits
+        for _, cache in parts:
+            cache.commit(1)
+        return list(logits.split(rows))

@@ -18,6 +18,9 @@ from mlserver_torch_stream.engine.graphs.masks import Masks
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 
+Part = tuple[Sequence[Sequence[int]], RowCache]
+"""One token, ``[rows][1]``, for every row of a cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedAttention:
@@ -32,11 +35,12 @@ class RecordedAttention:
     output: torch.Tensor
     options: dict[str, Any]
 
-    def run(self, rows: int, cache: RowCache, masks: Masks) -> None:
-        keys, values = cache.cache.update(self.key[:rows], self.value[:rows], self.layer)
+    def run(self, rows: slice, cache: RowCache, masks: Masks) -> None:
+        """For these rows of the recording, which are all of the cache."""
+        keys, values = cache.cache.update(self.key[rows], self.value[rows], self.layer)
         mask = masks.over(keys.shape[2])
-        output, _ = self.attend(self.module, self.query[:rows], keys, values, mask, **self.options)
-        self.output[:rows].copy_(output)
+        output, _ = self.attend(self.module, self.query[rows], keys, values, mask, **self.options)
+        self.output[rows].copy_(output)
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """``run`` takes the tokens of at most ``rows`` rows and gives their logits.
+    """``run`` takes the tokens of at most ``rows`` rows, of one cache or of several, and gives their logits.
 
     ``inputs``: tokens and positions, ``[2, rows, 1]``, in one tensor: one copy to the device for both.
     ``added``: the dtype of masks that are added to the scores, None: they choose.
@@ -70,23 +74,23 @@ class RecordedStep:
     added: torch.dtype | None
     host: torch.Tensor
 
-    def run(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        """Logits ``[rows, vocabulary]`` of the model's dtype. Does not count the tokens in ``cache``."""
+    def run(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Logits ``[rows, vocabulary]`` of the model's dtype, part after part. Does not count tokens in the caches."""
         carried: dict[int, torch.Tensor] = {}
         for visit in self.visits:
             if self.pipeline is not None and visit.stage is not None:
                 self.pipeline.enter(visit.stage)
             if visit is self.visits[0]:
-                self._put_in(tokens, cache)
+                self._put_in(parts)
             self._arrive(visit, carried)
-            self._work(visit, len(tokens), cache)
+            self._work(visit, parts)
             carried.update((id(tensor), tensor.clone()) for tensor in visit.departures)
-        return self.logits[: len(tokens)].clone()
+        return self.logits[: sum(len(tokens) for tokens, _ in parts)].clone()
 
-    def _put_in(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> None:
-        rows = len(tokens)
-        self.host[0, :rows] = torch.tensor(tokens)
-        self.host[1, :rows, 0] = torch.tensor(cache.lengths)
+    def _put_in(self, parts: Sequence[Part]) -> None:
+        ids = torch.tensor([ids for tokens, _ in parts for ids in tokens])
+        self.host[0, : len(ids)] = ids
+        self.host[1, : len(ids), 0] = torch.tensor([length for _, cache in parts for length in cache.lengths])
         self.inputs.copy_(self.host, non_blocking=True)
 
     def _arrive(self, visit: Visit, carried: dict[int, torch.Tensor]) -> None:
@@ -96,10 +100,14 @@ class RecordedStep:
                 value = self.pipeline.bring(value, visit.device)
             local.copy_(value)
 
-    def _work(self, visit: Visit, rows: int, cache: RowCache) -> None:
-        masks = Masks(cache.lengths, visit.device, self.added)
+    def _work(self, visit: Visit, parts: Sequence[Part]) -> None:
+        batches, first = [], 0
+        for tokens, cache in parts:
+            rows = slice(first, first := first + len(tokens))
+            batches.append((rows, cache, Masks(cache.lengths, visit.device, self.added)))
         for work in visit.work:
             if isinstance(work, RecordedAttention):
-                work.run(rows, cache, masks)
+                for batch in batches:
+                    work.run(*batch)
             else:
                 work()
