@@ -284,6 +284,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once_and_leaves_no_process(
     compiler.chmod(0o755)
     process = start(
         *(command, "--input", rows, "--output", tmp_path / "out", "--model", tiny_model),
+        *("--extra", '{"device_map": "cpu"}'),  # where kernels are compiled
         environment={"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
     _wait(started.exists, 180)
