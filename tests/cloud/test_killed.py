@@ -91,6 +91,43 @@ def test_a_kill_and_a_resume_through_a_server(tmp_path: Path, server: ModelServe
     _killed_and_resumed(tmp_path, server, 0, 0.25)
 
 
+def _killed_while_trying_again(folder: Path, server: ModelServer, number: int, seconds: float) -> bool:
+    """Half of the rows failed. True if the kill came between the first answer and the last."""
+    out = folder / f"out{number}"
+    run = _server_run(folder, out.name, server)
+    server.trouble = lambda prompt, before: 422 if int(prompt.split()[-1]) % 2 else None
+    assert cloud(*run) == 1
+    server.trouble = lambda prompt, before: None
+    server.asked.clear()
+    process = start(*run, "--retry-failed")
+    _wait(lambda: bool(server.asked) or process.poll() is not None)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    killed = finish(process)[0] == -signal.SIGKILL
+    _wait(lambda: server.flying == 0)
+    rows = [json.loads(line) for line in joined(out).splitlines()]
+    assert [row["index"] for row in rows] == list(range(_ROWS))
+    answered = {row["custom_id"] for row in rows if row["error"] is None}
+    server.asked.clear()
+    assert cloud(*run, "--retry-failed") == 0
+    assert joined(out) == joined(folder / "whole")
+    inferred = {f"r{prompt.split()[-1]}" for prompt in server.asked}
+    assert not inferred & answered and inferred | answered == {f"r{i}" for i in range(_ROWS)}
+    return killed and _ROWS // 2 < len(answered) < _ROWS
+
+
+@pytest.mark.slow
+def test_ten_kills_of_a_retry_leave_one_row_for_each_and_no_answer_is_asked_for_again(
+    tmp_path: Path, server: ModelServer
+) -> None:
+    draw = random.Random(13)
+    server.delay = 0.03
+    _input(tmp_path, "row")
+    assert cloud(*_server_run(tmp_path, "whole", server)) == 0
+    hits = sum(_killed_while_trying_again(tmp_path, server, number, draw.uniform(0.05, 0.35)) for number in range(10))
+    assert hits >= 2, "most kills came too early or too late to tell anything"
+
+
 @pytest.mark.slow
 def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Path, tiny_model: Path) -> None:
     """Greedy, fp32, in batches of whatever is there: the texts do not depend on who shared a batch."""
