@@ -29,7 +29,7 @@ _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(list(argv))
-    from mlserver_torch_stream.cli.interrupt import LeftBehind, leave
+    from mlserver_torch_stream.cli.interrupt import Interrupted, LeftBehind, leave
 
     try:
         _check(arguments)
@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
     except LeftBehind:
         print("interrupted while the model was loading; nothing was inferred", file=sys.stderr)
         leave(INTERRUPTED)
+    except Interrupted:
+        print("interrupted before anything was inferred", file=sys.stderr)
+        return INTERRUPTED
     except Refused as error:
         print(f"error: {error.message}", file=sys.stderr)
         return REFUSED

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.cloud.command import cloud, finish, joined, start
+from tests.cloud.faulty import Fault, faulty_server
 from tests.cloud.models import ModelServer
 
 _RAY = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
@@ -36,6 +39,23 @@ def test_a_local_cluster_writes_each_part_once_and_the_same_output(tmp_path: Pat
     assert joined(tmp_path / "out") == joined(tmp_path / "alone")
     assert sorted(server.asked) == sorted([f"row {i}" for i in range(50)] + ["row 7", "row 23"])
     assert sorted(path.name for path in (tmp_path / "out").glob("done*")) == ["done-1-of-2.json", "done-2-of-2.json"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_cluster_is_asked_is_no_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "in").mkdir()
+    with faulty_server({"/v1/models": b"{}"}) as silent:
+        silent.faults["/v1/models"] = [Fault("stall")]
+        run = ("run", "--input", tmp_path / "in", "--output", tmp_path / "out", "--on", "ray")
+        process = start(*run, "--url", silent.url, "--api", "openai", environment=_RAY)
+        end = time.monotonic() + 120
+        while not silent.asked:
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        status, _, err = finish(process)
+    assert status == 130 and "interrupted before anything was inferred" in err and "Traceback" not in err
 
 
 def test_without_ray_its_absence_is_named(
