@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.faults import Faults
-from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward import Forward, JointForward, ModelForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
 from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 # Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
 _MOST_KEPT_PER_STEP = 2
+# Where one forward takes all batches, more of them, of rows more alike, cost little: lengths of a public trace held 2.9
+# columns for each live one instead of 9.0 (benchmarks/results/cache_layout.md).
+_JOINT = {"batches": 8, "spread": 2}
 
 
 class RowBatches:
@@ -66,7 +69,8 @@ class RowBatches:
         # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
-        self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages))
+        shape = _JOINT if isinstance(self._decode_forward, JointForward) else {}
+        self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages, **shape))
         self._max_rows = max_rows
         self._check_devices = check_devices
         self._cache_bytes = cache_bytes

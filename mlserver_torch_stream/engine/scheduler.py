@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from mlserver_torch_stream.engine.sequence import Job, Sequence
 from mlserver_torch_stream.engine.waiting import WaitingJobs
 
-# Rows whose lengths differ more than this are decoded in different batches: every row of a batch pays for its longest.
-_SPREAD = 4
 _SHORT = 256  # columns below which rows count as equally long
-MAX_GROUPS = 4  # for each stage
-# Spare columns: what has left a batch at its old end is moved out once in `capacity / 5` steps.
-_SLACK = 1.25
+# Spare columns: what has left a batch at its old end is moved out once in `capacity / 9` steps.
+_SLACK = 1.125
+# A cache is made smaller when this part of its rows or columns would do. These three rules hold 0.6 of what powers of
+# two, a quarter to spare and a quarter left did, and move rows about as often (benchmarks/results/cache_layout.md).
+_SHRINK = 1 / 2
 
 Cost = Callable[[int, int], int]
 """Bytes of a cache of (rows, columns)."""
@@ -26,7 +26,9 @@ Cost = Callable[[int, int], int]
 class Limits:
     """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole.
 
-    ``stages``: batches of rows of about one length that can be decoded at the same time.
+    ``stages``: batches of rows of about one length that can be decoded at the same time. There are at most ``batches``
+    for each, and rows whose lengths differ more than ``spread`` times are in different ones as long as there are fewer:
+    every row of a batch pays for its longest, and every batch is a forward, or a part of one.
     """
 
     max_rows: int
@@ -34,6 +36,8 @@ class Limits:
     cache_bytes: int
     cost: Cost
     stages: int = 1
+    batches: int = 4
+    spread: int = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -61,9 +65,9 @@ class Group:
         lengths = [row.final_length for row in self.rows] + [each.final_length for each in jobs]
         return row_step(rows), column_step(max(lengths, default=0))
 
-    def takes(self, length: int) -> bool:
+    def takes(self, length: int, spread: int) -> bool:
         bounds = [max(_SHORT, each) for each in (*self.lengths, length)]
-        return max(bounds) <= _SPREAD * min(bounds)
+        return max(bounds) <= spread * min(bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Scheduler:
     """Admits waiting jobs in their queue's order while rows and memory last, and keeps account of both."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.waiting = WaitingJobs()
         self.prefilling: list[Job] = []
         self.groups: list[Group] = []
@@ -94,8 +98,8 @@ class Scheduler:
 
     def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
         """Whether a job could run on an idle engine."""
-        need = bytes_alone(self._limits.cost, rows, final_length, prompt)
-        return rows <= self._limits.max_rows and need <= self._limits.cache_bytes
+        need = bytes_alone(self.limits.cost, rows, final_length, prompt)
+        return rows <= self.limits.max_rows and need <= self.limits.cache_bytes
 
     def longest_row(self, max_context: int) -> int:
         """The most tokens that a single row can hold, prompt and answer together."""
@@ -114,7 +118,7 @@ class Scheduler:
         At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way. ``spent``:
         tokens that this step has prefilled already.
         """
-        left = self._limits.prefill_tokens
+        left = self.limits.prefill_tokens
         if spent:
             left = max(0, left - spent) if left is not None else 0
         pieces: list[Piece] = []
@@ -138,9 +142,10 @@ class Scheduler:
 
     def _admit(self) -> Job | None:
         rows = self.running_rows + sum(job.rows for job in self.prefilling)
-        if rows >= self._limits.max_rows:
+        if rows >= self.limits.max_rows:
             return None
-        admitted = self.waiting.admit(lambda job: self._choose(job, self._limits.max_rows - rows))
+        reserved = self.reserved_bytes
+        admitted = self.waiting.admit(lambda job: self._choose(job, self.limits.max_rows - rows, reserved))
         if admitted is None:
             return None
         job, group = admitted
@@ -151,30 +156,30 @@ class Scheduler:
         self.prefilling.append(job)
         return job
 
-    def _choose(self, job: Job, free_rows: int) -> Group | None:
+    def _choose(self, job: Job, free_rows: int, reserved: int) -> Group | None:
         """The batch that the job will join: one of its length, or a new one, whichever the memory allows."""
         if job.rows > free_rows:
             return None
-        reserved = self.reserved_bytes + self._prefill_bill(job)
-        candidates = [group for group in self.groups if group.takes(len(job.prompt))]
-        stages = self._limits.stages
+        reserved += self._prefill_bill(job)
+        stages, spread = self.limits.stages, self.limits.spread
+        candidates = [group for group in self.groups if group.takes(len(job.prompt), spread)]
         if stages > 1:
             candidates.sort(key=lambda group: group.size)
-        if len(self.groups) < MAX_GROUPS * stages:
+        if len(self.groups) < self.limits.batches * stages:
             # A batch for each stage before any gets a second row.
             candidates.insert(0 if len(candidates) < stages else len(candidates), Group())
         for group in candidates or self.groups:
             now = self._bill(group) if group in self.groups else 0
-            if reserved - now + self._bill(group, job) <= self._limits.cache_bytes:
+            if reserved - now + self._bill(group, job) <= self.limits.cache_bytes:
                 return group
         return None
 
     def _bill(self, group: Group, job: Job | None = None) -> int:
         rows, columns = group.wanted(job)
-        return self._limits.cost(max(rows, group.row_capacity), max(columns, group.column_capacity))
+        return self.limits.cost(max(rows, group.row_capacity), max(columns, group.column_capacity))
 
     def _prefill_bill(self, job: Job) -> int:
-        return self._limits.cost(1, len(job.prompt) if job.sealed else job.final_length)
+        return self.limits.cost(1, len(job.prompt) if job.sealed else job.final_length)
 
     def target(self, job: Job) -> Group:
         """The batch that an admitted job is on its way to."""
@@ -203,7 +208,7 @@ class Scheduler:
         """Keeps the rows at these old indices, in this order; True if the group's cache should shrink."""
         group.rows = [group.rows[row] for row in order]
         rows, columns = group.wanted()
-        if 4 * rows > group.row_capacity and 4 * columns > group.column_capacity:
+        if rows > _SHRINK * group.row_capacity and columns > _SHRINK * group.column_capacity:
             return False
         group.row_capacity, group.column_capacity = max(1, rows), max(1, columns)
         return True
@@ -221,8 +226,9 @@ def bytes_alone(cost: Cost, rows: int, final_length: int, prompt: int) -> int:
 
 
 def row_step(rows: int) -> int:
-    """Rows of a cache: the next power of two, so that a growing batch is copied a logarithmic number of times."""
-    return 1 << max(0, rows - 1).bit_length() if rows else 0
+    """Rows of a cache: four sizes from a power of two to the next, so that a growing batch is not copied each time."""
+    step = max(1, (1 << max(0, rows - 1).bit_length()) // 8)
+    return -(-rows // step) * step
 
 
 def column_step(length: int) -> int:

@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.scheduler import MAX_GROUPS, Group, Piece
+from mlserver_torch_stream.engine.scheduler import Group, Piece
 from mlserver_torch_stream.engine.sequence import Job
 
 
@@ -52,7 +52,8 @@ class PipelinedBackend(RowBatches):
         staged = StagedForward(forward or ModelForward(model), pipeline)
         super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth
-        self._flights: Flights[Group | Job, torch.Tensor] = Flights(pipeline.depth * (MAX_GROUPS + 1), pipeline.threads)
+        most = pipeline.depth * (self._scheduler.limits.batches + 1)
+        self._flights: Flights[Group | Job, torch.Tensor] = Flights(most, pipeline.threads)
         self._pieces: dict[Job, _Away] = {}
         self._began: dict[Group, float] = {}
         self._boarding: list[Job] = []  # whose batches are under way

@@ -5,6 +5,7 @@ Knows nothing of torch. The memory is what the engine really takes; the speeds a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,10 +62,8 @@ def make_plan(
 def _streams(cost: Callable[[int, int], int], budget: int, context: int) -> int:
     """The most rows of this length that the engine's own account lets in at a time."""
     scheduler = Scheduler(Limits(_MOST_STREAMS, None, budget, cost))
-    rows = _MOST_STREAMS
-    while rows and not scheduler.fits_alone(rows, context, context):
-        rows //= 2
-    return rows
+    rows = range(1, _MOST_STREAMS + 1)
+    return bisect_left(rows, True, key=lambda count: not scheduler.fits_alone(count, context, context))
 
 
 def _decode(size: ModelSize, device: Device, ranks: int, context: int, rows: int) -> float:
