@@ -94,6 +94,13 @@ class HandlerConfig(BaseModel):
         return self.parallelType != "pp"
 
     @property
+    def stops(self) -> Literal["alone", "together", "never"]:
+        """How a call ends at a send when its clients have left. A custom handler may have ranks of its own."""
+        if self.ranks == 1:
+            return "never" if self.parallelType == "custom" else "alone"
+        return "together" if self.broadcasts else "never"
+
+    @property
     def most_sequences(self) -> int:
         return self.maxNumSequence or self.batchSize * self.minWorkers
 

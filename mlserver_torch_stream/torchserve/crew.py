@@ -18,6 +18,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.jobs import Job
 from mlserver_torch_stream.torchserve.process import Ended, Order, Worker
+from mlserver_torch_stream.torchserve.together import Together
 
 logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MOST_DELAY_S = 0.1, 30.0
@@ -33,6 +34,7 @@ class Place:
         self.turn = 0  # how many have been in it: what is heard of earlier ones means nothing any more
         self.ready = False
         self.active: dict[str, Job] = {}
+        self.together: Together | None = None  # where its ranks may stop
         self.idle_since = 0.0
         self.watch: asyncio.TimerHandle | None = None
         self.signed = 0.0  # when anything was heard of it
@@ -108,6 +110,7 @@ class Crew:
         name = f"{self._name} worker {place.number}"
         self._starting[place.number] = self._config.ranks
         place.turn += 1
+        place.together = Together(self._config.ranks) if self._config.stops == "together" else None
         try:
             place.worker = Worker(
                 name,

@@ -18,10 +18,12 @@ from mlserver_torch_stream.torchserve.figures import HandlerFigures
 from mlserver_torch_stream.torchserve.frames import split
 from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Piece
 from mlserver_torch_stream.torchserve.process import Order, batch_message
+from mlserver_torch_stream.torchserve.together import Message, Together
 from mlserver_torch_stream.torchserve.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 _SEQUENCE_END = "ts_request_sequence_end"
+_MEET_S = 10.0  # for the ranks of a call that is to stop
 
 
 class Pool:
@@ -188,6 +190,8 @@ class Pool:
             self._deliver(place, header, body)
         elif kind == "failed":
             self._failed(place, header)
+        elif kind in ("sends", "asks", "next", "meets"):
+            self._of_ranks(place, header)
         elif kind == "metric":
             self._figures.note(header["name"], header["type"], header["value"], header["labels"])
 
@@ -273,6 +277,31 @@ class Pool:
         self._jobs.pop(job.key, None)
         if job.deadline is not None:
             job.deadline.cancel()
+
+    # --- ranks that stop together ---
+
+    def _of_ranks(self, place: Place, header: dict[str, Any]) -> None:
+        together = place.together
+        assert together is not None
+        kind, rank, call = header["t"], header["rank"], header["call"]
+        if kind == "sends":
+            together.ended(rank, call, header["sends"])
+        elif kind == "next":
+            self._tell_ranks(place, together.said_next(rank, call, header["send"]))
+        elif kind == "meets":
+            self._tell_ranks(place, together.met(rank, call, header["here"]))
+        else:
+            self._tell_ranks(place, together.asked(call, header["at"]))
+            limit = min(_MEET_S, self.config.responseTimeout / 2)
+            self._loop.call_later(limit, self._waited_long_enough, place, together, call)
+
+    def _waited_long_enough(self, place: Place, together: Together, call: int) -> None:
+        if place.together is together:  # and not those that came after them
+            self._tell_ranks(place, together.too_late(call))
+
+    def _tell_ranks(self, place: Place, message: Message | None) -> None:
+        if message is not None and place.worker is not None:
+            place.worker.send(message, b"", everybody=True)
 
     def _place_of(self, job: Job) -> Place | None:
         return next((place for place in self._crew.places if place.active.get(job.key) is job), None)

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _PROGRAM = "import sys; del sys.path[0]; from mlserver_torch_stream.torchserve.worker.main import main; main({})"
 _MOST_UNHEARD = 64  # messages that wait for the event loop; then the worker waits for it too
 _STOP_S = 5.0
+_OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # what is heard of other ranks than the first
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Heard = Callable[[dict[str, Any], bytes], None]
@@ -44,7 +45,7 @@ class Ended(Exception):
 
 
 class Worker:
-    """``heard`` gets the messages of the first rank, ``lost`` the reason of the end, once; both on the loop."""
+    """``heard`` gets messages with their ``rank``, ``lost`` the reason of the end, once; both on the loop."""
 
     def __init__(
         self, name: str, order: Order, post: Callable[..., None], heard: Heard, lost: Callable[[Ended], None]
@@ -109,7 +110,8 @@ class Worker:
         why = ""
         try:
             while (frame := rank.frames.read()) is not None:
-                if rank.number == 0 or frame[0]["t"] in ("ready", "refused"):
+                if rank.number == 0 or frame[0]["t"] in _OF_ALL_RANKS:
+                    frame[0]["rank"] = rank.number
                     self._flowing.wait()
                     self._room.acquire()
                     self._post(self._hear, *frame)

@@ -32,6 +32,14 @@ def _settings(**parameters: Any) -> ModelSettings:
         ({}, "parameters.uri"),
         ({"uri": "nowhere.mar"}, "no such archive"),
         ({"uri": "HANDLER", "extra": {"ts": "own"}}, "parameters.extra.ts: must be one of auto, shim, package"),
+        *(
+            (
+                {"uri": "HANDLER", "extra": {"parallelType": kind, "torchrun": {"nproc-per-node": 2}, how: True}},
+                "several ranks go neither with continuousBatching nor with asyncCommunication",
+            )
+            for kind in ("pp", "tp", "pptp", "custom")
+            for how in ("continuousBatching", "asyncCommunication")
+        ),
         ({"uri": "HANDLER", "extra": {"batchSise": 2}}, "unknown key 'batchSise'; did you mean 'batchSize'"),
     ],
 )

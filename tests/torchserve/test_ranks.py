@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.torchserve import pool as pool_module
+from mlserver_torch_stream.torchserve.pool import Pool
+from mlserver_torch_stream.torchserve.together import Together
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _GLOO = """
@@ -90,3 +94,145 @@ def test_a_rank_that_dies_takes_the_others_along_and_all_come_back(tmp_path: Pat
             assert len(await ask(pool, "who")) == 1
 
     run(scenario())
+
+
+# --- clients that leave ---
+
+# Two ranks in lockstep, without torch: each step both wait for each other, at their own pace, and send. "steps kind":
+# who sends ("all", "first"), or whether a thread of the handler's own runs meanwhile ("thread").
+_LOCKSTEP = """
+import os, pathlib, random, socket, threading, time
+from ts.handler_utils.utils import send_intermediate_predict_response
+
+RANK = int(os.environ["RANK"])
+
+class Lockstep:
+    def initialize(self, context):
+        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        if RANK == 0:
+            self.peer, _ = socket.create_server(address).accept()
+            return
+        while True:
+            try:
+                self.peer = socket.create_connection(address)
+                return
+            except OSError:
+                time.sleep(0.01)
+
+    def handle(self, data, context):
+        steps, kind = data[0]["body"].decode().split()
+        done = 0
+        if kind == "thread":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        try:
+            for done in range(1, int(steps) + 1):
+                time.sleep(random.random() * 0.01)
+                self.peer.sendall(b"x")
+                assert self.peer.recv(1) == b"x"
+                if kind != "first" or RANK == 0:
+                    send_intermediate_predict_response([str(done)], context.request_ids, "ok", 200, context)
+        finally:
+            with open(f"done.{RANK}", "a") as log:
+                log.write(f"{done} ")
+        return ["end"]
+"""
+
+
+def _done(tmp_path: Path) -> list[list[int]]:
+    """How many steps each call has come, by rank."""
+    logs = [tmp_path / f"done.{rank}" for rank in range(2)]
+    return [[int(each) for each in log.read_text().split()] if log.exists() else [] for log in logs]
+
+
+async def _all_done(tmp_path: Path, calls: int) -> None:
+    """On the other rank, too, for which no answer waits."""
+    await until(lambda: all(len(each) == calls for each in _done(tmp_path)))
+
+
+async def _leave(pool: Pool, text: str, after: int) -> None:
+    job = pool.submit(request(text, "leaves"))
+    for _ in range(after):
+        await anext(job)
+    job.close()
+
+
+def test_ranks_that_send_alike_stop_at_the_same_send_when_their_client_leaves(tmp_path: Path) -> None:
+    """Once they have been seen to: the very first call goes to its end."""
+    config = {"parallelType": "tp", "parallelLevel": 2}
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _LOCKSTEP, config)) as pool:
+            await _leave(pool, "20 all", after=1)
+            assert len(await ask(pool, "3 all")) == 4
+            for after in range(1, 13):
+                await _leave(pool, "10000 all", after)
+                assert await ask(pool, "1 all") == ["1", "end"]
+            assert pool._crew.restarts == 0
+            await _all_done(tmp_path, 26)
+
+    run(scenario())
+    first, second = _done(tmp_path)
+    assert first == second and first[:2] == [20, 3]
+    left = first[2::2]
+    assert all(after <= steps < 10_000 for after, steps in enumerate(left, 1)), left
+
+
+@pytest.mark.parametrize("kind", ["first", "thread"])
+def test_ranks_that_cannot_stop_together_go_on_to_their_end(tmp_path: Path, kind: str) -> None:
+    """Where only the first sends, the others are never asked; nor is anybody beside a thread of the handler's."""
+    config = {"parallelType": "tp", "parallelLevel": 2}
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _LOCKSTEP, config)) as pool:
+            await ask(pool, f"3 {'all' if kind == 'thread' else kind}")
+            await _leave(pool, f"40 {kind}", after=1)
+            assert await ask(pool, "1 all") == ["1", "end"]
+            await _all_done(tmp_path, 3)
+
+    run(scenario())
+    assert _done(tmp_path) == [[3, 40, 1]] * 2
+
+
+def test_ranks_that_do_not_come_to_the_same_send_go_on_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have sent alike before, and do not now; nobody asks them again."""
+    monkeypatch.setattr(pool_module, "_MEET_S", 0.2)
+    config = {"parallelType": "tp", "parallelLevel": 2}
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _LOCKSTEP, config)) as pool:
+            await ask(pool, "3 all")
+            await _leave(pool, "40 first", after=1)
+            assert await ask(pool, "1 all") == ["1", "end"]
+            await _leave(pool, "40 all", after=1)
+            assert await ask(pool, "1 all") == ["1", "end"]
+            await _all_done(tmp_path, 5)
+
+    run(scenario())
+    assert _done(tmp_path) == [[3, 40, 1, 40, 1]] * 2
+
+
+def test_where_ranks_stop_is_the_furthest_send_and_only_if_all_meet_there() -> None:
+    def verdict(call: int, stop: bool) -> dict[str, Any]:
+        return {"t": "verdict", "call": call, "stop": stop}
+
+    together = Together(3)
+    assert together.asked(1, at=5) == verdict(1, False)  # nothing is known of them
+    for rank in range(3):
+        together.ended(rank, 1, 0)
+    assert together.asked(2, at=5) == verdict(2, False)  # who never sends shows nothing
+    for rank in range(3):
+        together.ended(rank, 2, 9)
+    assert together.asked(3, at=5) == {"t": "halt", "call": 3}
+    assert together.said_next(2, 3, 7) is None
+    assert together.said_next(1, 3, 6) == {"t": "meet", "call": 3, "at": 7}
+    assert [together.met(rank, 3, True) for rank in range(3)] == [None, None, verdict(3, True)]
+    assert together.too_late(3) is None
+    assert together.asked(4, at=5) == {"t": "halt", "call": 4}
+    assert together.said_next(1, 4, 0) == verdict(4, False)  # has ended the call
+    assert together.said_next(2, 4, 6) is None
+    assert together.asked(5, at=1) == {"t": "halt", "call": 5}
+    assert together.too_late(5) == verdict(5, False)
+    assert together.met(1, 5, True) is None
+    assert together.asked(6, at=1) == verdict(6, False)  # never again

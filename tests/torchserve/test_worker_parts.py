@@ -44,6 +44,7 @@ class _Call:
         from mlserver_torch_stream.torchserve.worker.channel import Channel
         from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
         from mlserver_torch_stream.torchserve.worker.metrics import Metrics
+        from mlserver_torch_stream.torchserve.worker.stop import Alone
 
         self._near, self._far = socket.socketpair()
         self._reader = FrameReader(self._far)
@@ -51,7 +52,7 @@ class _Call:
         metrics = Metrics(self.channel, "model")
         self.context: Any = HandlerContext("model", "/", {}, count, None, "0", True, metrics, {})
         requests = [Request(f"r{index}", {}, ()) for index in range(count)]
-        self.outlet = self.context.for_call(requests, self.channel, stoppable=True)
+        self.outlet = self.context.for_call(requests, self.channel, Alone())
 
     def send(self, ret: Any, request_ids: dict[int, str] | None = None) -> None:
         from ts.handler_utils.utils import send_intermediate_predict_response
@@ -86,7 +87,7 @@ def call(shim: None) -> Iterator[_Call]:
 
 
 def test_a_closed_connection_is_noticed_within_one_piece(call: _Call) -> None:
-    from mlserver_torch_stream.torchserve.worker.context import ClientsLeft
+    from mlserver_torch_stream.torchserve.worker.stop import ClientsLeft
 
     call.send(["a", "b"])
     call.channel.leave(["r0"])

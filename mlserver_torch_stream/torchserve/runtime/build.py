@@ -98,7 +98,7 @@ class Orders:
             "gpu": gpu,
             "mode": _mode(config),
             "ts": self.which,
-            "stoppable": config.parallelType is None,
+            "stops": config.stops,
         }
         return Order(message, rank_environments(config, visible))
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, answer
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import ClientsLeft, HandlerContext, Request
+from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
+from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Tasks:
 
     async def _answer(self, request: Request) -> None:
         context, channel = self._context.copy(), self._channel
-        outlet = context.for_call([request], channel, stoppable=True)
+        outlet = context.for_call([request], channel, Alone())
         pieces: list[Piece] = []
         began = time.monotonic()
         try:

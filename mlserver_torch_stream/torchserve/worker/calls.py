@@ -8,32 +8,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import ClientsLeft, HandlerContext, Outlet, Request
+from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
+from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft, Never
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """``speaks``: False on ranks whose answers nobody waits for. ``stoppable``: a call may end at any of its sends."""
+    """``speaks``: False on ranks whose answers nobody waits for. ``stop``: whether a call may end at a send."""
 
     entry: Entry
     context: HandlerContext
     channel: Channel
     speaks: bool = True
-    stoppable: bool = True
+    stop: Never = field(default_factory=Alone)
 
     def call(self, requests: Sequence[Request]) -> None:
         """Never raises but for what ends the process."""
         context, channel = self.context, self.channel
-        outlet = context.for_call(requests, channel, self.stoppable)
+        outlet = context.for_call(requests, channel, self.stop)
+        self.stop.begin()
         pieces: list[Piece] = []
         began = time.monotonic()
         try:
@@ -46,6 +48,7 @@ class Caller:
             add_prediction_time(context, began)
             if self.speaks:
                 pieces = answer(context, channel, returned, requests, outlet.ended)
+        self.stop.end()
         channel.pieces(pieces, ended=[request.id for request in requests])
 
     def _failed(self, error: BaseException, outlet: Outlet, requests: Sequence[Request]) -> None:

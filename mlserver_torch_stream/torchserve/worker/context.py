@@ -14,14 +14,11 @@ from ts.context import Context, RequestProcessor
 
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.stop import Never
 from mlserver_torch_stream.torchserve.worker.wire import Prediction, parse
 
 STREAM_NEXT = "ts_stream_next"
 _OURS = {STREAM_NEXT, "content-type"}
-
-
-class ClientsLeft(BaseException):
-    """Raised out of a handler's send when nobody waits for its call any more. No ``except Exception`` catches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +40,13 @@ class Request:
 class HandlerContext(Context):  # type: ignore[misc]
     """``ts_stream_next`` set to "false" by the handler itself, before it sends a piece, makes that piece the last."""
 
-    def for_call(self, requests: Sequence[Request], channel: Channel, stoppable: bool) -> Outlet:
+    def for_call(self, requests: Sequence[Request], channel: Channel, stop: Never) -> Outlet:
         """Prepares for one call; what it gives goes through the outlet."""
         self.request_ids = {index: request.id for index, request in enumerate(requests)}
         self.request_processor = [request.processor() for request in requests]
         self.metrics.request_ids = self.request_ids
         self.stopping_criteria = None
-        self.cl_socket = outlet = Outlet(self, channel, stoppable)
+        self.cl_socket = outlet = Outlet(self, channel, stop)
         self._ending: set[int] = set()
         return outlet
 
@@ -82,16 +79,17 @@ class HandlerContext(Context):  # type: ignore[misc]
 class Outlet:
     """``context.cl_socket``: understands what TorchServe would send to its frontend."""
 
-    def __init__(self, context: HandlerContext, channel: Channel, stoppable: bool) -> None:
+    def __init__(self, context: HandlerContext, channel: Channel, stop: Never) -> None:
         self._context = context
         self._channel = channel
-        self._stoppable = stoppable  # False: others take part in the call, and would wait for it for ever
+        self._stop = stop
         self._ids = frozenset(context.request_ids.values())
         self.ended: set[str] = set()  # have had their last piece
 
     def sendall(self, message: bytes | bytearray | None) -> None:
         """Raises ClientsLeft."""
         if message is None:  # a rank that does not speak
+            self._stop.sent(left=False)
             return
         response = parse(message)
         if response.code != 200:
@@ -102,13 +100,8 @@ class Outlet:
             pieces = [self._piece(each) for each in response.predictions if self._wanted(each.request_id)]
             self.ended.update(piece.request_id for piece in pieces if piece.last)
             self.ended |= self._channel.pieces(pieces)
-        self.check()
-
-    def check(self) -> None:
-        """Raises ClientsLeft."""
         waiting = self._ids - self.ended
-        if self._stoppable and waiting and all(map(self._channel.gone, waiting)):
-            raise ClientsLeft
+        self._stop.sent(left=bool(waiting) and all(map(self._channel.gone, waiting)))
 
     def _wanted(self, request_id: str) -> bool:
         return request_id in self._ids and request_id not in self.ended and not self._channel.gone(request_id)

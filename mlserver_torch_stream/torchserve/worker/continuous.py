@@ -19,6 +19,7 @@ from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
 from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
+from mlserver_torch_stream.torchserve.worker.stop import Never
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Continuous:
     def _call(self, batch: Sequence[Request]) -> BaseException | None:
         """The members that are left of a batch stay; those that are not in it are not touched."""
         context = self._context
-        outlet = context.for_call(batch, self._channel, stoppable=False)
+        outlet = context.for_call(batch, self._channel, Never())
         began = time.monotonic()
         try:
             returned = self._entry([request.data() for request in batch], context)

@@ -19,6 +19,7 @@ from typing import Any
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, split
 from mlserver_torch_stream.torchserve.worker import handler as handlers
 from mlserver_torch_stream.torchserve.worker.channel import Channel
+from mlserver_torch_stream.torchserve.worker.stop import Alone, Never, Together
 
 
 def main(descriptor: int) -> None:
@@ -38,6 +39,7 @@ class Worker:
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks: Any = None  # where requests go that have a loop of their own
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = Never()
 
     def load(self) -> None:
         """The first message says what; the process ends if it cannot be done."""
@@ -46,6 +48,8 @@ class Worker:
             os._exit(0)
         threading.Thread(target=self._read, name="reader", daemon=True).start()  # notices the server's end from now on
         self._order = order = first[0]
+        if order["stops"] != "never":
+            self._stop = Alone() if order["stops"] == "alone" else Together(self._channel)
         if order["mode"] == "async":
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
@@ -109,7 +113,7 @@ class Worker:
         else:
             from mlserver_torch_stream.torchserve.worker.calls import Caller
 
-            caller = Caller(entry, context, channel, self._order["speaks"], self._order["stoppable"])
+            caller = Caller(entry, context, channel, self._order["speaks"], self._stop)
             while True:
                 caller.call(self._take(True))
 
@@ -148,6 +152,9 @@ class Worker:
             self._channel.leave(header["ids"])
             if self._tasks is not None:
                 self._tasks.cancel(header["ids"])
+            return
+        if header["t"] != "run":
+            self._stop.heed(header)
             return
         lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
         values = iter(split(body, lengths))

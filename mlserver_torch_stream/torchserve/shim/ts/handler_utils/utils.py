@@ -13,9 +13,8 @@ def send_intermediate_predict_response(
     ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Context
 ) -> None:
     """``ret``: a list by place, or a dict by index. A request without an entry gets no piece."""
-    sent = create_predict_response(ret, req_id_map, message, code, context, True)
-    if sent is not None:
-        context.cl_socket.sendall(sent)
+    # Also on ranks that say nothing: there, too, it is where a call may stop.
+    context.cl_socket.sendall(create_predict_response(ret, req_id_map, message, code, context, True))
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> Any:
