@@ -51,7 +51,7 @@ class Together:
         return {"t": "meet", "call": call, "at": max(self._next.values())}
 
     def met(self, rank: int, call: int, here: bool) -> Message | None:
-        """A rank waits where they are to meet; or not: its call has ended."""
+        """A rank waits where they are to meet; or not: its call has ended, or cannot stop any more."""
         if call != self._call:
             return None
         self._met.add(rank)

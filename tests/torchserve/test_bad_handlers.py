@@ -78,14 +78,15 @@ def _refused(tmp_path: Path, handler: str, which: str, said: str) -> None:
 def test_a_handler_of_torchserves_whose_libraries_are_missing_or_broken_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
-    """The second as torchvision's wheel for GPUs is, beside a torch without them."""
-    (tmp_path / "one").mkdir()
-    _refused(
-        tmp_path / "one", "trt_llm_handler", "package", r"module that is missing, tensorrt_llm: .* and tensorrt_llm"
-    )
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two/torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    _refused(tmp_path / "two", "image_classifier", "package", "imported: RuntimeError: operator torchvision::nms does")
+    """The last as torchvision's wheel for GPUs is, beside a torch without them."""
+    for handler, module, install in (
+        ("trt_llm_handler", "tensorrt_llm", "tensorrt_llm"),
+        ("vllm_handler", "vllm", "vllm==0.6"),
+    ):
+        (tmp_path / handler).mkdir()
+        _refused(tmp_path / handler, handler, "package", f"module that is missing, {module}: .* and {install}")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    _refused(tmp_path, "image_classifier", "package", "imported: RuntimeError: operator torchvision::nms does")
 
 
 _WRONG = """

@@ -77,7 +77,7 @@ class Together(Never):
                 return
             self._changed.wait_for(lambda: self._call in self._meetings or self._call in self._verdicts)
             if self._call not in self._verdicts and self._meetings[self._call] == self._sends:
-                self._channel.tell("meets", call=self._call, here=True)
+                self._channel.tell("meets", call=self._call, here=self._single)
                 self._changed.wait_for(lambda: self._call in self._verdicts)
                 if self._verdicts[self._call]:
                     raise ClientsLeft
