@@ -1,11 +1,12 @@
-"""Devices with memory of their own: their names, whether they still answer, and how large a cache over several can be.
+"""Devices with memory of their own: names, whether they answer, what goes there, how large a cache over several can be.
 
 Knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,14 @@ def check_devices(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
+
+
+def from_host(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of these numbers, however nested. Does not wait for what the device has still to do.
+
+    They go through pinned memory, which torch gives out again only when they have gone.
+    """
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:

@@ -6,6 +6,7 @@ Knows nothing of models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,20 +23,60 @@ _WAITING = {
     _aten.masked_select.default,
     _aten._unique2.default,
     _aten.repeat_interleave.Tensor,
+    _aten.bincount.default,
+    _aten.allclose.default,
 }
+_COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
-class _Waits(TorchDispatchMode):  # type: ignore[misc]
-    def __init__(self) -> None:
+class Waits(Exception):
+    """An operation waits where none may."""
+
+
+Saw = Callable[[Any, tuple[Any, ...], Any], None]
+"""Is told of an operation, its arguments and its result."""
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[misc]
+    """Sees what operations are made of, also in inference mode, where torch hands them over whole."""
+
+    def __init__(self, saw: Saw) -> None:
         super().__init__()
-        self.count: int = 0
+        self._saw = saw
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        self.count += is_wait(operation, args, result)
+        kwargs = kwargs or {}
+        if not types:  # quantised weights have code of their own for whole operations
+            with self:
+                result = operation.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = operation(*args, **kwargs)
+        self._saw(operation, args, result)
         return result
+
+
+def no_waits() -> AbstractContextManager[object]:
+    """Within it, on this thread, Waits is raised by what no device repeats by itself.
+
+    That is a wait, or a fetch from the host's memory.
+    """
+    return _Operations(_refuse)
+
+
+def _refuse(operation: Any, args: tuple[Any, ...], result: Any) -> None:
+    if is_wait(operation, args, result) or _comes_from_host(operation, args, result):
+        raise Waits(f"{operation} cannot be recorded")
+
+
+def count_waits(forward: Callable[[], object]) -> int:
+    """Of one call, on this thread."""
+    seen: list[bool] = []
+    with _Operations(lambda *operation: seen.append(is_wait(*operation))):
+        forward()
+    return sum(seen)
 
 
 def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
@@ -50,15 +91,12 @@ def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _leaves_device(args: tuple[Any, ...], result: Any) -> bool:
-    def types(values: Any) -> set[str]:
-        return {value.device.type for value in tree_leaves(values) if isinstance(value, torch.Tensor)}
-
-    return "cpu" in types(result) and bool(types(args) - {"cpu"})
+    return "cpu" in _places(result) and bool(_places(args) - {"cpu"})
 
 
-def count_waits(forward: Callable[[], object]) -> int:
-    """Of one call, on this thread. Not in inference mode, where operations that are made of others are one."""
-    waits = _Waits()
-    with waits:
-        forward()
-    return waits.count
+def _comes_from_host(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
+    return operation in _COPIES and "cpu" in _places(args) and bool(_places(result) - {"cpu"})
+
+
+def _places(values: Any) -> set[str]:
+    return {value.device.type for value in tree_leaves(values) if isinstance(value, torch.Tensor)}

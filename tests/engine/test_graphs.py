@@ -5,7 +5,7 @@ CUDA records where there is a GPU. Here a tape does, which replays the same oper
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,10 +36,11 @@ def recorded(model: PreTrainedModel, max_rows: int = 8) -> tuple[GraphForward, T
 
 
 @contextmanager
-def refused(model: PreTrainedModel, caplog: pytest.LogCaptureFixture, says: str) -> Iterator[None]:
+def refused(model: PreTrainedModel, caplog: pytest.LogCaptureFixture, says: str) -> Iterator[TapeRecorder]:
+    recorder = TapeRecorder()
     with caplog.at_level(logging.INFO), torch.inference_mode():
-        yield
-        assert verified(model, TapeRecorder(), 4) is None
+        yield recorder
+        assert verified(model, recorder, 4) is None
     assert says in caplog.text
 
 
@@ -219,11 +220,45 @@ def test_what_cannot_be_recorded_runs_as_ever(family: str, says: str, caplog: py
     assert found == expected
 
 
-def test_code_that_waits_for_its_device_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "code", [lambda x: x * (1 if x.sum().item() else 2), lambda x: x + torch.where(x > 0)[0].sum()]
+)
+def test_code_that_waits_for_its_device_is_refused_before_the_device_is_asked(
+    code: Callable[[torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A recording that breaks off leaves CUDA's allocator believing for good that it goes on."""
     model = tiny_model("llama")
-    with refused(model, caplog, "cannot be recorded"):
-        model.model.layers[1].register_forward_hook(lambda *args: args[-1] * (1 if args[-1].sum().item() else 2))
+    with refused(model, caplog, "cannot be recorded") as recorder:
+        model.model.layers[1].register_forward_hook(lambda *args: code(args[-1]))
+    assert recorder.parts == 0
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_windows_that_begin_anew_with_every_chunk_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """The few tokens of the check at load lie in one chunk, and would show no difference."""
+    with refused(tiny_model("llama4_text"), caplog, "see the tokens of a chunk"):
+        pass
+
+
+def test_masks_that_a_model_makes_itself_are_not_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+
+    def mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)}
+
+    with refused(model, caplog, "makes masks of its own"):
+        model.model.layers[2].self_attn.register_forward_pre_hook(mask, with_kwargs=True)
+
+
+def test_rows_that_are_over_have_no_positions_of_earlier_steps() -> None:
+    model = tiny_model("llama")
+    forward, layout = recorded(model)[0], CacheLayout(model.config)
+    found: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for lengths in ([5, 9, 3, 30], [5, 9, 3]):
+            forward([[1]] * len(lengths), batch_of(forward, layout, lengths))
+            found.append(next(step.inputs[1, :, 0].clone() for step in forward._steps if step.rows == 4))
+    assert [each.tolist() for each in found] == [[5, 9, 3, 30], [5, 9, 3, 0]]
 
 
 def test_other_attentions_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
 from mlserver_torch_stream.engine.pipeline.check import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.waits import count_waits
+from mlserver_torch_stream.engine.waits import Waits, count_waits, no_waits
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.emulated import Busy, laid_out, pipelined, together
@@ -71,12 +72,24 @@ def test_all_stages_work_at_once_and_each_on_one_group(stages: int) -> None:
         (lambda x: x[x > 0], 1),
         (lambda x: torch.where(x > 0), 1),
         (lambda x: torch.repeat_interleave(x, x.long()), 1),
+        (lambda x: torch.bincount(x.long()), 1),
         (lambda x: x[torch.tensor([1, 0])] + torch.where(x > 0, x, -x)[:2], 0),
     ],
 )
-def test_what_python_has_to_know_is_a_wait(operation: Callable[[torch.Tensor], Any], waits: int) -> None:
-    with torch.no_grad():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_python_has_to_know_is_a_wait(
+    operation: Callable[[torch.Tensor], Any], waits: int, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with mode():
         assert count_waits(lambda: operation(torch.ones(3))) == waits
+
+
+@pytest.mark.parametrize("operation", [lambda x: x.to("meta"), lambda x: torch.ones(3, device="meta").copy_(x)])
+def test_what_comes_from_the_host_is_not_for_a_device_to_repeat(operation: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(Waits, match="cannot be recorded"), no_waits():
+        operation(torch.ones(3))
+    with no_waits():
+        assert torch.ones(3, device="meta").mul(torch.tensor(2)).device.type == "meta"  # goes with the call
 
 
 def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> None:

@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
+    "llama4_text": {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": []},
     "mistral": {"head_dim": 8, **_WINDOW},
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, **_WINDOW},
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, **_MIXED},

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import ModelForward
 from mlserver_torch_stream.engine.graphs.attention import CannotCut
-from mlserver_torch_stream.engine.graphs.recorder import NoRecorder, Recorder
+from mlserver_torch_stream.engine.graphs.recorder import Recorder, Rehearsal
 from mlserver_torch_stream.engine.graphs.recording import record_step
 from mlserver_torch_stream.engine.graphs.step import Part, RecordedStep
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
@@ -34,12 +34,14 @@ class GraphForward:
         layout = CacheLayout(model.config)
         if layout.has_states:
             raise CannotCut("some of its layers keep states, which a recording would hold on to")
+        if _sees_chunks(model):
+            raise CannotCut("some of its layers see the tokens of a chunk, which no cache layer tells from a window")
         windows = layout.windows
         sizes = [1 << power for power in range((max_rows - 1).bit_length() + 1)]
         self._steps: list[RecordedStep] = []
         # The largest first: the others fit into the memory that it leaves behind.
         for rows in reversed(sizes):
-            record_step(model, NoRecorder(), rows, windows, pipeline)  # kernels load and tune at their first call
+            record_step(model, Rehearsal(), rows, windows, pipeline)  # kernels load and tune at their first call
             self._steps.insert(0, record_step(model, recorder, rows, windows, pipeline))
 
     @property
@@ -66,3 +68,9 @@ class GraphForward:
         for _, cache in parts:
             cache.commit(1)
         return list(logits.split(rows))
+
+
+def _sees_chunks(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ()
+    return "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None) is not None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mlserver_torch_stream.engine.devices import from_host
+
 
 class Masks:
     """On one device, by how many columns a layer shows: full layers all, those with a window fewer."""
@@ -25,7 +27,7 @@ class Masks:
         return self._made[columns]
 
     def _make(self, columns: int) -> torch.Tensor:
-        firsts = torch.tensor([[columns - 1 - length] for length in self._lengths], device=self._device)
+        firsts = from_host([[columns - 1 - length] for length in self._lengths], self._device)
         seen = (torch.arange(columns, device=self._device) >= firsts)[:, None, None, :]
         if self._added is None:
             return seen

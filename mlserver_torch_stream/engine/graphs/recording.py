@@ -44,7 +44,6 @@ def record_step(
         logits=logits,
         pipeline=pipeline,
         added=logits.dtype if implementation == EAGER else None,
-        host=torch.zeros_like(inputs, device="cpu", pin_memory=device.type == "cuda"),
     )
 
 
@@ -94,6 +93,8 @@ class _Recording:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
     ) -> tuple[torch.Tensor, None]:
         layer = self._passing.layer_of(key, value)
+        if mask is not None or more.get("position_bias") is not None:
+            raise CannotCut("its code makes masks of its own")
         self._end()
         attend = attention_of(self._implementation, module)
         output = attend(module, query, key, value, None, **more)[0].clone(memory_format=torch.contiguous_format)

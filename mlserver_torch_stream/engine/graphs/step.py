@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mlserver_torch_stream.engine.cache.rows import RowCache
+from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.graphs.attention import Attend
 from mlserver_torch_stream.engine.graphs.masks import Masks
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
@@ -62,7 +63,8 @@ class Visit:
 class RecordedStep:
     """``run`` takes the tokens of at most ``rows`` rows, of one cache or of several, and gives their logits.
 
-    ``inputs``: tokens and positions, ``[2, rows, 1]``, in one tensor: one copy to the device for both.
+    ``inputs``: tokens and positions, ``[2, rows, 1]``, in one tensor: one copy to the device for both. Those of rows
+    that are over are 0: a model may do something to all rows for the greatest of their positions.
     ``added``: the dtype of masks that are added to the scores, None: they choose.
     """
 
@@ -72,7 +74,6 @@ class RecordedStep:
     logits: torch.Tensor
     pipeline: Pipeline | None
     added: torch.dtype | None
-    host: torch.Tensor
 
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
         """Logits ``[rows, vocabulary]`` of the model's dtype, part after part. Does not count tokens in the caches."""
@@ -88,10 +89,10 @@ class RecordedStep:
         return self.logits[: sum(len(tokens) for tokens, _ in parts)].clone()
 
     def _put_in(self, parts: Sequence[Part]) -> None:
-        ids = torch.tensor([ids for tokens, _ in parts for ids in tokens])
-        self.host[0, : len(ids)] = ids
-        self.host[1, : len(ids), 0] = torch.tensor([length for _, cache in parts for length in cache.lengths])
-        self.inputs.copy_(self.host, non_blocking=True)
+        ids = [row for tokens, _ in parts for row in tokens]
+        positions = [[length] for _, cache in parts for length in cache.lengths]
+        over = [[0]] * (self.rows - len(ids))
+        self.inputs.copy_(from_host([[*ids, *over], [*positions, *over]], self.inputs.device))
 
     def _arrive(self, visit: Visit, carried: dict[int, torch.Tensor]) -> None:
         for source, local in visit.arrivals:
