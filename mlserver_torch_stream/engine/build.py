@@ -114,11 +114,12 @@ def build_engine(
     return BuiltEngine(shares.engines.lease(key, lambda: run(resolved, threads, on_death, shares)), shares)
 
 
-def reclaim_memory() -> None:
+def reclaim_memory(shares: Shares = PROCESS) -> None:
     """Frees what is left of engines that were shut down: modules in cycles, and blocks that CUDA's allocators keep."""
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        with shares.recorders.turn():
+            torch.cuda.empty_cache()
         release_pinned()
     trim_heap()
 

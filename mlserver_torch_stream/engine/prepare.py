@@ -90,7 +90,8 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
         overlaps = forward is None and findings.cost is not None and settings.pipeline == "auto"
         pipeline = take_pipeline(weights.model, threads) if overlaps else None
         if forward is None and findings.cost is not None and settings.fast_path == "auto":
-            forward = take_graphs(weights.model, settings.max_batch_rows, pipeline)
+            with shares.recorders.turn():
+                forward = take_graphs(weights.model, settings.max_batch_rows, pipeline)
     device = input_device(weights.model)
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)

@@ -22,6 +22,7 @@ class Shares:
         self._lock = threading.Lock()
         self._promised: dict[object, int] = {}
         self.cores = Turns()
+        self.recorders = Turns()  # of CUDA graphs: torch wants one at a time, and no memory given back meanwhile
         self.weights: Pool[Any] = Pool()
         self.engines: Pool[Any] = Pool()
 

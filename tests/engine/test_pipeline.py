@@ -120,6 +120,29 @@ def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> No
     assert max(most) == 2
 
 
+def test_who_is_in_no_stage_yet_holds_up_nobody() -> None:
+    """Inputs on their way to the first device wait for the rows that it works on."""
+    model = laid_out(tiny_model("llama"), 2)
+    pipeline = Pipeline(read_stages(model))
+    expected = [reference(model, *request) for request in REQUESTS]
+    reached, gate = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        reached.set()
+        gate.wait(40)
+
+    outside = threading.Thread(target=pipeline.run, args=(waits,))
+    outside.start()
+    try:
+        assert reached.wait(30)
+        with pipelined(model, pipeline) as (engine, _):
+            assert run(together(engine, REQUESTS)) == expected
+            assert outside.is_alive()
+    finally:
+        gate.set()
+        outside.join()
+
+
 def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
     model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlserver_torch_stream.engine import prepare
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading.fingerprint import weights_key
@@ -116,6 +118,19 @@ def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert len(keys()) == 2
     assert len(keys(fast_path="off")) == 1
+
+
+def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "take_fast_path", lambda *_: None)
+    shares, loaded = Shares(), []
+    loading = threading.Thread(target=lambda: loaded.append(build_engine(settings(tiny_model), "m", shares=shares)))
+    with shares.recorders.turn():
+        loading.start()
+        while not shares.recorders._waiting:
+            assert loading.is_alive()
+            time.sleep(0.001)
+    loading.join()
+    loaded[0].shutdown()
 
 
 def answer(built: BuiltEngine) -> list[int]:

@@ -3,9 +3,9 @@
 Knows nothing of rows or caches. A thread runs the model's whole forward; hooks on the modules of the device map hand
 it from stage to stage, so that no model's code is cut.
 
-With ``python_turns`` only one of the threads runs Python at a time, until it waits for a stage or for its device. torch
-gives the interpreter lock away with every operation: threads that compete for it wake each other each time, and a
-stage's 1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
+With ``python_turns`` only one of the threads runs Python in a stage at a time, until it waits for the next one or for
+its device. torch gives the interpreter lock away with every operation: threads that compete for it wake each other each
+time, and a stage's 1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Pipeline:
         """What ``forward`` returns or raises; waits before each stage until it is free, and leaves the last one."""
         passage = self._here.passage = _Passage(self._python)
         try:
-            passage.resume()
             return forward()
         finally:
             self._here.passage = None
@@ -96,9 +95,7 @@ class _Passage:
         self.leave()
         self._turn.enter_context(stage.turns.turn())
         self._stage = stage
-        self.resume()
-
-    def resume(self) -> None:
+        # Not before: a model's inputs go to its first device, where they wait for the rows that are there.
         if self._python is not None:
             self._python_turn.enter_context(self._python.turn())
 
