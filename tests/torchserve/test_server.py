@@ -359,3 +359,20 @@ def test_a_reload_under_a_stream_lets_it_finish_and_ends_the_old_workers(tmp_pat
         _, alive = psutil.wait_procs(old, timeout=20)
         assert not alive
         assert _post(running, "wrong/infer", _body("count 1")).status_code == 200
+
+
+@pytest.mark.slow
+def test_what_a_server_that_was_killed_has_unpacked_goes_when_it_starts_again(tmp_path: Path) -> None:
+    uri = write_mar(tmp_path / "hello.mar", {"hello.py": HELLO}, {"modelName": "hello", "handler": "hello.py"})
+    (tmp_path / "unpacked").mkdir()
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    seen: list[set[Path]] = []
+    for number in range(2):
+        models = [Model("hello", uri, implementation=_TS, extra=_SHIM)]
+        environment = {"TMPDIR": str(tmp_path / "unpacked")}
+        with serve(tmp_path / f"models{number}", models, settings=settings, environment=environment) as running:
+            seen.append(set((tmp_path / "unpacked").glob("*mar*")))
+            assert _post(running, "hello/infer", _body("x")).status_code == 200
+            running.process.kill()
+            running.process.wait(20)
+    assert [len(folders) for folders in seen] == [1, 1] and not seen[0] & seen[1]
