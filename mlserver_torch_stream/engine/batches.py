@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
 _MOST_KEPT_PER_STEP = 2
-# Where one forward takes all batches, more of them, of rows more alike, cost little: lengths of a public trace held 2.9
-# columns for each live one instead of 9.0 (benchmarks/results/cache_layout.md).
-_JOINT = {"batches": 8, "spread": 2}
 
 
 class RowBatches:
@@ -69,8 +66,11 @@ class RowBatches:
         # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
-        shape = _JOINT if isinstance(self._decode_forward, JointForward) else {}
-        self._scheduler = Scheduler(Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages, **shape))
+        limits = Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
+        # Where one forward takes all batches, more of them, of rows more alike, cost little: lengths of a public trace
+        # held 2.9 columns for each live one instead of 9.0 (benchmarks/results/cache_layout.md).
+        joint = isinstance(self._decode_forward, JointForward)
+        self._scheduler = Scheduler(replace(limits, joint=True, batches=8, spread=2) if joint else limits)
         self._max_rows = max_rows
         self._check_devices = check_devices
         self._cache_bytes = cache_bytes

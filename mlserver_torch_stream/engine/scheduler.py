@@ -5,15 +5,17 @@ Decides and returns what to do; it imports no torch, runs nothing and reads no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from mlserver_torch_stream.engine.sequence import Job, Sequence
+from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.waiting import WaitingJobs
 
 _SHORT = 256  # columns below which rows count as equally long
 # Spare columns: what has left a batch at its old end is moved out once in `capacity / 9` steps.
 _SLACK = 1.125
+_LEAST_SLACK = 1.0625  # with that much to spare nothing is moved for a newcomer
 # A cache is made smaller when this part of its rows or columns would do. These three rules hold 0.6 of what powers of
 # two, a quarter to spare and a quarter left did, and move rows about as often (benchmarks/results/cache_layout.md).
 _SHRINK = 1 / 2
@@ -28,7 +30,8 @@ class Limits:
 
     ``stages``: batches of rows of about one length that can be decoded at the same time. There are at most ``batches``
     for each, and rows whose lengths differ more than ``spread`` times are in different ones as long as there are fewer:
-    every row of a batch pays for its longest, and every batch is a forward, or a part of one.
+    every row of a batch pays for its longest, and every batch is a forward. ``joint``: one forward takes all batches, so
+    that a new one is better than one that is moved because it grows.
     """
 
     max_rows: int
@@ -38,13 +41,14 @@ class Limits:
     stages: int = 1
     batches: int = 4
     spread: int = 4
+    joint: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Group:
     """Rows that are decoded together, those that are expected, and how large their cache is."""
 
-    rows: list[Sequence] = field(default_factory=list)
+    rows: list[Answer] = field(default_factory=list)
     expected: list[Job] = field(default_factory=list)
     row_capacity: int = 0
     column_capacity: int = 0
@@ -58,12 +62,26 @@ class Group:
         """Rows that are here or expected."""
         return len(self.rows) + sum(job.rows for job in self.expected)
 
-    def wanted(self, job: Job | None = None) -> tuple[int, int]:
-        """Rows and columns that everybody here, and ``job``, can come to need."""
+    def wanted(self) -> tuple[int, int]:
+        """Rows and columns that everybody here can come to need."""
+        return row_step(self.size), column_step(self._longest())
+
+    def needed(self, job: Job | None = None) -> tuple[int, int]:
+        """The least capacity with ``job`` too, which is the present one as long as that has room."""
+        rows, longest = self.size + (job.rows if job else 0), self._longest(job)
+        fits = longest * _LEAST_SLACK <= self.column_capacity
+        return (
+            self.row_capacity if rows <= self.row_capacity else row_step(rows),
+            self.column_capacity if fits else column_step(longest),
+        )
+
+    def has_room(self, job: Job) -> bool:
+        """Whether nothing has to be moved for it."""
+        return not self.rows or self.needed(job) == (self.row_capacity, self.column_capacity)
+
+    def _longest(self, job: Job | None = None) -> int:
         jobs = [*self.expected, *([job] if job else [])]
-        rows = self.size + (job.rows if job else 0)
-        lengths = [row.final_length for row in self.rows] + [each.final_length for each in jobs]
-        return row_step(rows), column_step(max(lengths, default=0))
+        return max([row.final_length for row in self.rows] + [each.final_length for each in jobs], default=0)
 
     def takes(self, length: int, spread: int) -> bool:
         bounds = [max(_SHORT, each) for each in (*self.lengths, length)]
@@ -94,7 +112,8 @@ class Scheduler:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(self._bill(group) for group in self.groups) + sum(map(self._prefill_bill, self.prefilling))
+        batches = sum(self.limits.cost(*group.needed()) for group in self.groups)
+        return batches + sum(map(self._prefill_bill, self.prefilling))
 
     def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
         """Whether a job could run on an idle engine."""
@@ -160,23 +179,35 @@ class Scheduler:
         """The batch that the job will join: one of its length, or a new one, whichever the memory allows."""
         if job.rows > free_rows:
             return None
-        reserved += self._prefill_bill(job)
-        stages, spread = self.limits.stages, self.limits.spread
-        candidates = [group for group in self.groups if group.takes(len(job.prompt), spread)]
-        if stages > 1:
-            candidates.sort(key=lambda group: group.size)
-        if len(self.groups) < self.limits.batches * stages:
-            # A batch for each stage before any gets a second row.
-            candidates.insert(0 if len(candidates) < stages else len(candidates), Group())
-        for group in candidates or self.groups:
-            now = self._bill(group) if group in self.groups else 0
-            if reserved - now + self._bill(group, job) <= self.limits.cache_bytes:
+        free = self.limits.cache_bytes - reserved - self._prefill_bill(job)
+        for group in self._candidates(job, free_rows, free):
+            now = self.limits.cost(*group.needed()) if group in self.groups else 0
+            if self.limits.cost(*group.needed(job)) - now <= free:
                 return group
         return None
 
-    def _bill(self, group: Group, job: Job | None = None) -> int:
-        rows, columns = group.wanted(job)
-        return self.limits.cost(max(rows, group.row_capacity), max(columns, group.column_capacity))
+    def _candidates(self, job: Job, free_rows: int, free: int) -> Sequence[Group]:
+        """Best first."""
+        stages = self.limits.stages
+        alike = [group for group in self.groups if group.takes(len(job.prompt), self.limits.spread)]
+        if stages > 1:
+            alike.sort(key=lambda group: group.size)
+        if self.limits.joint:
+            alike.sort(key=lambda group: not group.has_room(job))
+        if len(self.groups) >= self.limits.batches * stages:
+            return alike or self.groups
+        if self.limits.joint:
+            roomy = sum(group.has_room(job) for group in alike)
+            return [*alike[:roomy], self._new_group(job, alike, free_rows, free), *alike[roomy:]]
+        # A batch for each stage before any gets a second row.
+        alike.insert(0 if len(alike) < stages else len(alike), Group())
+        return alike
+
+    def _new_group(self, job: Job, alike: Sequence[Group], free_rows: int, free: int) -> Group:
+        """With room for those who wait too, or for as many as there are already, if half of the memory left does."""
+        ahead = min(free_rows, max(job.rows + len(self.waiting) - 1, sum(group.size for group in alike)))
+        capacity = row_step(max(job.rows, ahead)), column_step(job.final_length)
+        return Group([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else Group()
 
     def _prefill_bill(self, job: Job) -> int:
         return self.limits.cost(1, len(job.prompt) if job.sealed else job.final_length)
@@ -188,9 +219,7 @@ class Scheduler:
     def place(self, job: Job) -> Group:
         """Moves a prefilled job's sequences into their batch and sets how large its cache must be."""
         group = self._targets[job]
-        rows, columns = group.wanted()
-        group.row_capacity = max(rows, group.row_capacity)
-        group.column_capacity = max(columns, group.column_capacity)
+        group.row_capacity, group.column_capacity = group.needed()
         self.drop(job)
         group.rows += job.sequences
         return group

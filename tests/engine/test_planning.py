@@ -103,8 +103,8 @@ def test_streams_are_what_the_engines_account_lets_in(tmp_path: Path) -> None:
 
 def test_a_host_keeps_no_more_prompts_than_its_bound(large: ModelSize) -> None:
     host = Device("", 600 * 10**9, 1e11, None, "")
-    assert make_plan(large, host, 1, 4096, 0.5).streams == 128
-    assert make_plan(large, host, 1, 4096, 0.5, 2**28).streams == 144
+    assert make_plan(large, host, 1, 4096, 0.55).streams == 128
+    assert make_plan(large, host, 1, 4096, 0.55, 2**28).streams == 160
 
 
 def test_more_devices_hold_more_and_are_faster(large: ModelSize) -> None:

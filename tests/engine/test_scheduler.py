@@ -144,6 +144,8 @@ LIMITS = st.builds(
     prefill_tokens=st.one_of(st.none(), st.integers(1, 200)),
     cache_bytes=st.integers(cost(1, column_step(CONTEXT)) + cost(1, CONTEXT), 60_000),
     cost=st.just(cost),
+    spread=st.sampled_from([2, 4]),
+    joint=st.booleans(),
 )
 
 
@@ -260,6 +262,41 @@ def test_batches_are_bounded_in_number_and_in_how_unlike_their_rows_are() -> Non
     assert batches() == [[5, 400, 700], [1500, 3000], [9000]]
     assert batches(spread=2) == [[5, 400], [700], [1500, 3000], [9000]]
     assert batches(spread=2, batches=2) == [[5, 400, 1500, 3000, 9000], [700]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_where_batches_are_free_nobody_is_moved_for_newcomers(waits: bool) -> None:
+    engine = Engine(Limits(32, 512, 10**7, cost, spread=2, batches=8, joint=True))
+    sizes: dict[Group, set[tuple[int, int]]] = {}
+    for number in range(32):
+        engine.scheduler.add(job_of(120 + number % 7, 90))
+        if number == 0 or not waits:
+            engine.step()
+        for group, size in engine.allocated.items():
+            sizes.setdefault(group, set()).add(size)
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+        for group, size in engine.allocated.items():
+            sizes.setdefault(group, set()).add(size)
+    assert engine.scheduler.running_rows == 32
+    assert all(len(found) == 1 for found in sizes.values())
+    assert len(sizes) <= (2 if waits else 7)
+    assert sum(rows for ((rows, _),) in sizes.values()) <= 48
+
+
+def test_room_for_those_who_wait_leaves_half_of_the_memory() -> None:
+    scheduler = Scheduler(Limits(32, 16, 20_000, cost, spread=2, batches=8, joint=True))
+    for _ in range(32):
+        scheduler.add(job_of(30, 30))
+    scheduler.pieces()
+    (group,) = scheduler.groups
+    assert group.row_capacity == 0  # 32 rows would take all of it
+    scheduler = Scheduler(Limits(32, 16, 10**6, cost, spread=2, batches=8, joint=True))
+    for _ in range(32):
+        scheduler.add(job_of(30, 30))
+    scheduler.pieces()
+    (group,) = scheduler.groups
+    assert group.row_capacity == 32
 
 
 def test_an_open_prompt_has_all_its_memory_from_the_start() -> None:
