@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, JointForward, ModelForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
-from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler
+from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler, joint_limits
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.errors import GenerationFailed
@@ -67,10 +67,8 @@ class RowBatches:
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
         limits = Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
-        # Where one forward takes all batches, more of them, of rows more alike, cost little: lengths of a public trace
-        # held 2.9 columns for each live one instead of 9.0 (benchmarks/results/cache_layout.md).
         joint = isinstance(self._decode_forward, JointForward)
-        self._scheduler = Scheduler(replace(limits, joint=True, batches=8, spread=2) if joint else limits)
+        self._scheduler = Scheduler(joint_limits(limits) if joint else limits)
         self._max_rows = max_rows
         self._check_devices = check_devices
         self._cache_bytes = cache_bytes
