@@ -30,8 +30,8 @@ class Limits:
 
     ``stages``: batches of rows of about one length that can be decoded at the same time. There are at most ``batches``
     for each, and rows whose lengths differ more than ``spread`` times are in different ones as long as there are fewer:
-    every row of a batch pays for its longest, and every batch is a forward. ``joint``: one forward takes all of them, and
-    a new one is better than one that is moved because it grows.
+    every row of a batch pays for its longest, and every batch is a forward. ``joint``: one forward takes all of them,
+    and a new one is better than one that is moved because it grows.
     """
 
     max_rows: int
