@@ -45,6 +45,11 @@ class GraphForward:
             self._steps.insert(0, record_step(model, recorder, rows, windows, pipeline))
 
     @property
+    def sizes(self) -> list[int]:
+        """Rows of each recording, the least first."""
+        return [step.rows for step in self._steps]
+
+    @property
     def max_rows(self) -> int:
         return self._steps[-1].rows
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.graphs.forward import GraphForward
 from mlserver_torch_stream.engine.graphs.recorder import CudaRecorder, Recorder
-from mlserver_torch_stream.engine.loading.selfcheck import check_forward
-from mlserver_torch_stream.engine.pipeline.check import check_pipeline
+from mlserver_torch_stream.engine.loading.selfcheck import check_forward, logits_tolerance
+from mlserver_torch_stream.engine.pipeline.check import check_pipeline, logits_error
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 
 logger = logging.getLogger(__name__)
+
+_PROMPT = [1, 2, 3, 4, 5]
 
 
 def take_graphs(model: PreTrainedModel, max_rows: int, pipeline: Pipeline | None) -> GraphForward | None:
@@ -38,7 +43,7 @@ def verified(
     """Never raises for what the model does."""
     try:
         forward = GraphForward(model, recorder, max_rows, pipeline)
-        problem = check_forward(model, forward)
+        problem = check_forward(model, forward) or _check_sizes(model, forward)
         if problem is None and pipeline is not None:
             problem = check_pipeline(model, pipeline, forward)
     except Exception as error:  # whatever a model's code raises while it is recorded
@@ -47,3 +52,23 @@ def verified(
         return forward
     logger.info("no CUDA graphs, transformers' forward runs: %s", problem)
     return None
+
+
+def _check_sizes(model: PreTrainedModel, forward: GraphForward) -> str | None:
+    """The other check has few rows. Here each recording is full, of rows that are all alike."""
+    layout, plain = CacheLayout(model.config), ModelForward(model)
+    prompt = layout.cache(capacity=len(_PROMPT))
+    prompt.begin_row()
+    plain([_PROMPT], prompt)
+    expected = _next(plain, layout, prompt, 1)
+    for rows in forward.sizes:
+        error = logits_error(expected.expand(rows, -1), _next(forward, layout, prompt, rows))
+        if error > logits_tolerance(expected.dtype):
+            return f"logits of {rows} rows differ from the model's by {error:.3g} standard deviations"
+    return None
+
+
+def _next(forward: Forward, layout: CacheLayout, prompt: RowCache, rows: int) -> torch.Tensor:
+    batch = layout.cache(rows, len(_PROMPT) + 1)
+    batch.join(prompt, rows)
+    return forward([_PROMPT[:1]] * rows, batch)

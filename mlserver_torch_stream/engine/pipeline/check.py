@@ -81,7 +81,7 @@ def _worst(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> tupl
             flights.launch(trial, lambda trial=trial: _logits(layout, forward, trial, vocabulary))  # type: ignore[misc]
         errors = []
         while flights:
-            errors += [_error(alone[trial], flight.result()) for trial, flight in flights.landed()]
+            errors += [logits_error(alone[trial], flight.result()) for trial, flight in flights.landed()]
     finally:
         flights.close()
     return max(errors), logits_tolerance(alone[0].dtype)
@@ -96,6 +96,7 @@ def _logits(layout: CacheLayout, forward: Forward, trial: int, vocabulary: int) 
     return torch.cat([forward([piece], cache) for piece in pieces])
 
 
-def _error(expected: torch.Tensor, got: torch.Tensor) -> float:
+def logits_error(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """The largest, in standard deviations of those expected."""
     error = ((got.float() - expected.float()).abs().max() / expected.float().std()).item()
     return error if error == error else float("inf")
