@@ -18,7 +18,9 @@ def check_devices(devices: Iterable[torch.device]) -> None:
     Allocates nothing: a device that is merely full is not lost.
     """
     for device in devices:
-        if device.type not in ("cpu", "meta"):
+        if device.type == "cuda":  # not the device as a whole: that breaks recordings of other models
+            torch.cuda.current_stream(device).synchronize()
+        elif device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
 
 

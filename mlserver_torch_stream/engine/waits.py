@@ -81,13 +81,26 @@ def count_waits(forward: Callable[[], object]) -> int:
 
 def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
     """Of one operation, as a ``TorchDispatchMode`` sees it."""
-    return operation in _WAITING or _selects_by_mask(operation, args) or _leaves_device(args, result)
+    return (
+        operation in _WAITING
+        or _selects_by_mask(operation, args)
+        or _leaves_device(args, result)
+        or _waits_inside(operation, args)
+    )
 
 
 def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
     return operation is _aten.index.Tensor and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
+
+
+def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Products of experts: the host reads how many rows each has, but for where torch has a kernel that does."""
+    if operation.name() not in ("aten::_grouped_mm", "transformers::grouped_mm_fallback") or not args[0].is_cuda:
+        return False
+    kernel = args[0].dtype == torch.bfloat16 and torch.cuda.get_device_capability(args[0].device)[0] in (9, 10)
+    return not (kernel and operation.name() == "aten::_grouped_mm")
 
 
 def _leaves_device(args: tuple[Any, ...], result: Any) -> bool:

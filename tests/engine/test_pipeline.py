@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mlserver_torch_stream.engine.api import PromptJob, TokenStream
 from mlserver_torch_stream.engine.cache.rows import RowCache
@@ -21,7 +22,7 @@ from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
 from mlserver_torch_stream.engine.pipeline.check import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.waits import Waits, count_waits, no_waits
+from mlserver_torch_stream.engine.waits import Waits, count_waits, is_wait, no_waits
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.emulated import Busy, laid_out, pipelined, together
@@ -82,6 +83,20 @@ def test_what_python_has_to_know_is_a_wait(
 ) -> None:
     with mode():
         assert count_waits(lambda: operation(torch.ones(3))) == waits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "generation", "waits"),
+    [(torch.bfloat16, 8, True), (torch.bfloat16, 9, False), (torch.bfloat16, 12, True), (torch.float16, 9, True)],
+)
+def test_products_of_experts_wait_where_no_kernel_is_for_them(
+    dtype: torch.dtype, generation: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    with FakeTensorMode():
+        rows = torch.empty(4, 16, dtype=dtype, device="cuda")
+    assert is_wait(torch.ops.aten._grouped_mm.default, (rows,), rows) == waits
+    assert not is_wait(torch.ops.aten._grouped_mm.default, (torch.empty(4, 16, dtype=dtype),), torch.empty(4))
 
 
 @pytest.mark.parametrize("operation", [lambda x: x.to("meta"), lambda x: torch.ones(3, device="meta").copy_(x)])

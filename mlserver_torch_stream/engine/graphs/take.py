@@ -34,7 +34,10 @@ def take_graphs(model: PreTrainedModel, max_rows: int, pipeline: Pipeline | None
     if {device.type for device in devices} != {"cuda"} or (len(devices) > 1 and pipeline is None):
         logger.info("no CUDA graphs: weights are moved, or devices work one after another")
         return None
-    return verified(model, CudaRecorder(), max_rows, pipeline)
+    forward = verified(model, CudaRecorder(), max_rows, pipeline)
+    if forward is None:
+        torch.cuda.empty_cache()  # what was laid aside for it would count as taken
+    return forward
 
 
 def verified(
