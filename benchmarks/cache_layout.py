@@ -30,6 +30,8 @@ from benchmarks.cache_pages import PagedEngine
 from benchmarks.cache_rules import AS_IT_IS, RULES, Rules
 from benchmarks.cache_slabs import Moment, SlabEngine, job_of
 from benchmarks.cache_traffic import TRAFFIC, Traffic
+from mlserver_torch_stream.engine.build import DEFAULT_MAX_TOKENS
+from mlserver_torch_stream.settings import EngineSettings
 
 RESULTS = Path(__file__).parent / "results"
 # Llama 3.1 8B in bf16: 32 layers x 2 x 8 key-value heads x 128 x 2 bytes; 8.03 billion parameters, of which a step
@@ -42,6 +44,7 @@ CONTEXT = 16384
 PREFILL = 32768
 ASKED = (None, 1024, 4096)
 USUAL = 1024
+DEFAULT_STREAMS: int = EngineSettings.model_fields["max_batch_rows"].default
 PAGES = (16, 64)
 USERS = 256  # who share the budget
 AMPLE = 1 << 40  # columns
@@ -126,8 +129,8 @@ def warmed_up(case: Case, engine: SlabEngine | PagedEngine) -> Users:
 
 
 def hold(case: Case, answers: int, rules: Rules = AS_IT_IS) -> Holding:
-    with rules.applied() as scheduler:
-        engine = SlabEngine(case.users, PREFILL, AMPLE, scheduler)
+    with rules.applied():
+        engine = SlabEngine(case.users, PREFILL, AMPLE, rules.limits)
         users = warmed_up(case, engine)
         engine.ledger.moved = engine.ledger.largest = 0
         moments = [engine.moment() for _ in users.until(answers)]
@@ -150,8 +153,8 @@ def in_pages(moment: Moment, page: int) -> int:
 
 
 def fit_slabs(case: Case, columns: int, answers: int, rules: Rules = AS_IT_IS) -> Fitting:
-    with rules.applied() as scheduler:
-        engine = SlabEngine(case.users, PREFILL, columns, scheduler)
+    with rules.applied():
+        engine = SlabEngine(case.users, PREFILL, columns, rules.limits)
         users = warmed_up(case, engine)
         moments = [engine.moment() for _ in users.until(answers)]
     return _fitting(moments, columns)
@@ -189,6 +192,7 @@ def measure(
     few = max(1, answers // 3)  # those who wait are tried at every step, which takes most of the time
     ruled = [name for name in traffic if name not in UNRULED]
     with _spread(processes) as run:
+        default = run(_holds, [(name, DEFAULT_MAX_TOKENS, DEFAULT_STREAMS, answers) for name in traffic])
         holding = run(_holds, [(name, USUAL, number, answers) for name in traffic for number in streams])
         asked = run(_holds, [(name, most, usual, answers) for name in traffic for most in ASKED if most != USUAL])
         fitting = run(_fits, [(name, most, users, columns, few) for name in traffic for most in ASKED])
@@ -206,6 +210,7 @@ def measure(
         "gib": gib,
         "streams": usual,
         "traffic": {each.name: each.what for each in TRAFFIC if each.name in traffic},
+        "default": default,
         "holding": holding,
         "asked": asked,
         "fitting": fitting,
@@ -241,7 +246,15 @@ def _under(rules: str, name: str, streams: int, users: int, columns: int, answer
     chosen = next(each for each in RULES if each.name == rules)
     found = hold(Case(BY_NAME[name], USUAL, streams), answers, chosen)
     fits = fit_slabs(Case(BY_NAME[name], USUAL, users), columns, few, chosen)
-    return {"rules": rules, "traffic": name, **asdict(found), "fit": fits.rows}
+    default = hold(Case(BY_NAME[name], DEFAULT_MAX_TOKENS, DEFAULT_STREAMS), answers, chosen)
+    return {
+        "rules": rules,
+        "traffic": name,
+        **asdict(found),
+        "default": default.held,
+        "forwards": 1 if chosen.one_forward else found.batches,
+        "fit": fits.rows,
+    }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -15,44 +15,46 @@ Figures = Mapping[str, Any]
 
 
 def step_bytes(found: Figures, model: Figures) -> dict[str, float]:
-    """Bytes that a decode step reads and moves at least: of one case, in four ways to lay a cache out and to read it.
+    """Bytes that a decode step reads and moves at least: of one case, in three ways to lay a cache out and to read it.
 
-    Slabs as they are take a forward for each batch, whose attention reads padding too.
+    Attention over slabs reads padding too, but for our kernels'. One forward takes all batches where nothing else is
+    said.
     """
     weights, column = model["weights_read"], found["live"] * model["bytes_per_column"]
     return {
-        "slabs": found["batches"] * weights + (found["read"] + found["moved"]) * column,
-        "one forward": weights + (found["read"] + found["moved"]) * column,
-        "one forward, live columns": weights + (1 + found["moved"]) * column,
+        "slabs": found.get("forwards", 1) * weights + (found["read"] + found["moved"]) * column,
+        "live columns": weights + (1 + found["moved"]) * column,
         "pages": weights + column,
     }
 
 
 def sizing_table(result: Figures) -> Table:
     """What docs/scaling.md quotes: of all numbers of streams, and how many of them fit the budget."""
-    rows = [["lengths", "tokens in a row", "slabs hold", "pages of 16 hold", "attention reads",
+    rows = [["lengths", "tokens in a row", "slabs hold", "at the defaults", "pages of 16 hold", "attention reads",
              "streams in slabs: `max_tokens` as needed / 1,024 / 4,096", "in pages"]]  # fmt: skip
     for name in result["traffic"]:
         held = [each for each in result["holding"] if each["traffic"] == name]
         fits = [each for each in result["fitting"] if each["traffic"] == name]
         usual = next(each for each in held if each["streams"] == result["streams"])
+        default = next(each for each in result["default"] if each["traffic"] == name)
         rows.append([
             f"`{name}`", f"{usual['live'] / usual['rows']:,.0f}", _range([each["held"] for each in held]),
-            _range([each["pages"]["16"] for each in held], 2), _range([each["read"] for each in held]),
+            _times(default["held"], 1), _range([each["pages"]["16"] for each in held], 2),
+            _range([each["read"] for each in held]),
             " / ".join(f"{each['slabs']['rows']:.0f}" for each in fits),
             next(f"{each['pages']['16']['rows']:.0f}" for each in fits if each["asked"] == result["max_tokens"]),
         ])  # fmt: skip
     return rows
 
 
-def holding_table(result: Figures) -> Table:
+def holding_table(cases: Sequence[Figures], layers: int) -> Table:
     rows = [["lengths", "streams", "live columns", "slabs hold", "pages of 16", "of 64", "batches", "attention reads",
              "moved a step", "beside, in a move"]]  # fmt: skip
-    for found in result["holding"]:
+    for found in cases:
         rows.append([
             found["traffic"], str(found["streams"]), f"{found['live']:,.0f}", _times(found["held"]),
             *(_times(found["pages"][page], 3) for page in ("16", "64")), f"{found['batches']:.1f}",
-            _times(found["read"]), _times(found["moved"]), _times(found["copy"] / result["model"]["layers"]),
+            _times(found["read"]), _times(found["moved"]), _times(found["copy"] / layers),
         ])  # fmt: skip
     return rows
 
@@ -79,7 +81,7 @@ def fitting_table(result: Figures) -> Table:
 
 
 def step_table(result: Figures) -> Table:
-    rows = [["lengths", "streams", "slabs", "slabs, one forward", "and by lengths", "pages", "slabs / pages"]]
+    rows = [["lengths", "streams", "slabs", "live columns only", "pages", "slabs / pages"]]
     for found in result["holding"]:
         gigabytes = {name: size / 1e9 for name, size in step_bytes(found, result["model"]).items()}
         rows.append([
@@ -90,12 +92,14 @@ def step_table(result: Figures) -> Table:
 
 
 def rules_table(result: Figures) -> Table:
-    rows = [["lengths", "rules", "slabs hold", "batches", "attention reads", "moved a step", "streams in the budget"]]
+    rows = [["lengths", "rules", "at the defaults", "slabs hold", "batches", "attention reads", "moved a step",
+             "GB a step", "streams in the budget"]]  # fmt: skip
     for name in result["traffic"]:
         for found in (each for each in result["rules"] if each["traffic"] == name):
+            step = step_bytes(found, result["model"])["slabs"]
             rows.append([
-                name, found["rules"], _times(found["held"]), f"{found['batches']:.1f}", _times(found["read"]),
-                _times(found["moved"]), f"{found['fit']:.1f}",
+                name, found["rules"], _times(found["default"]), _times(found["held"]), f"{found['batches']:.1f}",
+                _times(found["read"]), _times(found["moved"]), f"{step / 1e9:.0f}", f"{found['fit']:.1f}",
             ])  # fmt: skip
     return rows
 
@@ -115,7 +119,10 @@ def as_markdown(result: Figures) -> str:
         "## Memory for all",
         f"Every request allows {most} tokens. Per live column, but for the first three figures; `moved`: written and "
         "read by zeroing and copying; `beside`: a layer's new slab while the old one is still there.",
-        _markdown(holding_table(result)),
+        _markdown(holding_table(result["holding"], model["layers"])),
+        f"At the product's defaults, which are {result['default'][0]['streams']} streams (`max_batch_rows`) that allow "
+        f"{result['default'][0]['asked']} tokens each:",
+        _markdown(holding_table(result["default"], model["layers"])),
         f"What slabs hold for each live column at {streams} streams, by what requests allow:",
         _markdown(asked_table(result)),
         f"## A budget of {result['gib']:g} GiB",
@@ -123,10 +130,12 @@ def as_markdown(result: Figures) -> str:
         "reserve nothing, and preempt: rows per answer, and tokens computed again for each that has to be.",
         _markdown(fitting_table(result)),
         "## What a decode step reads",
-        f"Gigabytes of weights ({model['weights_read'] / 1e9:.1f} for each forward) and cache, and what is moved.",
+        f"Gigabytes of weights ({model['weights_read'] / 1e9:.1f}, in one forward for all batches) and cache, and what "
+        "is moved. Attention over slabs reads padding; our kernels on CPUs read live columns only.",
         _markdown(step_table(result)),
         "## Other rules",
-        f"{streams} streams, {most} tokens allowed; the last column within {result['gib']:g} GiB.",
+        f"What slabs hold at the defaults; then {streams} streams, {most} tokens allowed; the last column within "
+        f"{result['gib']:g} GiB.",
         _markdown(rules_table(result)),
     ]) + "\n"  # fmt: skip
 

@@ -7,65 +7,76 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from mlserver_torch_stream.engine import scheduler
-from mlserver_torch_stream.engine.scheduler import Group, Limits, Scheduler
+from mlserver_torch_stream.engine.scheduler import Limits, joint_limits
+
+
+def apart(limits: Limits) -> Limits:
+    """Where each batch is a forward."""
+    return limits
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``slack``: of columns; ``shrink``: a cache is made smaller when rows or columns fall to this part of it."""
+    """Those of our kernels on CPUs and of CUDA graphs, where nothing else is said.
+
+    ``slack``: of columns, ``least_slack`` where that saves a move; ``shrink``: a cache is made smaller when rows or
+    columns fall to this part of it; ``limits``: what it makes of the scheduler's, for its batches.
+    """
 
     name: str
     row_step: Callable[[int], int] = scheduler.row_step
     slack: float = scheduler._SLACK
-    shrink: float = 1 / 4
-    spread: int = scheduler._SPREAD
-    batches: int = scheduler.MAX_GROUPS
+    least_slack: float = scheduler._LEAST_SLACK
+    shrink: float = scheduler._SHRINK
+    limits: Callable[[Limits], Limits] = joint_limits
+    one_forward: bool = True  # takes all batches: no rule, but what a step reads depends on it
 
     @contextmanager
-    def applied(self) -> Iterator[Callable[[Limits], Scheduler]]:
-        """Yields what makes such a scheduler; it keeps to the rules only while this lasts."""
-        constants: dict[str, Any] = {
-            "row_step": self.row_step,
-            "_SLACK": self.slack,
-            "_SPREAD": self.spread,
-            "MAX_GROUPS": self.batches,
-        }
-        with patch.multiple(scheduler, **constants):
-            yield lambda limits: _Trimmed(limits, self.shrink)
+    def applied(self) -> Iterator[None]:
+        """A scheduler keeps to all but its ``limits`` only while this lasts."""
+        with patch.multiple(
+            scheduler,
+            row_step=self.row_step,
+            _SLACK=self.slack,
+            _LEAST_SLACK=self.least_slack,
+            _SHRINK=self.shrink,
+        ):
+            yield
 
 
-class _Trimmed(Scheduler):
-    def __init__(self, limits: Limits, shrink: float) -> None:
-        super().__init__(limits)
-        self._shrink = shrink
+def by_parts(parts: int) -> Callable[[int], int]:
+    """A ``row_step`` of so many sizes from a power of two to the next."""
 
-    def keep(self, group: Group, order: list[int]) -> bool:
-        group.rows = [group.rows[row] for row in order]
-        rows, columns = group.wanted()
-        if rows > self._shrink * group.row_capacity and columns > self._shrink * group.column_capacity:
-            return False
-        group.row_capacity, group.column_capacity = max(1, rows), max(1, columns)
-        return True
+    def row_step(rows: int) -> int:
+        step = max(1, (1 << max(0, rows - 1).bit_length()) // (2 * parts))
+        return -(-rows // step) * step
+
+    return row_step
 
 
-def by_quarters(rows: int) -> int:
-    """Four sizes between a power of two and the next, where ``row_step`` has one."""
-    step = max(1, (1 << max(0, rows - 1).bit_length()) // 8)
-    return -(-rows // step) * step
+def _grown(limits: Limits) -> Limits:
+    return replace(joint_limits(limits), joint=False)
+
+
+def _twelve(limits: Limits) -> Limits:
+    return replace(joint_limits(limits), batches=12)
 
 
 AS_IT_IS = Rules("as it is")
+APART = Rules("a forward for each: 4 batches, lengths up to fourfold", limits=apart, one_forward=False)
+BEFORE = Rules("the same, rows by powers of two, 1/4 to spare, smaller at 1/4 (until 2026-11-21)",
+               by_parts(1), 1.25, 1.25, 1 / 4, apart, one_forward=False)  # fmt: skip
 RULES = (
     AS_IT_IS,
-    Rules("columns: 1/8 to spare, not 1/4", slack=1.125),
-    Rules("rows by quarters of a power of two", row_step=by_quarters),
-    Rules("made smaller at 1/2, not 1/4", shrink=1 / 2),
-    Rules("all three", by_quarters, 1.125, 1 / 2),
-    Rules("all three, 8 batches", by_quarters, 1.125, 1 / 2, batches=8),
-    Rules("all three, 8 batches, lengths up to twofold", by_quarters, 1.125, 1 / 2, 2, 8),
+    APART,
+    BEFORE,
+    Rules("batches grow: no new one instead, no room ahead", limits=_grown),
+    Rules("12 batches", limits=_twelve),
+    Rules("made smaller at 3/4", shrink=3 / 4),
+    Rules("rows by eighths of a power of two", row_step=by_parts(8)),
+    Rules("columns: 1/16 to spare", slack=1.0625),
 )

@@ -83,7 +83,7 @@ class Moment:
     """After a step, in columns of one row: ``live`` hold a token, ``held`` are allocated, ``reserved`` promised.
 
     ``read``: what attention over rectangles of rows reads in the next step; ``lengths``: of the live rows;
-    ``batches``: rectangles, each of which is a forward.
+    ``batches``: rectangles.
     """
 
     lengths: tuple[int, ...]
@@ -100,11 +100,9 @@ class Moment:
 class SlabEngine:
     """``step`` as the batched backend's, over jobs whose answers' lengths are known here alone."""
 
-    def __init__(
-        self, max_rows: int, prefill_tokens: int, columns: int, scheduler: Callable[[Limits], Scheduler] = Scheduler
-    ) -> None:
-        """``columns``: the cache's budget."""
-        self.scheduler = scheduler(Limits(max_rows, prefill_tokens, columns, lambda rows, columns: rows * columns))
+    def __init__(self, max_rows: int, prefill_tokens: int, columns: int, limits: Callable[[Limits], Limits]) -> None:
+        """``columns``: the cache's budget; ``limits``: what it makes of the scheduler's, for its batches."""
+        self.scheduler = Scheduler(limits(Limits(max_rows, prefill_tokens, columns, lambda rows, most: rows * most)))
         self.ledger = Ledger()
         self._layout = WatchedLayout(self.ledger)
         self._ends: dict[Job, int] = {}

@@ -47,7 +47,7 @@ class Limits:
 def joint_limits(limits: Limits) -> Limits:
     """Where one forward takes all batches, more of them, of rows more alike, cost little.
 
-    Lengths of a public trace held 2.9 columns for each live one instead of 9.0 (benchmarks/results/cache_layout.md).
+    Lengths of a public trace held 2.9 columns for each live one instead of 5.7 (benchmarks/results/cache_layout.md).
     """
     return replace(limits, joint=True, batches=8, spread=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -13,19 +14,23 @@ import torch
 from benchmarks import cache_layout, cache_report
 from benchmarks.cache_layout import PREFILL, Case, fit_slabs, hold, in_pages, measure, parse
 from benchmarks.cache_pages import PagedEngine
-from benchmarks.cache_rules import AS_IT_IS, RULES, by_quarters
+from benchmarks.cache_rules import APART, AS_IT_IS, BEFORE, RULES, Rules, apart, by_parts
 from benchmarks.cache_slabs import Moment, SlabEngine, job_of
 from benchmarks.cache_traffic import TRAFFIC
 from mlserver_torch_stream.engine import scheduler
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.cache.rows import RowCache
+from mlserver_torch_stream.engine.forward import JointForward, ModelForward
+from mlserver_torch_stream.engine.graphs.forward import GraphForward
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests import markdown
-from tests.engine.tiny import CONTEXT, VOCAB, byte_tokenizer, tiny_model
+from tests.engine.tape import TapeRecorder
+from tests.engine.tiny import VOCAB, byte_tokenizer, tiny_model
 
 NAMES = {each.name: each for each in TRAFFIC}
+_CONTEXT = 2048
 
 
 def _shapes(caches: list[RowCache]) -> list[tuple[object, ...]]:
@@ -37,34 +42,43 @@ def _shapes(caches: list[RowCache]) -> list[tuple[object, ...]]:
     ]
 
 
-def test_the_slabs_that_are_counted_are_those_of_the_engine_at_every_step() -> None:
+@pytest.mark.parametrize("rules", [AS_IT_IS, APART], ids=lambda rules: rules.name)
+def test_the_slabs_that_are_counted_are_those_of_the_engine_at_every_step(rules: Rules) -> None:
     random = Random(1)
     with torch.inference_mode():
-        model = tiny_model("llama")
+        model = tiny_model("llama", max_position_embeddings=_CONTEXT)
         cost = check_batching(model).cost
         assert cost is not None
-        columns = 2000
+        columns = 6000
+        forward = GraphForward(model, TapeRecorder(), 12) if rules.one_forward else ModelForward(model)
+        assert isinstance(forward, JointForward) == rules.one_forward
         backend = BatchedBackend(
             model,
             SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()),
             cost=cost,
             cache_bytes=columns * cost.per_column,
             max_rows=12,
-            prefill_tokens=48,
+            prefill_tokens=300,
+            forward=forward,
         )
-        engine = SlabEngine(12, 48, columns)
-        asked = [(random.choice((3, 9, 60, 150)), random.randint(1, 40)) for _ in range(40)]
+        engine = SlabEngine(12, 300, columns, rules.limits)
+        asked = [(random.choice((3, 60, 150, 600, 1200)), random.randint(1, 40)) for _ in range(40)]
         for order, (prompt, answer) in enumerate(asked):
-            backend.add(job_of(prompt, answer, order, CONTEXT))
-            engine.add(job_of(prompt, answer, order, CONTEXT), answer)
-        seen, ended = set(), 0
+            backend.add(job_of(prompt, answer, order, _CONTEXT))
+            engine.add(job_of(prompt, answer, order, _CONTEXT), answer)
+        limits = engine.scheduler.limits
+        assert replace(backend._scheduler.limits, cost=limits.cost, cache_bytes=columns) == limits
+        seen: set[tuple[object, ...]] = set()
+        ended = most = 0
         while backend.step(lambda answers: None, lambda: None):
             ended += engine.step()
             theirs = [cache for group in backend._scheduler.groups if (cache := backend._batches.get(group))]
             ours = [cache for group in engine.scheduler.groups if (cache := engine.batches.get(group))]
             assert _shapes(theirs) == _shapes(ours)
             seen.update(shape[:2] for shape in _shapes(ours))
+            most = max(most, len(ours))
     assert ended == len(asked) and len(seen) > 5, "the caches never changed their size"
+    assert most >= 2, "there was one batch at a time"
 
 
 def test_pages_are_never_more_than_there_are_and_all_come_back() -> None:
@@ -104,13 +118,20 @@ def test_the_lengths_are_those_of_the_traces() -> None:
         assert median(each for _, each in drawn) == pytest.approx(answer, rel=0.1)
 
 
-def test_other_rules_hold_less_and_last_no_longer_than_their_measurement() -> None:
-    before = (scheduler._SLACK, scheduler.MAX_GROUPS, scheduler.row_step)
-    case = Case(NAMES["sharegpt"], 1024, 12)
-    tight = next(rules for rules in RULES if rules.name == "all three")
-    assert hold(case, 20, AS_IT_IS).held > hold(case, 20, tight).held
-    assert (scheduler._SLACK, scheduler.MAX_GROUPS, scheduler.row_step) == before
-    assert [by_quarters(rows) for rows in (0, 1, 5, 9, 16, 17, 100, 128)] == [0, 1, 5, 10, 16, 20, 112, 128]
+def test_other_rules_hold_more_and_last_no_longer_than_their_measurement() -> None:
+    ours = (scheduler._SLACK, scheduler._SHRINK, scheduler.row_step)
+    case = Case(NAMES["azure-code"], 256, 32)
+    before, each, now = (hold(case, 20, rules) for rules in (BEFORE, APART, AS_IT_IS))
+    assert before.held > 1.2 * each.held
+    assert each.batches <= 4 < now.batches <= 8
+    assert (scheduler._SLACK, scheduler._SHRINK, scheduler.row_step) == ours
+
+
+def test_rows_by_quarters_of_a_power_of_two_are_the_engines() -> None:
+    rows = (0, 1, 5, 9, 16, 17, 100, 128)
+    assert [by_parts(1)(each) for each in rows] == [0, 1, 8, 16, 16, 32, 128, 128]
+    assert [by_parts(4)(each) for each in rows] == [scheduler.row_step(each) for each in rows]
+    assert [by_parts(8)(each) for each in rows] == [0, 1, 5, 9, 16, 18, 104, 128]
 
 
 def test_the_same_seed_counts_the_same() -> None:
@@ -125,13 +146,13 @@ def test_a_small_run_prints_what_it_keeps(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "cache_layout.json").read_text()) == result
     printed = (tmp_path / "cache_layout.md").read_text()
     assert printed == cache_report.as_markdown(result)
-    assert printed.count("\n| bimodal |") == 2 + 1 + 3 + 2 + len(RULES)
+    assert printed.count("\n| bimodal |") == 2 + 1 + 1 + 3 + 2 + len(RULES)
     assert printed.count("\n| `bimodal` |") == 1
 
 
 def test_a_budget_that_has_no_room_for_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="a row of 100 tokens never fits"):
-        SlabEngine(max_rows=4, prefill_tokens=64, columns=120).add(job_of(60, 40, 0, 512), 5)
+        SlabEngine(max_rows=4, prefill_tokens=64, columns=120, limits=apart).add(job_of(60, 40, 0, 512), 5)
 
 
 def test_only_a_whole_run_is_kept_as_the_projects_result() -> None:
