@@ -175,9 +175,7 @@ class RowBatches:
     def _settle(self, group: Group, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
         """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
         rows = [row for row, answer in enumerate(group.rows) if answer.finish_reason is None]
-        if len(rows) < len(group.rows):
-            logits = logits[rows]
-        choices = self._choose(logits, [group.rows[row] for row in rows])
+        choices = self._choose(logits, [group.rows[row] for row in rows], rows)
         zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
         self._count(decode_steps=1, zombie_steps=zombies)
         self._accept(group, rows, choices, deliver)
@@ -235,8 +233,15 @@ class RowBatches:
         if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
             self._prefixes.offer(job.prompt, cache, 0, cache.compact)
 
-    def _choose(self, logits: torch.Tensor, answers: Sequence[Answer]) -> list[Choice | GenerationFailed]:
-        """The next token of each; where sampling raises, of each alone, so that only the culprit fails."""
+    def _choose(
+        self, logits: torch.Tensor, answers: Sequence[Answer], rows: Sequence[int] | None = None
+    ) -> list[Choice | GenerationFailed]:
+        """The next token of each; where sampling raises, of each alone, so that only the culprit fails.
+
+        ``rows``: theirs among the logits', None: all.
+        """
+        if rows is not None and len(rows) < len(logits):
+            logits = logits[rows]
         try:
             return sample(logits, [answer.sampler for answer in answers if answer.sampler is not None])
         except Exception as error:

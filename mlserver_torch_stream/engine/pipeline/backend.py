@@ -21,8 +21,11 @@ from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler import Choice
 from mlserver_torch_stream.engine.scheduler import Group, Piece
 from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.sequence import Sequence as Answer
+from mlserver_torch_stream.errors import GenerationFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class PipelinedBackend(RowBatches):
         staged = StagedForward(forward or ModelForward(model), pipeline)
         super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth
+        self._aside = pipeline.aside
         most = pipeline.depth * (self._scheduler.limits.batches + 1)
         self._flights: Flights[Group | Job, torch.Tensor] = Flights(most, pipeline.threads)
         self._pieces: dict[Job, _Away] = {}
@@ -81,6 +85,13 @@ class PipelinedBackend(RowBatches):
 
     def close(self) -> None:
         self._flights.close()
+
+    def _choose(
+        self, logits: torch.Tensor, answers: Sequence[Answer], rows: Sequence[int] | None = None
+    ) -> list[Choice | GenerationFailed]:
+        """Beside the group that the last stage has let in meanwhile: behind it, the groups would go through in step."""
+        with self._aside(logits.device):
+            return super()._choose(logits, answers, rows)
 
     def _remove(self, group: Group, leaving: set[int]) -> None:
         if group not in self._flights:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,6 +67,10 @@ class Pipeline:
         """What an earlier stage has left, where the next one is fastest to copy it from."""
         brought = None if self._passage is None else self._transfers.bring((tensor,), {}, device)
         return tensor if brought is None else brought[0][0]
+
+    def aside(self, device: torch.device) -> AbstractContextManager[object]:
+        """For what is made of a forward that is through, while others are in its last stage."""
+        return self._transfers.aside(device)
 
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

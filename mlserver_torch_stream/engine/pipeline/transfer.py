@@ -1,4 +1,4 @@
-"""Tensors on their way from one GPU to the next, on streams of their own.
+"""Tensors on their way from one GPU to the next, and out of the last one, on streams of their own.
 
 Knows nothing of stages. A copy between GPUs runs in order with all that is queued on its streams, and while one group
 of rows goes over, the device that it leaves is busy with the next: on the usual streams it would wait for that.
@@ -7,17 +7,23 @@ of rows goes over, the device that it leaves is busy with the next: on the usual
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 
 class Transfers:
-    """One stream per GPU for what comes and goes; nothing to do where there are not several of them."""
+    """Two streams per GPU, for what comes and goes and for what is made of it; none where there is only one GPU."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         gpus = [device for device in devices if device.type == "cuda"]
         self._streams = {device: torch.cuda.Stream(device) for device in gpus} if len(gpus) > 1 else {}
+        self._asides = {device: torch.cuda.Stream(device) for device in self._streams}
+
+    def aside(self, device: torch.device) -> AbstractContextManager[object]:
+        """For work on what is complete there, until Python has its result: it is not queued behind other rows'."""
+        return torch.cuda.stream(self._asides[device]) if device in self._asides else nullcontext()
 
     def bring(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
