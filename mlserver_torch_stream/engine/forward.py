@@ -6,7 +6,7 @@ Knows nothing of requests or of sampling.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,11 +35,12 @@ class JointForward(Forward, Protocol):
 class ModelForward:
     """``forward(tokens, cache)``: tokens ``[rows][queries]`` in, the logits of each row's last token out.
 
-    Accelerate's hooks move the inputs to each layer's device; the cache allocates where a layer's keys are.
+    Accelerate's hooks move the inputs to each layer's device; the cache allocates where a layer's keys are. The logits
+    are where the model's last module is.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._forward = plain_forward(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
         self._takes_positions = "position_ids" in names
@@ -58,13 +59,24 @@ class ModelForward:
         if self._takes_positions:
             inputs["position_ids"] = cache.positions(queries, self.device)
         try:
-            output = self._model(torch.tensor(tokens, device=self.device), **inputs, **self._constant)
+            output = self._forward(torch.tensor(tokens, device=self.device), **inputs, **self._constant)
         except BaseException:
             cache.rollback()
             raise
         cache.commit(queries)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model, without accelerate's hook around the whole of it, which brings the output to where the input was.
+
+    Between GPUs that copy waits for all that is queued on either, which may be other rows.
+    """
+    hook = getattr(model, "_hf_hook", None)
+    fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
+    forward: Callable[..., Any] = model if hook is None or fetches else model._old_forward
+    return forward
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

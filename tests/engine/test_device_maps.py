@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.cache.rows import CacheLayout
+from mlserver_torch_stream.engine.forward import ModelForward, input_device, plain_forward
+from mlserver_torch_stream.engine.graphs.recorder import Rehearsal
+from mlserver_torch_stream.engine.graphs.recording import record_step
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.engine.worker import EngineWorker
@@ -55,6 +58,17 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
         align = AlignDevicesHook(execution_device="cpu", io_same_device=True)
         add_hook_to_module(layer, SequentialHook(align, OtherDevice(torch.float64)))
     return model
+
+
+class Back(ModelHook):  # type: ignore[misc]
+    """Brings the output to where the input was, as accelerate's hook around a whole model does."""
+
+    def __init__(self, offload: bool = False) -> None:
+        self.offload = offload
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        output.logits = output.logits.double()
+        return output
 
 
 async def together(engine: EngineWorker) -> list[list[int]]:
@@ -154,3 +168,28 @@ def test_an_offloaded_model_is_served_serially_too(tiny_model: Path, tmp_path: P
         assert events[0].error is None and len(events[0].token_ids) == 8
     finally:
         built.shutdown()
+
+
+def test_logits_stay_where_the_last_module_is() -> None:
+    model = make("llama")
+    layout = CacheLayout(model.config)
+
+    def logits() -> torch.Tensor:
+        cache = layout.cache(capacity=3)
+        cache.begin_row()
+        return ModelForward(model)([[1, 2, 3]], cache)
+
+    with torch.inference_mode():
+        expected = logits()
+        add_hook_to_module(model, Back())
+        assert model(torch.ones(1, 1, dtype=torch.long)).logits.dtype == torch.float64
+        assert logits().dtype == torch.float32 and torch.equal(logits(), expected)
+        assert record_step(model, Rehearsal(), 2, layout.windows).logits.dtype == torch.float32
+        assert check_batching(model).problem is None
+
+
+@pytest.mark.parametrize("hook", [Back(offload=True), SequentialHook(AlignDevicesHook(), Back(offload=True))])
+def test_a_hook_that_fetches_weights_is_not_left_out(hook: ModelHook) -> None:
+    model = make("llama")
+    add_hook_to_module(model, hook)
+    assert plain_forward(model) is model

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.forward import input_device, plain_forward
 from mlserver_torch_stream.engine.graphs.attention import EAGER, CannotCut, PassingCache, attention_of, cut_at_attention
 from mlserver_torch_stream.engine.graphs.recorder import Recorder
 from mlserver_torch_stream.engine.graphs.step import RecordedAttention, RecordedStep, Visit
@@ -36,7 +36,7 @@ def record_step(
     implementation = model.config._attn_implementation
     recording = _Recording(recorder, implementation, device, windows)
     with cut_at_attention(model, recording.attention), recording.follow(pipeline), recorder.recording():
-        logits = recording.run(_without_root_hook(model), inputs)
+        logits = recording.run(plain_forward(model), inputs)
     return RecordedStep(
         rows=rows,
         inputs=inputs,
@@ -45,12 +45,6 @@ def record_step(
         pipeline=pipeline,
         added=logits.dtype if implementation == EAGER else None,
     )
-
-
-def _without_root_hook(model: PreTrainedModel) -> Callable[..., Any]:
-    """accelerate's hook around the whole model brings its output back to where the input was: a copy too many."""
-    forward: Callable[..., Any] = getattr(model, "_old_forward", model)
-    return forward
 
 
 class _Recording:

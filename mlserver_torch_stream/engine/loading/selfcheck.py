@@ -136,7 +136,7 @@ class _Trial:
         output = self._model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
         expected = output.logits[0, -1]
         self.tolerance = logits_tolerance(expected.dtype)
-        expected, got = expected.float(), logits.float()
+        expected, got = expected.float(), logits.float().to(expected.device)
         error = ((got - expected).abs().max() / expected.std()).item()
         self.worst = max(self.worst, error if error == error else float("inf"))
         self._means.append(((got - expected).pow(2).mean().sqrt() / expected.std()).item())
