@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,14 +50,25 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not types:  # quantised weights have code of their own for whole operations
+        parts = None if types else _parts(operation, args)  # tensors of other types have code of their own
+        if parts is not None:
             with self:
-                result = operation.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return parts(*args, **kwargs)
         result = operation(*args, **kwargs)
         self._saw(operation, args, result)
         return result
+
+
+def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What an operation calls that is made of others: torch's own, and those that a package has written in Python."""
+    keys = [DispatchKey.CompositeImplicitAutograd]
+    if operation.namespace != "aten":
+        device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
+        keys += [getattr(DispatchKey, device.upper(), DispatchKey.Undefined), DispatchKey.CompositeExplicitAutograd]
+    for key in keys:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
+            return partial(operation._op_dk, key)
+    return None
 
 
 def no_waits() -> AbstractContextManager[object]:
@@ -96,11 +109,10 @@ def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Products of experts: the host reads how many rows each has, but for where torch has a kernel that does."""
-    if operation.name() not in ("aten::_grouped_mm", "transformers::grouped_mm_fallback") or not args[0].is_cuda:
+    """A product of experts: the host reads how many rows each has, but for where torch has a kernel that does."""
+    if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
         return False
-    kernel = args[0].dtype == torch.bfloat16 and torch.cuda.get_device_capability(args[0].device)[0] in (9, 10)
-    return not (kernel and operation.name() == "aten::_grouped_mm")
+    return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)
 
 
 def _leaves_device(args: tuple[Any, ...], result: Any) -> bool:

@@ -85,6 +85,22 @@ def test_what_python_has_to_know_is_a_wait(
         assert count_waits(lambda: operation(torch.ones(3))) == waits
 
 
+@torch.library.custom_op("mlserver_torch_stream_tests::peek", mutates_args=())
+def peek(x: torch.Tensor) -> torch.Tensor:
+    """As bitsandbytes looks for outliers."""
+    return x * 2 if (x > 0).any() else x.clone()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_waits_inside_of_operations_that_are_written_in_python(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with mode():
+        assert count_waits(lambda: peek(torch.ones(3))) == 1
+        with pytest.raises(Waits), no_waits():
+            peek(torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("dtype", "generation", "waits"),
     [(torch.bfloat16, 8, True), (torch.bfloat16, 9, False), (torch.bfloat16, 12, True), (torch.float16, 9, True)],
