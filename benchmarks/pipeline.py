@@ -113,13 +113,22 @@ async def _measure(engine: EngineWorker, rows: int, seconds: float) -> float:
     try:
         while engine.stats().running_rows < rows:
             await asyncio.sleep(0.01)
-        began, tokens = time.monotonic(), engine.stats().generated_tokens
+        began, tokens = await _next_step(engine)
         await asyncio.sleep(seconds)
+        ended, more = await _next_step(engine)
         assert engine.stats().running_rows == rows, "answers ended while they were measured: fewer seconds, please"
-        return (engine.stats().generated_tokens - tokens) / (time.monotonic() - began)
+        return (more - tokens) / (ended - began)
     finally:
         for stream in streams:
             stream.close()
+
+
+async def _next_step(engine: EngineWorker) -> tuple[float, int]:
+    """When one has ended, and the tokens so far; what lies between two of them is whole steps."""
+    tokens = engine.stats().generated_tokens
+    while engine.stats().generated_tokens == tokens:
+        await asyncio.sleep(0.0005)
+    return time.monotonic(), engine.stats().generated_tokens
 
 
 def main() -> None:
