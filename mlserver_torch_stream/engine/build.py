@@ -120,7 +120,7 @@ def reclaim_memory(shares: Shares = PROCESS) -> None:
     if torch.cuda.is_initialized():
         with shares.recorders.turn():
             torch.cuda.empty_cache()
-        release_pinned()
+            release_pinned()
     trim_heap()
 
 

@@ -17,6 +17,9 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import JointForward, ModelForward
 from mlserver_torch_stream.engine.graphs.forward import GraphForward
+from mlserver_torch_stream.engine.graphs.recorder import Rehearsal
+from mlserver_torch_stream.engine.graphs.recording import record_step
+from mlserver_torch_stream.engine.graphs.step import RecordedAttention
 from mlserver_torch_stream.engine.graphs.take import take_graphs, verified
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.worker import EngineWorker
@@ -278,6 +281,16 @@ def test_recordings_whose_logits_are_not_the_models_are_given_up(caplog: pytest.
 
     with refused(model, caplog, "its logits differ"):
         model.model.layers[1].register_forward_hook(by_step)
+
+
+def test_rows_that_were_never_filled_begin_with_zeros() -> None:
+    """A scale over all rows, as quantised activations may have, would find whatever a GPU's memory held."""
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        step = record_step(model, Rehearsal(), 2, CacheLayout(model.config).windows)
+    attentions = [work for work in step.visits[0].work if isinstance(work, RecordedAttention)]
+    assert len(attentions) == model.config.num_hidden_layers
+    assert not any(each.output.any() for each in attentions)
 
 
 def test_recordings_of_more_rows_are_compared_too(caplog: pytest.LogCaptureFixture) -> None:

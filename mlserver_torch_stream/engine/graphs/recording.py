@@ -91,7 +91,9 @@ class _Recording:
             raise CannotCut("its code makes masks of its own")
         self._end()
         attend = attention_of(self._implementation, module)
-        output = attend(module, query, key, value, None, **more)[0].clone(memory_format=torch.contiguous_format)
+        # Zeros, not empty: what a model makes of all rows together must not find NaN in those that are over.
+        shape = attend(module, query, key, value, None, **more)[0]
+        output = torch.zeros_like(shape, memory_format=torch.contiguous_format)
         self.visits[-1].work.append(RecordedAttention(attend, module, layer, query, key, value, output, more))
         self._begin()
         return output, None
