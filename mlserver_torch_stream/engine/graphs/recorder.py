@@ -85,7 +85,7 @@ class CudaRecorder:
         return replay
 
     def _clean_up(self, device: torch.device, kind: type[BaseException] | None, *_: object) -> None:
-        """After a recording that broke off: else what this thread allocates counts as recorded, and none is freed."""
+        """After a recording that broke off: else torch goes on believing in it, and refuses to give memory back."""
         if kind is not None:
             with suppress(RuntimeError):  # newer ones of torch have done it
                 torch._C._cuda_endAllocateToPool(device.index, self._pools[device])

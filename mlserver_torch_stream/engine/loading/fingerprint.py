@@ -35,11 +35,11 @@ def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Equal for settings that may share one copy of the weights in memory.
 
     The kernels of the fast path keep weights of their own, made for a number of threads, and CUDA graphs are of so many
-    rows; the serial engine has neither.
+    rows, up to a power of two; the serial engine has neither.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
-    made_for = (threads, settings.max_batch_rows if torch.cuda.is_available() else None)
+    made_for = (threads, (settings.max_batch_rows - 1).bit_length() if torch.cuda.is_available() else None)
     return (
         source.kind,
         source.location,
