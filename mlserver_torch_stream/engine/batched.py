@@ -80,6 +80,7 @@ class BatchedBackend(RowBatches):
             for group in groups:
                 self._decode(group, deliver)
             return
+        self._count(decode_steps=bool(found))
         for group, logits in zip(groups, found, strict=True):
             self._settle(group, logits, began, deliver)
 
@@ -93,4 +94,5 @@ class BatchedBackend(RowBatches):
         except Exception as error:
             self._isolate(group, error, deliver)
             return
+        self._count(decode_steps=1)
         self._settle(group, logits, began, deliver)

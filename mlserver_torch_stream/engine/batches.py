@@ -177,7 +177,7 @@ class RowBatches:
         rows = [row for row, answer in enumerate(group.rows) if answer.finish_reason is None]
         choices = self._choose(logits, [group.rows[row] for row in rows], rows)
         zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
-        self._count(decode_steps=1, zombie_steps=zombies)
+        self._count(zombie_steps=zombies)
         self._accept(group, rows, choices, deliver)
 
     def _sweep(self, group: Group) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.test_native import KNOWN, known_model, prefilled
 from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tiny_model
 
@@ -102,3 +103,22 @@ def test_short_and_long_rows_take_steps_together_or_if_that_fails_alone(
         assert list(answers[index].token_ids) == reference(model, prompt, 12)
     assert max(forward.batches) >= 2
     assert ("tried alone" in caplog.text) == fails
+
+
+def test_a_step_of_several_batches_counts_as_one(folder: Path) -> None:
+    model = tiny_model("llama")
+    forward = _Spied(model, 2, folder)
+
+    async def scenario(engine: EngineWorker) -> None:
+        streams = []
+        for index in range(4):  # one after another, so that each finds no room in the batches before
+            streams.append(engine.submit([PromptJob(prompt_of(5, index), greedy(60))]))
+            await anext(streams[-1])
+        for stream in streams:
+            async for _ in stream:
+                pass
+
+    with running(model, forward=forward) as engine:
+        run(scenario(engine))
+        assert max(forward.batches) >= 2
+        assert engine.stats().decode_steps < 120

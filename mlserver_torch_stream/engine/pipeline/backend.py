@@ -178,4 +178,5 @@ class PipelinedBackend(RowBatches):
         except Exception as error:
             self._isolate(group, error, deliver)
             return
+        self._count(decode_steps=1)
         self._settle(group, logits, began, deliver)
