@@ -375,6 +375,7 @@ def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> No
     assert problem is not None and "standard deviations" in problem
     model.model.layers[1].register_forward_pre_hook(_fail)
     assert "cannot" in (check_pipeline(model, pipeline) or "")
+    assert waits_midway(model), "what cannot be seen may be"
 
 
 def _fail(*_: Any) -> None:

@@ -42,9 +42,12 @@ def take_pipeline(model: PreTrainedModel, threads: int) -> Pipeline | None:
 
 
 def waits_midway(model: PreTrainedModel) -> bool:
-    """Whether a decode step of rows of unlike lengths waits for its devices before it is through."""
-    with torch.inference_mode(False), torch.no_grad():
+    """Whether a decode step of rows of unlike lengths waits for its devices before it is through, or may do so."""
+    try:
         return _decode_waits(model) > _MOST_WAITS
+    except Exception as error:  # then threads do as they like, which is slower at worst
+        logger.info("whether this model waits for its devices midway is not known: %s", error)
+        return True
 
 
 def _decode_waits(model: PreTrainedModel) -> int:
