@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from mlserver import ModelSettings
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PATIENCE = (
-    60.0  # seconds for the others to come and hear that they wait for nothing; their start takes 5, more if busy
-)
+# Seconds for the others to come and hear that they wait for nothing; their start takes 5, more if busy.
+_PATIENCE = 60.0
 _ENDED = "rank 0 has ended before it had a model for the others: its log says why"
 
 

@@ -87,9 +87,9 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
         elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
             forward = take_fast_path(weights.model, threads, resolved.cache_dir)
         packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
-        overlaps = forward is None and findings.cost is not None and settings.pipeline == "auto"
-        pipeline = take_pipeline(weights.model, threads) if overlaps else None
-        if forward is None and findings.cost is not None and settings.fast_path == "auto":
+        plain = forward is None and findings.cost is not None
+        pipeline = take_pipeline(weights.model, threads) if plain and settings.pipeline == "auto" else None
+        if plain and settings.fast_path == "auto":
             with shares.recorders.turn():
                 forward = take_graphs(weights.model, settings.max_batch_rows, pipeline)
     device = input_device(weights.model)

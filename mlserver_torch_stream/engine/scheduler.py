@@ -200,13 +200,13 @@ class Scheduler:
         alike = [group for group in self.groups if group.takes(len(job.prompt), self.limits.spread)]
         if stages > 1:
             alike.sort(key=lambda group: group.size)
+        full = len(self.groups) >= self.limits.batches * stages
         if self.limits.joint:
-            alike.sort(key=lambda group: not group.has_room(job))
-        if len(self.groups) >= self.limits.batches * stages:
+            roomy = [group for group in alike if group.has_room(job)]
+            new = [] if full else [self._new_group(job, alike, free_rows, free)]
+            return [*roomy, *new, *(group for group in alike if group not in roomy)] or self.groups
+        if full:
             return alike or self.groups
-        if self.limits.joint:
-            roomy = sum(group.has_room(job) for group in alike)
-            return [*alike[:roomy], self._new_group(job, alike, free_rows, free), *alike[roomy:]]
         # A batch for each stage before any gets a second row.
         alike.insert(0 if len(alike) < stages else len(alike), Group())
         return alike

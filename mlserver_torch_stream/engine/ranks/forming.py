@@ -30,9 +30,8 @@ _LAUNCHED = timedelta(minutes=30)
 _FORMING = threading.Lock()
 _LEFT = threading.Event()  # those that a launcher has started: they have come, once
 _LOOK = timedelta(seconds=0.1)  # a store does not say that somebody has come
-_WORD = (
-    "mlserver-torch-stream/word"  # rank 0's to those who wait for it: why there will be no group, nothing if there is
-)
+# Rank 0's to those who wait for it: why there will be no group, nothing if there is one.
+_WORD = "mlserver-torch-stream/word"
 
 
 def launched(environ: Mapping[str, str]) -> bool:
