@@ -10,7 +10,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline bench-cache bench-gpu cloud-demo bench-torchserve lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -109,9 +109,6 @@ bench-torchserve: $(INSTALLED) ## one handler on TorchServe 0.12 and here: token
 
 bench-pipeline: $(INSTALLED) ## how busy a device map keeps its devices, which are emulated
 	$(BIN)/python -m benchmarks.pipeline $(BENCH)
-
-bench-cache: $(INSTALLED) ## what the KV cache holds and reads beside what is live, and what pages would: counted, two minutes
-	$(BIN)/python -m benchmarks.cache_layout $(BENCH)
 
 bench-gpu: $(INSTALLED) ## what has to be checked and measured on GPUs (docs/gpu.md)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)

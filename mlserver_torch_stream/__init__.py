@@ -6,11 +6,12 @@ MLServer reloads this module each time it resolves ``implementation: mlserver_to
 
 from typing import TYPE_CHECKING, Any
 
+from mlserver_torch_stream.version import __version__
+
 if TYPE_CHECKING:
     from mlserver_torch_stream.runtime import TorchStreamRuntime as TorchStreamRuntime
     from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime as TorchServeRuntime
 
-__version__ = "0.1.0"
 __all__ = ["TorchServeRuntime", "TorchStreamRuntime", "__version__"]
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mlserver_torch_stream import __version__
+from mlserver_torch_stream.version import __version__
 
 # Subcommand -> its module here, and its line in --help.
 _COMMANDS = {

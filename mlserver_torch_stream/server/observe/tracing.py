@@ -12,9 +12,9 @@ from mlserver.tracing import get_tracer_provider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
-import mlserver_torch_stream
 from mlserver_torch_stream.server.observe.request_record import RequestRecord
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest
+from mlserver_torch_stream.version import __version__
 
 _NAME = "mlserver_torch_stream"
 FIRST_TOKEN = "gen_ai.first_token"
@@ -24,7 +24,7 @@ def tracer_of(settings: Settings) -> Tracer | None:
     """None: MLServer's tracing is off."""
     if not settings.tracing_server:
         return None
-    tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, mlserver_torch_stream.__version__)
+    tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
     return tracer
 
 
