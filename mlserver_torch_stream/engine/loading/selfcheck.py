@@ -88,7 +88,7 @@ class _Trial:
         self.costs: Mapping[torch.device, CacheCost] = {}
 
     def run(self, chunked: bool, error_of: ErrorOf, room: int | None = None, *, beside: bool = False) -> str | None:
-        """By how much logits differ and where, in words. ``beside``: as of ``compare_far``."""
+        """By how much logits differ and where, in words. ``beside``: with a short row beside a far one."""
         for length in self._lengths:
             self._admit(length, chunked)
             self._decode()
@@ -97,11 +97,12 @@ class _Trial:
         self._decode()
         if (error := error_of(self._comparison)) is not None:
             return in_deviations(error)
-        lengths = far_lengths(self._model, self._layout, self.costs, max(self._lengths), room)
-        for length in lengths:
-            far = compare_far(self._model, self._layout, self._forward, length, chunked=chunked, beside=beside)
-            if (error := error_of(far)) is not None:
-                return f"{in_deviations(error)} at position {length}"
+        short, ids = self._batch.extract(0), self._rows[0] if beside else None
+        for length in far_lengths(self._model, self._layout, self.costs, max(self._lengths), room):
+            far = compare_far(self._model, self._forward, length, short=short, ids=ids, chunked=chunked)
+            for position, comparison in far.items():
+                if (error := error_of(comparison)) is not None:
+                    return f"{in_deviations(error)} at position {position}"
         return None
 
     def _token(self, seed: int) -> int:
