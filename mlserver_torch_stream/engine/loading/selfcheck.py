@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from mlserver_torch_stream.engine.cache.cost import CacheCost, cost_by_device
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache, UnsupportedCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward, input_device
 from mlserver_torch_stream.engine.loading.comparison import Comparison, ErrorOf, in_deviations
 from mlserver_torch_stream.engine.loading.far import compare_far, far_lengths
+from mlserver_torch_stream.errors import LoadFailed
 
 _LENGTHS = (6, 9, 3)
 # Our own kernels work in blocks of 12 queries and of 16 and 32 keys: one row crosses all of them.
@@ -43,7 +44,7 @@ class Findings:
 def check_batching(model: PreTrainedModel, room: int | None = None) -> Findings:
     """Runs the check in pieces, then with whole prompts if pieces fail. ``room``: as of ``far_lengths``.
 
-    Raises what a device raises that has no memory left or is lost: that says nothing of the model.
+    Raises LoadFailed for a device that has no memory left or is lost, which says nothing of the model.
     """
     try:
         layout = CacheLayout(model.config)
@@ -54,10 +55,10 @@ def check_batching(model: PreTrainedModel, room: int | None = None) -> Findings:
         trial = _Trial(model, layout, ModelForward(model), _LENGTHS)
         try:
             differing = trial.run(chunked, lambda each: each.error, room, beside=True)
-        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # whatever a model's code raises, the serial engine may be the answer
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise LoadFailed(f"the check of the model at load failed: {_in_a_line(error)}") from error
+        except Exception as error:  # a model's code may raise anything for a cache that it does not know
+            problem = _in_a_line(error)
             continue
         if differing is None:
             return Findings(problem=None, chunked=chunked, costs=trial.costs)
@@ -65,11 +66,28 @@ def check_batching(model: PreTrainedModel, room: int | None = None) -> Findings:
     return Findings(problem=problem)
 
 
+def check_generate(model: PreTrainedModel) -> None:
+    """Has a model that cannot be batched answer as the serial engine will have it; raises LoadFailed if it cannot.
+
+    So an error of the check above that has nothing to do with batches ends the load.
+    """
+    ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    except Exception as error:
+        raise LoadFailed(f"the model cannot generate: {_in_a_line(error)}") from error
+
+
 def check_forward(model: PreTrainedModel, forward: Forward) -> str | None:
     """Why ``forward`` must not stand in for the model's own; None if its logits are the model's."""
     trial = _Trial(model, CacheLayout(model.config), forward, _KERNEL_LENGTHS)
     differing = trial.run(True, lambda each: each.error_of_kernels)
     return None if differing is None else f"its logits differ from the model's by {differing}"
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class _Trial:
