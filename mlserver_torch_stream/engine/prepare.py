@@ -25,7 +25,7 @@ from mlserver_torch_stream.engine.loading.placement import (
 )
 from mlserver_torch_stream.engine.loading.pool import Lease
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching, check_generate
 from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.packed import pack_linears
 from mlserver_torch_stream.engine.pipeline.check import take_pipeline
@@ -78,6 +78,8 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
         findings = Findings(problem="set by engine: serial")
         if settings.engine != "serial":
             findings = check_batching(weights.model)
+        if findings.problem is not None:
+            check_generate(weights.model)
         forward: Forward | None = None
         quantised = is_quantised(weights.model)
         if settings.weights == "int8":

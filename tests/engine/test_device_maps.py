@@ -19,8 +19,9 @@ from mlserver_torch_stream.engine.graphs.recording import record_step
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.shares import Shares
 from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
-from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tokens_of, until
+from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, running, tokens_of, until
 from tests.engine.tiny import tiny_model as make
 
 REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(5)]
@@ -138,6 +139,17 @@ def test_weights_on_disk_give_the_same_tokens(tiny_model: Path, tmp_path: Path, 
         assert ("disk" in built.summary) == ("disk" in device_map.values())
     finally:
         built.shutdown()
+
+
+@pytest.mark.parametrize("device_map", [{"model": "cpu", "lm_head": "disk"}, {"model": "disk", "lm_head": "cpu"}])
+def test_a_tied_head_that_the_map_parts_from_its_embedding_fails_the_load(
+    tmp_path: Path, device_map: dict[str, str]
+) -> None:
+    make("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    extra = {"device_map": device_map, "offload_folder": str(tmp_path / "offload"), "threads": 1}
+    with pytest.raises(LoadFailed, match=r"lm_head\.weight|with device_map"):
+        build_engine(parse_settings(uri=str(tmp_path / "model"), extra=extra, environ={}), shares=Shares())
 
 
 def test_an_embedding_on_disk_says_where_it_wants_its_ids(tiny_model: Path, tmp_path: Path) -> None:

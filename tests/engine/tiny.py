@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -90,8 +91,11 @@ SERIAL_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random float32 model of the family, with 3 layers of width 32, whose logits are far from ties."""
-    options = {**_BASE, **{**FAMILIES, **SERIAL_FAMILIES}[family], **changes}
+    """A random float32 model of the family, with 3 layers of width 32, whose logits are far from ties.
+
+    ``changes`` are copied: some config classes write into what they are given.
+    """
+    options = {**_BASE, **{**FAMILIES, **SERIAL_FAMILIES}.get(family, {"head_dim": 8}), **copy.deepcopy(changes)}
     if family in ("mamba2", "falcon"):
         options.pop("num_key_value_heads")
     torch.manual_seed(seed)

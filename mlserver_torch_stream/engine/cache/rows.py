@@ -47,8 +47,9 @@ class CacheLayout:
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each layer, in columns; None: it sees all of them. Only where there are no states."""
-        return [int(layer.sliding_window) if layer.is_sliding else None for layer in self._layers]
+        """Of each attention layer, in columns; None: it sees all of them."""
+        layers = (layer for layer in self._layers if isinstance(layer, DynamicLayer))
+        return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 
     def build(self, columns: Columns, rows: int, capacity: int) -> Cache:
         return Cache(layers=[self._layer(layer, columns, rows, capacity) for layer in self._layers])

@@ -14,7 +14,8 @@ from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.graphs.forward import GraphForward
 from mlserver_torch_stream.engine.graphs.recorder import CudaRecorder, Recorder
-from mlserver_torch_stream.engine.loading.selfcheck import check_forward, logits_tolerance
+from mlserver_torch_stream.engine.loading.comparison import logits_tolerance
+from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.pipeline.check import check_pipeline, logits_error
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline
 

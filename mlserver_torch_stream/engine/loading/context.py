@@ -18,8 +18,7 @@ _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length"
 
 def max_context(model: Any, asked: int | None) -> int:
     """Tokens, prompt and answer together; ``asked``: the setting."""
-    config = model.config.get_text_config(decoder=True)
-    own = next((limit for key in _LIMITS if isinstance(limit := getattr(config, key, None), int)), None)
+    own = _own_limit(model)
     if own is None:
         return asked or UNLIMITED_CONTEXT
     if asked is not None and asked > own:
@@ -33,6 +32,19 @@ def max_context(model: Any, asked: int | None) -> int:
         )
         return steady
     return min(own, asked or own)
+
+
+def comparable_context(model: Any) -> int:
+    """Tokens that a row of a batch can reach at all, whatever the settings ask for."""
+    limits = (_own_limit(model), steady_positions(model))
+    return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
+
+
+def _own_limit(model: Any) -> int | None:
+    """None: no limit. XLNet says that by a length of -1."""
+    config = model.config.get_text_config(decoder=True)
+    given = (getattr(config, key, None) for key in _LIMITS)
+    return next((limit for limit in given if isinstance(limit, int) and limit > 0), None)
 
 
 def steady_positions(model: Any) -> int | None:

@@ -24,6 +24,7 @@ from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
+from mlserver_torch_stream.engine.loading.placement import check_tied
 from mlserver_torch_stream.engine.loading.quantised import (
     check_agreed,
     check_kept,
@@ -204,6 +205,7 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
+    check_tied(model)
     if method is not None:
         check_kept(model, method, asked)
         quieten(method)

@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.devices import device_name, execution_device
 from mlserver_torch_stream.engine.forward import input_device
 from mlserver_torch_stream.engine.scheduler import bytes_alone
+from mlserver_torch_stream.errors import LoadFailed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
 _OFFLOADED = ("cpu", "disk")
@@ -37,6 +38,13 @@ class Held:
     def __str__(self) -> str:
         parts = [f"layers {_ranges(self.layers)}"] if self.layers else []
         return f"{self.place}: {', '.join([*parts, *self.rest])} ({size(self.weights)})"
+
+
+def check_tied(model: PreTrainedModel) -> None:
+    """Raises LoadFailed if the map takes a tensor for two: accelerate does not find what a tied weight has on disk."""
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
+            raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
 
 
 def read_placement(model: PreTrainedModel) -> tuple[Held, ...]:

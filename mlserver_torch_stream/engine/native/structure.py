@@ -1,7 +1,8 @@
 """Reads a model's modules as a decoder of the Llama layout, or says what in it is something else.
 
 Goes by structure, never by a family's name: every parameter must have found its place, norms and activations are
-recognised by what they compute. Knows nothing of kernels. What it cannot see, the check at load must.
+recognised by what they compute, and every field of the config must be one that this accounts for. Knows nothing of
+kernels. What it cannot see, the check at load must.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mlserver_torch_stream.engine.native.fields import unknown_field
 
 # Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -101,6 +104,9 @@ def read_decoder(model: Any) -> Decoder:
     if left:
         raise Unsupported(f"the parameter {left[0]} has no place in the layout")
     _check_placement(model)
+    unknown = unknown_field(model.config)
+    if unknown is not None:
+        raise Unsupported(f"its config has {unknown}, which the kernels do not know")
     return Decoder(
         layers=decoder_layers,
         embedding=embedding.weight,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.cache.rows import CacheLayout
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
-from mlserver_torch_stream.engine.loading.selfcheck import logits_tolerance
+from mlserver_torch_stream.engine.loading.comparison import logits_tolerance
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
 from mlserver_torch_stream.engine.pipeline.stages import read_stages

@@ -37,8 +37,9 @@ def load_shard(resolved: ResolvedSettings, group: Group) -> Shard:
             place = locate(resolved)
         with group.together():
             weights = load_weights(place, resolved)
+        room = group.smallest(_room(input_device(weights.model), group.size))  # all ranks check the same
         with group.together():
-            findings = check_batching(weights.model)
+            findings = check_batching(weights.model, room)
             if findings.problem is not None:
                 raise LoadFailed(f"{KEY}: rows of this model cannot be batched: {findings.problem}")
     return Shard(weights, findings, group.smallest(_room(input_device(weights.model), group.size)))

@@ -1,0 +1,51 @@
+"""What a model's config says by itself: the fields that its class declares, the keys of its rope, the lengths it names.
+
+Knows no family by name, nor what a field does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# Names of lengths at which a position is treated in another way: windows, chunks, and what positions are scaled by.
+_LENGTH = re.compile(r"window|chunk|block_size|original_max|context|floor_scale|local_attention")
+_NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
+
+
+def declared_fields(config_class: type) -> list[str]:
+    """As a dataclass declares them, as transformers' own configs are, or as the arguments of an ``__init__``."""
+    names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []
+    for each in config_class.__mro__:
+        if "__init__" in vars(each) and issubclass(each, PreTrainedConfig):
+            given = inspect.signature(vars(each)["__init__"]).parameters.values()
+            names += [one.name for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return [name for name in dict.fromkeys(names) if name != "self"]
+
+
+def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
+    """Those of all layers; where kinds of layers have ropes of their own, these are the values."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None)
+        if isinstance(given, Mapping):
+            yield from given.items()
+
+
+def named_lengths(config: Any) -> set[int]:
+    """The lengths, in tokens, that the config of a decoder names."""
+    declared = ((name, getattr(config, name, None)) for name in declared_fields(type(config)))
+    return {length for name, value in (*declared, *rope_keys(config)) for length in _lengths(name, value)}
+
+
+def _lengths(name: str, value: Any) -> Iterator[int]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _lengths(str(key), inner)
+    elif _LENGTH.search(name) and not _NO_LENGTH.search(name):
+        given = value if isinstance(value, list | tuple) else [value]
+        yield from (each for each in given if type(each) is int and each > 1)

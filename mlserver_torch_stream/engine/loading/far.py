@@ -1,0 +1,126 @@
+"""The part of the checks at load that looks at far positions: just below and above each length that the config names.
+
+Nothing that long is computed: both caches, transformers' own and ours, are filled with the keys and values of a short
+row over and over. The tokens that follow must get the same logits over both. Knows no family by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from mlserver_torch_stream.engine.budget import free_bytes
+from mlserver_torch_stream.engine.cache.cost import CacheCost
+from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.cache.slab import Columns, SlabLayer
+from mlserver_torch_stream.engine.forward import Forward, ModelForward, input_device
+from mlserver_torch_stream.engine.loading.comparison import Comparison
+from mlserver_torch_stream.engine.loading.config import named_lengths
+from mlserver_torch_stream.engine.loading.context import comparable_context
+from mlserver_torch_stream.engine.loading.host import read_host
+
+logger = logging.getLogger(__name__)
+
+# The oldest columns, which a window loses at the positions that are compared, are made to weigh as much as all others:
+# a window that is off by one is then off by 0.33 and more, rounding by up to 0.05 (in bfloat16, root mean square).
+_HEAVY = 3
+_AFTER = 3  # tokens that follow
+# Of the weights' bytes, and of the free memory, that one row may take. A check has three of them at a time; reading
+# and writing them takes a tenth of the time that the check at near positions takes to read the weights.
+_PART = 4
+
+
+def far_lengths(
+    model: PreTrainedModel, layout: CacheLayout, costs: Mapping[torch.device, CacheCost], near: int, room: int | None
+) -> list[int]:
+    """Those beyond ``near`` tokens and within the model's context whose caches are not too large to compare.
+
+    ``room``: bytes that are free for caches; None: what the devices have now.
+    """
+    config = model.config.get_text_config(decoder=True)
+    named = named_lengths(config) | {window for window in layout.windows if window is not None}
+    wanted = [length for length in sorted(named) if near < length < comparable_context(model)]
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    room = min(free_bytes(costs, read_host()).values(), default=0) if room is None else room
+    cost, most = sum(costs.values(), CacheCost()), min(weights, room) // _PART
+    lengths = [length for length in wanted if cost.of(1, length) <= most]
+    if len(lengths) < len(wanted):
+        logger.info("not compared at load, for the size of its cache: positions from %d on", wanted[len(lengths)])
+    return lengths
+
+
+def compare_far(
+    model: PreTrainedModel,
+    forward: Forward,
+    length: int,
+    *,
+    short: RowCache,
+    ids: Sequence[int] | None,
+    chunked: bool,
+) -> dict[int, Comparison]:
+    """By position: of the last token below the length, and above it, in a piece of two if prompts go in by pieces.
+
+    ``short``: a row that the forward has filled, whose keys and values are taken. With its ``ids`` it is in the batch
+    too.
+    """
+    compared = {length - 1: Comparison(), length: Comparison()}
+    ours, theirs = _stretched(short, _OwnLayout(model.config).cache(), length - 1)
+    if ids is not None:
+        ours = _joined(ours, short)
+    above = 2 if chunked and length + 2 <= comparable_context(model) else 1
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    after = [((length + number) * 7919 + 13) % vocabulary for number in range(1 + above)]
+    model_forward = ModelForward(model)
+    for comparison, tokens in zip(compared.values(), (after[:1], after[1:]), strict=True):
+        got = forward([tokens] * len(ours.lengths), ours)
+        comparison.add(model_forward([tokens], theirs)[0], got[0])
+    if ids is not None:
+        alone = model(torch.tensor([[*ids, *after]], device=input_device(model)), use_cache=False, return_dict=True)
+        compared[length].add(alone.logits[0, -1], got[1])
+    return compared
+
+
+def _stretched(short: RowCache, theirs: RowCache, columns: int) -> tuple[RowCache, RowCache]:
+    """A cache like ``short`` and transformers' own, of so many tokens. States know no positions: they stay."""
+    ours = short.layout.cache(capacity=columns + _AFTER)
+    for index, sample in enumerate(short.cache.layers):
+        if not isinstance(sample, SlabLayer):
+            ours.cache.layers[index], theirs.cache.layers[index] = copy.deepcopy(sample), copy.deepcopy(sample)
+        elif sample.is_initialized:
+            keys, values = (_repeated(tensor, columns) for tensor in sample.read(0, short.lengths[0]))
+            values[:, :, :_HEAVY] *= 2.0 ** max(0, math.ceil(math.log2(columns / _HEAVY)))
+            for cache in (ours, theirs):
+                cache.cache.layers[index].update(keys, values)
+    for cache in (ours, theirs):
+        cache.begin_row()
+        cache.commit(columns)
+    return ours, theirs
+
+
+def _repeated(row: torch.Tensor, columns: int) -> torch.Tensor:
+    """Of ``[kv_heads, columns, head_dim]``, in an order that is not theirs."""
+    return row[None, :, (torch.arange(columns, device=row.device) * 5 + 3) % row.shape[1]]
+
+
+def _joined(long: RowCache, short: RowCache) -> RowCache:
+    batch = short.layout.cache(rows=2, capacity=long.lengths[0] + _AFTER)
+    batch.join(long)
+    batch.join(short)
+    return batch
+
+
+class _OwnLayout(CacheLayout):
+    """Builds transformers' own cache, of one row."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self._config = config
+
+    def build(self, columns: Columns, rows: int, capacity: int) -> Cache:
+        return DynamicCache(config=self._config)
