@@ -94,6 +94,14 @@ def test_a_bad_body_behind_an_offer_has_its_own_row(server: Server, body: bytes)
     assert status == 422 and b"body" in said
 
 
+def test_a_body_that_is_no_http_behind_an_offer_is_400_and_the_end(server: Server, text: str) -> None:
+    head = raw.head(_INFER, "Transfer-Encoding: chunked", *_OFFER)
+    with raw.connected(server) as connection:
+        connection.sendall(head + b"zz\r\n" + _BODY)
+        assert raw.read_all(connection).startswith(b"HTTP/1.1 400 ")
+    assert v2.rest_unary(server.url, _INFER, json.loads(_BODY)).text == text
+
+
 def test_a_stream_is_sent_to_a_client_that_offers_http2(server: Server, text: str) -> None:
     with raw.connected(server) as connection:
         connection.sendall(raw.post(_STREAM, _BODY, *_OFFER, "Connection: close"))
