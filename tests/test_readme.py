@@ -97,6 +97,19 @@ def test_every_link_leads_somewhere(page: str) -> None:
     assert [link for link in markdown.local_links(page) if not link.leads_somewhere()] == []
 
 
+def test_the_versions_of_the_compatibility_page_are_those_of_the_lock() -> None:
+    locked: dict[str, set[str]] = {}
+    for name, version in re.findall(r"^([\w.-]+)==([\w.+]+)", markdown.read("constraints.txt"), re.MULTILINE):
+        locked.setdefault(name, set()).add(version)
+    rows = markdown.table("docs/compatibility.md", "Versions")
+    assert {name: set(versions.split(", ")) for name, versions, _ in rows} == {name: locked[name] for name, *_ in rows}
+
+
+def test_the_tests_that_the_compatibility_page_names_are_there() -> None:
+    named = re.findall(r"tests/[\w/]+(?:\.py)?", markdown.read("docs/compatibility.md"))
+    assert named and [path for path in named if not (markdown.ROOT / path).exists()] == []
+
+
 def test_the_table_of_model_settings_is_complete_and_its_defaults_are_true() -> None:
     rows = [(key.strip("`"), default) for key, default, _ in markdown.table("README.md", "Model settings")]
     fields = EngineSettings.model_fields.items()

@@ -16,6 +16,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.parameters import SILENT
+from mlserver_torch_stream.protocol.v2_binary import ALL_BINARY
 from mlserver_torch_stream.protocol.v2_outputs import Body
 
 _ID = "id"
@@ -69,6 +70,8 @@ def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
     nested = body.get(_PARAMETERS)
     if nested is not None and not isinstance(nested, dict):
         raise InvalidInput(_PARAMETERS, f"must be a JSON object, got {values.shown(nested)}")
+    if (nested or {}).get(ALL_BINARY) or body.get(ALL_BINARY):
+        raise InvalidInput(ALL_BINARY, "flat JSON has no binary outputs; send V2 tensors")
     merged = {key: value for key, value in (nested or {}).items() if key not in SILENT}
     for key, value in body.items():
         if key in _NO_PARAMETERS:

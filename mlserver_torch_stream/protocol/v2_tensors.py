@@ -17,11 +17,13 @@ from mlserver.types import Parameters, RequestInput
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.v2_binary import SIZE
 
 INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})
 NUMBERS = INTEGERS | {"FP16", "FP32", "FP64"}
 _DATATYPES = NUMBERS | {"BOOL", "BYTES"}
-_TENSOR_PARAMETERS = frozenset({"headers", "content_type"})
+# KServe's client gives the size of raw contents over gRPC too; ``server`` has compared them.
+_TENSOR_PARAMETERS = frozenset({"headers", "content_type", SIZE})
 # Nothing here needs more than two dimensions. The product of 40,000 would hold the event loop for 15 seconds.
 _MOST_DIMENSIONS = 8
 # Whatever the model's context: prompts, messages. Four million would hold the event loop for most of a minute.
@@ -76,7 +78,8 @@ def _read_tensor(given: RequestInput, most: int) -> Tensor:
     if datatype not in _DATATYPES:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
     for key, value in parameters_of(given.parameters).items():
-        refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
+        if key not in _TENSOR_PARAMETERS:
+            refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
     elements = _flatten(name, getattr(given.data, "root", given.data), len(given.shape))
     if len(elements) > most:
         raise InvalidInput(name, f"must have at most {most} elements, got {len(elements)}")

@@ -18,8 +18,10 @@ from mlserver.types import InferenceRequest, InferenceResponse
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.v2_binary import SIZE
 from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
 from mlserver_torch_stream.server.cloud_events import as_headers
+from mlserver_torch_stream.server.grpc_parameters import fill_in
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input
 from mlserver_torch_stream.server.rest.routes import find_model
 
@@ -43,8 +45,10 @@ def _reading(original: Callable[..., InferenceRequest]) -> Callable[..., Inferen
         if not _is_ours(servicer, request.model_name, request.model_version):
             return original(servicer, request, context)
         try:
-            _check_count(request)
-            return original(servicer, request, context)
+            _check_raw(request)
+            payload = original(servicer, request, context)
+            fill_in(payload, request)
+            return payload
         except Exception as error:
             return Unreadable.because(_explain(error), request.id)
 
@@ -68,12 +72,16 @@ def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> boo
     return bool(getattr(model, "streams_tokens", False))
 
 
-def _check_count(request: pb.ModelInferRequest) -> None:
+def _check_raw(request: pb.ModelInferRequest) -> None:
     """MLServer takes what it needs of the raw contents and drops the rest."""
-    given = len(request.raw_input_contents)
-    expected = sum(not tensor.contents.ByteSize() for tensor in request.inputs)
-    if given and given != expected:
-        raise InvalidInput(_RAW, f"there are {given} for {expected} inputs without contents")
+    given = request.raw_input_contents
+    bare = [tensor for tensor in request.inputs if not tensor.contents.ByteSize()]
+    if given and len(given) != len(bare):
+        raise InvalidInput(_RAW, f"there are {len(given)} for {len(bare)} inputs without contents")
+    for tensor, raw in zip(bare, given, strict=False):
+        said = tensor.parameters[SIZE].int64_param if SIZE in tensor.parameters else len(raw)
+        if said != len(raw):
+            raise InvalidInput(tensor.name, f"{SIZE} is {said}, its raw contents have {len(raw)} bytes")
 
 
 def _explain(error: Exception) -> InvalidInput:

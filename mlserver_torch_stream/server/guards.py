@@ -19,11 +19,11 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.server import grpc_messages
-from mlserver_torch_stream.server.life import ending, readiness, turnover
+from mlserver_torch_stream.server.life import ending, health, readiness, turnover
 from mlserver_torch_stream.server.observe import telemetry
 from mlserver_torch_stream.server.observe.weights_metrics import WEIGHTS
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.rest import routes
+from mlserver_torch_stream.server.rest import http1, routes
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
 _MARK = "_torch_stream_guarded"
@@ -50,7 +50,9 @@ def install() -> None:
             setattr(server, _MARK, True)
             options = _options()
             routes.install(server, options)
+            http1.install(server)
             telemetry.install(server, options)
+            health.add_routes(server)
             readiness.add_routes(server)
             ending.take_signals()
             warn_of_server_settings(server._settings)

@@ -7,7 +7,7 @@ BYTES are bytes; ``as_rest`` makes them text.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -91,9 +91,17 @@ class Reply:
         return body
 
 
-def as_rest(body: Body) -> Body:
-    """Elements of BYTES as text; what is no text as base64, which the tensor's content type says."""
-    return {**body, "outputs": [_tensor_as_rest(tensor) for tensor in body["outputs"]]}
+def no_output(name: str) -> bool:
+    return False
+
+
+def as_rest(body: Body, binary: Callable[[str], bool] = no_output) -> Body:
+    """Elements of BYTES as text; what is no text as base64, which the tensor's content type says.
+
+    ``binary``: the outputs, by name, that are left as they are.
+    """
+    outputs = [tensor if binary(tensor["name"]) else _tensor_as_rest(tensor) for tensor in body["outputs"]]
+    return {**body, "outputs": outputs}
 
 
 def _tensor_as_rest(tensor: Body) -> Body:

@@ -197,7 +197,6 @@ def test_empty_prompts_are_refused_in_rest_where_no_data_can_be_sent(info: Model
         {"shape": [-1], "data": ["a"]},
         {"shape": [1], "data": {"a": 1}},
         {"shape": [1], "data": ["\ud800"]},
-        {"shape": [1], "data": ["a"], "parameters": {"binary_data_size": 5}},
         {"shape": [1], "data": ["a"], "parameters": {"shared_memory_region": "r"}},
     ],
 )

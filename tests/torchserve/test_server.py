@@ -105,6 +105,22 @@ def _value(response: pb.ModelInferResponse) -> bytes:
     return b"".join(response.outputs[0].contents.bytes_contents)
 
 
+def test_binary_tensors_reach_a_handler_and_its_bytes_come_back_as_they_are(server: Server) -> None:
+    head = {"inputs": [{"name": "body", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 9}}]}
+    spelled = json.dumps({**head, "parameters": {"binary_data_output": True}}).encode()
+    response = httpx.post(
+        f"{server.url}/v2/models/facts/infer",
+        content=spelled + b"\x05\0\0\0bytes",
+        headers={"inference-header-content-length": str(len(spelled))},
+        timeout=_TIMEOUT_S,
+    )
+    assert response.status_code == 200, response.text
+    length = int(response.headers["inference-header-content-length"])
+    (tensor,) = json.loads(response.content[:length])["outputs"]
+    assert response.content[length:] == b"\x02\0\0\0\xff\0"
+    assert tensor == {"name": "output", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 6}}
+
+
 def test_hello_as_four_events_with_the_clients_id_and_one_final_flag(server: Server) -> None:
     for path in ("hello/infer_stream", "hello/versions/1.0/infer_stream"):
         events = _events(_post(server, path, _body("x")))

@@ -1,5 +1,7 @@
 """The body of one REST request: read within a bound, decompressed within the same bound, parsed as a JSON object.
 
+Raw bytes of tensors may follow the object: the header ``Inference-Header-Content-Length`` says where they begin.
+
 Knows nothing of what the object says. How slowly a client may send is the HTTP server's affair.
 """
 
@@ -13,7 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.protocol.v2_binary import with_elements
 
+JSON_LENGTH = "inference-header-content-length"
 _CODINGS = ("identity", "gzip", "x-gzip")
 
 
@@ -41,7 +45,19 @@ async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> dict[s
             raise ClientLeft
         body.feed(message.get("body", b""))
         more = message.get("more_body", False)
-    return _parse(body.whole())
+    whole = body.whole()
+    length = _json_length(headers, len(whole))
+    return with_elements(_parse(whole[:length]), whole[length:])
+
+
+def _json_length(headers: Headers, size: int) -> int:
+    """How many bytes of a body of this size are its JSON object."""
+    declared = headers.get(JSON_LENGTH)
+    if declared is None:
+        return size
+    if not declared.isdecimal() or not 0 < int(declared[:20]) <= size:
+        raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {size} bytes, got {declared[:20]!r}")
+    return int(declared)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

@@ -24,18 +24,20 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
+from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, split_off
 from mlserver_torch_stream.protocol.v2_outputs import Body
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.body import ClientLeft, read_object
+from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, read_object
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import as_invalid_input, as_refusal, send_json
+from mlserver_torch_stream.server.rest.refusal import Headers as EncodedHeaders
+from mlserver_torch_stream.server.rest.refusal import as_invalid_input, as_refusal, send_json, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 
@@ -64,7 +66,8 @@ class Answer(Protocol):
 
     def bodies(self) -> AsyncIterator[Body]: ...
 
-    async def whole_body(self) -> Body: ...
+    async def whole_body(self, binary: Callable[[str], bool]) -> Body:
+        """``binary``: the outputs, by name, whose elements are sent as they are, and not as JSON."""
 
     def failure_bodies(self, error: Exception) -> Sequence[Body]: ...
 
@@ -143,17 +146,24 @@ class _Visit:
             watcher.refused(self._request_id, error)
 
     async def _unary(self, model: TokenModel, body: dict[str, Any]) -> None:
+        binary = BinaryOutputs.wanted_by(body)
         answer, flat = self._open(model, body)
         try:
             async with watched(self._receive, partial(self._leave, answer)):
-                whole = await answer.whole_body()
+                whole = await answer.whole_body(binary)
         finally:
             answer.close()
         headers = as_headers(self._cloud_events(model, whole["id"]))
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send_json(self._send, 200, _speller(flat)(whole), encoded)
+        if binary.asked:
+            await _send_binary(self._send, *split_off(whole, binary), encoded)
+        else:
+            await send_json(self._send, 200, _speller(flat)(whole), encoded)
 
     async def _stream(self, model: TokenModel, body: dict[str, Any]) -> None:
+        asked = BinaryOutputs.wanted_by(body).asked
+        if asked:
+            raise InvalidInput(asked, "a stream of events has no binary outputs; use an endpoint that answers once")
         answer, flat = self._open(model, body)
         try:
             notice_lag_early(self._scope)
@@ -220,6 +230,13 @@ class _Visit:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
         self._door.data_plane._inference_middleware.response_middleware(response, model.settings)
         return extract_headers(response) or {}
+
+
+async def _send_binary(send: Send, body: Body, raw: bytes, headers: EncodedHeaders) -> None:
+    """The JSON object and, behind it, the elements of its binary outputs."""
+    spelled = orjson.dumps(body)
+    length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
+    await send_whole(send, 200, spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers])
 
 
 def _speller(flat: bool) -> Callable[[Body], bytes]:

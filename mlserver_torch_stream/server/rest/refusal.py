@@ -54,6 +54,10 @@ def as_invalid_input(error: ValidationError) -> InvalidInput:
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers) -> None:
-    always = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send_whole(send, status, body, [(b"content-type", b"application/json"), *headers])
+
+
+async def send_whole(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    always = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
     await send({"type": "http.response.body", "body": body})

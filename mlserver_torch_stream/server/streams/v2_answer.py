@@ -74,8 +74,8 @@ class V2Answer:
     async def whole(self) -> InferenceResponse:
         return as_response(await self.whole_body())
 
-    async def whole_body(self) -> Body:
-        """All that was generated, as one response."""
+    async def whole_body(self, binary: Callable[[str], bool] | None = None) -> Body:
+        """All that was generated, as one response. Its BYTES are text, which JSON and raw bytes carry alike."""
         async for event in self._events():
             if event.error is not None:
                 raise _as_request_error(event.error)

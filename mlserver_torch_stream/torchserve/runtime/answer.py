@@ -15,7 +15,7 @@ from mlserver.types import InferenceResponse
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Piece
 from mlserver_torch_stream.torchserve.runtime.watch import Watch
-from mlserver_torch_stream.torchserve.v2_output import Body, Reply, as_rest
+from mlserver_torch_stream.torchserve.v2_output import Body, Reply, as_rest, no_output
 
 # Of a response that holds all pieces: a handler that never ends is not to fill the memory.
 MOST_WHOLE_BYTES, MOST_WHOLE_PIECES = 1 << 30, 1 << 18
@@ -55,8 +55,8 @@ class HandlerAnswer:
         async for body in self._bodies():
             yield _as_response(body)
 
-    async def whole_body(self) -> Body:
-        return as_rest(await self._whole())
+    async def whole_body(self, binary: Callable[[str], bool] = no_output) -> Body:
+        return as_rest(await self._whole(), binary)
 
     async def whole(self) -> InferenceResponse:
         return _as_response(await self._whole())

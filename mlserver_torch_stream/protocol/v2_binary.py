@@ -1,0 +1,165 @@
+"""The binary tensor data extension of V2 over REST: elements as raw bytes behind the JSON object.
+
+Knows nothing of what a tensor means, nor of HTTP: it is given the object and the bytes that followed it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
+from mlserver_torch_stream.protocol import values
+
+SIZE = "binary_data_size"
+_DATA = "data"
+ALL_BINARY = "binary_data_output"
+_ONE_BINARY = "binary_data"
+_LENGTH_BYTES = 4  # before each element of BYTES, little-endian
+_FORMATS = {
+    "BOOL": "?",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "FP16": "e",
+    "FP32": "f",
+    "FP64": "d",
+}
+
+
+def with_elements(body: dict[str, Any], raw: bytes) -> dict[str, Any]:
+    """The request's object with the elements of its binary tensors, which stand in ``raw`` one after another."""
+    inputs = body.get("inputs")
+    tensors = []
+    position = 0
+    for tensor in inputs if isinstance(inputs, list) else []:
+        size = _size(tensor)
+        if size is None:
+            tensors.append(tensor)
+            continue
+        if size > len(raw) - position:
+            left = len(raw) - position
+            raise InvalidInput(_name(tensor), f"{SIZE} is {values.shown(size)}, {left} bytes are left of the body")
+        tensors.append(_with_elements(tensor, raw[position : position + size]))
+        position += size
+    if position < len(raw):
+        raise InvalidInput("body", f"{len(raw) - position} bytes belong to no input: none has a {SIZE} for them")
+    return {**body, "inputs": tensors} if raw or tensors else body
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryOutputs:
+    """Which outputs a request wants as raw bytes: what it says of one beats what it says of all."""
+
+    default: bool = False
+    chosen: Mapping[str, bool] | None = None
+
+    @classmethod
+    def wanted_by(cls, body: Mapping[str, Any]) -> BinaryOutputs:
+        """Raises InvalidInput. What is no V2 request wants none."""
+        if not isinstance(body.get("inputs"), list):
+            return cls()
+        outputs = body.get("outputs")
+        chosen = {}
+        for output in outputs if isinstance(outputs, list) else []:
+            flag = _flag(output, _ONE_BINARY)
+            if flag is not None:
+                chosen[str(output.get("name"))] = flag
+        return cls(bool(_flag(body, ALL_BINARY)), chosen)
+
+    @property
+    def asked(self) -> str | None:
+        """The parameter that asks for any; None if the request does not."""
+        if self.default:
+            return ALL_BINARY
+        return _ONE_BINARY if any((self.chosen or {}).values()) else None
+
+    def __call__(self, name: str) -> bool:
+        return (self.chosen or {}).get(name, self.default)
+
+
+def split_off(body: Mapping[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes]:
+    """A reply's object without the elements of its binary outputs, and these as bytes. Raises GenerationFailed."""
+    outputs, parts = [], []
+    for output in body["outputs"]:
+        if not wanted(output["name"]):
+            outputs.append(output)
+            continue
+        part = _packed(output)
+        kept = {key: value for key, value in output.items() if key != _DATA}
+        outputs.append({**kept, "parameters": {**output.get("parameters", {}), SIZE: len(part)}})
+        parts.append(part)
+    return {**body, "outputs": outputs}, b"".join(parts)
+
+
+def _name(tensor: Mapping[str, Any]) -> str:
+    name = tensor.get("name")
+    return str(name) if values.is_text(name) else "inputs"
+
+
+def _size(tensor: Any) -> int | None:
+    """None for a tensor whose elements are in the object, or that is none at all."""
+    parameters = tensor.get("parameters") if isinstance(tensor, dict) else None
+    if not isinstance(parameters, dict) or SIZE not in parameters:
+        return None
+    size = parameters[SIZE]
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidInput(_name(tensor), f"{SIZE} must be a number of bytes, got {values.shown(size)}")
+    if _DATA in tensor:
+        raise InvalidInput(_name(tensor), f"has both {_DATA} and {SIZE}")
+    return size
+
+
+def _with_elements(tensor: dict[str, Any], part: bytes) -> dict[str, Any]:
+    name, datatype = _name(tensor), tensor.get("datatype")
+    elements = list(_texts(name, part)) if datatype == "BYTES" else _numbers(name, datatype, part)
+    parameters = {key: value for key, value in tensor["parameters"].items() if key != SIZE}
+    return {**tensor, "parameters": parameters, _DATA: elements}
+
+
+def _texts(name: str, part: bytes) -> Iterator[bytes]:
+    position = 0
+    while position < len(part):
+        start = position + _LENGTH_BYTES
+        position = start + int.from_bytes(part[position:start], "little")
+        if start > len(part) or position > len(part):
+            raise InvalidInput(name, "its last element is longer than the bytes that are left of it")
+        yield part[start:position]
+
+
+def _numbers(name: str, datatype: Any, part: bytes) -> list[Any]:
+    if not isinstance(datatype, str) or datatype not in _FORMATS:
+        raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
+    size = struct.calcsize("<" + _FORMATS[datatype])
+    count, rest = divmod(len(part), size)
+    if rest:
+        raise InvalidInput(name, f"{SIZE} is {len(part)}, no multiple of the {size} bytes of one {datatype}")
+    return list(struct.unpack(f"<{count}{_FORMATS[datatype]}", part))
+
+
+def _flag(holder: Any, name: str) -> bool | None:
+    parameters = holder.get("parameters") if isinstance(holder, dict) else None
+    flag = parameters.get(name) if isinstance(parameters, dict) else None
+    if flag is not None and not isinstance(flag, bool):
+        raise InvalidInput(name, f"must be true or false, got {values.shown(flag)}")
+    return flag
+
+
+def _packed(output: Mapping[str, Any]) -> bytes:
+    datatype, elements = output["datatype"], output[_DATA]
+    try:
+        if datatype == "BYTES":
+            raw = [element if isinstance(element, bytes) else element.encode() for element in elements]
+            return b"".join(len(element).to_bytes(_LENGTH_BYTES, "little") + element for element in raw)
+        numbers = [math.nan if element is None else element for element in elements]
+        return struct.pack(f"<{len(numbers)}{_FORMATS[datatype]}", *numbers)
+    except (AttributeError, KeyError, OverflowError, struct.error):
+        raise GenerationFailed(f"output {output['name']}: its elements are no {datatype}") from None
