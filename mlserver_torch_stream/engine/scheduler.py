@@ -20,6 +20,10 @@ _LEAST_SLACK = 1.0625  # with that much to spare nothing is moved for a newcomer
 # two, a quarter to spare and a quarter left did, and move rows about as often (benchmarks/results/cache_layout.md).
 _SHRINK = 1 / 2
 
+# On a CPU a forward of few tokens reads all weights for them: in the time of one of 16, kernels prefill some 40 to 60
+# (0.33 ms for each further token and 14 ms for a single one: `--parts chunks` in benchmarks/LOG.md).
+_PREFILL_FLOOR = 64
+
 Cost = Callable[[int, int], int]
 """Bytes of a cache of (rows, columns)."""
 
@@ -28,6 +32,8 @@ Cost = Callable[[int, int], int]
 class Limits:
     """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole.
 
+    A prefill forward counts as ``prefill_floor`` tokens at least, so that one step never runs more than
+    ``ceil(prefill_tokens / prefill_floor)`` of them, however short the prompts are.
     ``stages``: batches of rows of about one length that can be decoded at the same time. There are at most ``batches``
     for each, and rows whose lengths differ more than ``spread`` times are in different ones as long as there are fewer:
     every row of a batch pays for its longest, and every batch is a forward. ``joint``: one forward takes all of them,
@@ -42,6 +48,11 @@ class Limits:
     batches: int = 4
     spread: int = 4
     joint: bool = False
+    prefill_floor: int = _PREFILL_FLOOR
+
+    def prefill_charge(self, tokens: int) -> int:
+        """What a forward of so many prompt tokens takes of a step's ``prefill_tokens``."""
+        return max(tokens, self.prefill_floor)
 
 
 def joint_limits(limits: Limits) -> Limits:
@@ -143,7 +154,7 @@ class Scheduler:
         """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit.
 
         At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way. ``spent``:
-        tokens that this step has prefilled already.
+        what the forwards of this step have been charged already.
         """
         left = self.limits.prefill_tokens
         if spent:
@@ -163,9 +174,10 @@ class Scheduler:
                 pieces.append(Piece(job, job.ready_ids))
             return 0 if pieces else None
         count = min(job.ready_ids, left)
-        if count > 0:
-            pieces.append(Piece(job, count))
-        return left - max(count, 0)
+        if count <= 0:
+            return left
+        pieces.append(Piece(job, count))
+        return left - self.limits.prefill_charge(count)
 
     def _admit(self) -> Job | None:
         rows = self.running_rows + sum(job.rows for job in self.prefilling)

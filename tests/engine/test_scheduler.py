@@ -6,6 +6,7 @@ Torch-free: a cache is a number of bytes here, and a forward is a counter.
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -56,16 +57,20 @@ class Engine:
         self.started: list[Job] = []
 
     def step(self) -> int:
-        pieces = self.scheduler.pieces()
-        self.check()
-        for piece in pieces:
-            self.prefill(piece)
+        spent = total = forwards = 0
+        while pieces := self.scheduler.pieces(spent=spent):
+            self.check()
+            for piece in pieces:
+                total += piece.count
+                forwards += 1
+                spent += self.limits.prefill_charge(piece.count)
+                self.prefill(piece)
+        chunk, floor = self.limits.prefill_tokens, self.limits.prefill_floor
+        assert forwards <= (1 if chunk is None else math.ceil(chunk / floor))
+        assert chunk is None or total <= chunk
         for group in [group for group in self.scheduler.groups if group.rows]:
             self.decode(group)
         self.retire()
-        chunk = self.limits.prefill_tokens
-        total = sum(piece.count for piece in pieces)
-        assert total <= chunk if chunk is not None else len(pieces) <= 1
         return total
 
     def prefill(self, piece: Piece) -> None:
@@ -146,6 +151,7 @@ LIMITS = st.builds(
     cost=st.just(cost),
     spread=st.sampled_from([2, 4]),
     joint=st.booleans(),
+    prefill_floor=st.integers(1, 80),
 )
 
 
@@ -233,6 +239,16 @@ def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
     pieces = [engine.step() for _ in range(7)]
     assert pieces == [16] * 6 + [4]
     assert len(group.rows[0].tokens) == decoded + 7
+
+
+def test_a_flood_of_short_prompts_lets_rows_decode_in_between() -> None:
+    """A forward of 16 tokens takes nearly as long as one of 64: 32 of them in one step are a long pause."""
+    engine = Engine(Limits(max_rows=40, prefill_tokens=512, cache_bytes=10**6, cost=cost))
+    engine.scheduler.add(job_of(3, 100))
+    engine.step()
+    for _ in range(32):
+        engine.scheduler.add(job_of(16, 5))
+    assert [engine.step() for _ in range(5)] == [8 * 16] * 4 + [0]
 
 
 def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
