@@ -70,8 +70,8 @@ COUNTERS = (
 class TokenStream(Protocol):
     """The events of one submit, in order within each sequence; ends after the last event of every sequence.
 
-    A reader that lags gets fewer, larger events (``TokenEvent.merge``): the engine never waits for it and the
-    mailbox never holds more than one event per sequence.
+    A reader that lags gets fewer, larger events, none of which is larger than ``MOST_PER_EVENT``: the engine never
+    waits for it.
     """
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...

@@ -315,10 +315,10 @@ class EngineWorker:
         """Posts what the answers have to say with one wake-up per event loop, and forgets streams that ended."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
         for answer in answers:
-            event = answer.take_event()
+            events = answer.take_events()
             mailbox = answer.job.mailbox
-            if event is not None and mailbox.closed_at is None:
-                posts.setdefault(mailbox.loop, []).append((mailbox, event))
+            if mailbox.closed_at is None:
+                posts.setdefault(mailbox.loop, []).extend((mailbox, event) for event in events)
             if answer.finish_reason is not None:
                 self._forget(mailbox)
         for loop, post in posts.items():
