@@ -44,7 +44,7 @@ class BatchedBackend(RowBatches):
         """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
         charge = self._scheduler.limits.prefill_charge
         spent = 0
-        while pieces := self._scheduler.pieces(spent=spent):
+        while pieces := self._next_pieces(spent=spent):
             self._gauge()  # who was admitted does not wait any more, however long the step takes
             for piece in pieces:
                 spent += charge(self._prefill(piece, deliver))

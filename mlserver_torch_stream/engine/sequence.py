@@ -128,7 +128,7 @@ class Sequence:
         return Usage(
             num_input_tokens=len(job.prompt),
             num_output_tokens=len(self.tokens),
-            queue_s=started - job.submitted_at,
+            queue_s=started - job.whole_at,
             ttft_s=first - job.submitted_at,
         )
 
@@ -145,8 +145,10 @@ class Job:
     priority: int = DEFAULT_PRIORITY
     client: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
+    whole_at: float = 0.0  # since when it can wait for a row
     started_at: float | None = None
     prefilled: int = 0
+    ahead: bool = True  # while it is open, its ids may be prefilled in memory that it gives up to others
     sequences: list[Sequence] = field(default_factory=list)
 
     @classmethod
@@ -163,6 +165,7 @@ class Job:
             client=given.client,
         )
         indices = range(given.first_index, given.first_index + given.sampling.n)
+        job.whole_at = job.submitted_at
         job.sequences = [Sequence(job, index, codec, eos_token_ids) for index in indices]
         return job
 
@@ -186,8 +189,8 @@ class Job:
 
     @property
     def final_length(self) -> int:
-        """The most tokens that one of its rows can come to hold; an open prompt may fill the context."""
-        return len(self.prompt) + self.max_tokens if self.sealed else self.max_context
+        """The most tokens that one of its rows can come to hold."""
+        return len(self.prompt) + self.max_tokens
 
     @property
     def ready_ids(self) -> int:
@@ -202,6 +205,7 @@ class Job:
         kept = self.prompt[: self.prefilled] == list(prompt_ids[: self.prefilled]) and self.prefilled < len(prompt_ids)
         self.prompt[:] = prompt_ids
         self.sealed = True
+        self.whole_at = time.monotonic()
         if not kept:
             self.prefilled = 0
         return kept

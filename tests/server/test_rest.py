@@ -149,7 +149,7 @@ def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling:
     ):
         server.wait_for("tiny", lambda now: now["generated_tokens"] - before >= 500)
         lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-    assert sum(map(len, lines)) > 300_000 > 48 * 1024 >= max(len(line.encode()) for line in lines)
+    assert sum(map(len, lines)) > 200_000 > 48 * 1024 >= max(len(line.encode()) for line in lines)
     replies = [json.loads(line.removeprefix("data: ")) for line in lines]
     finals = [(reply if spelling == "flat" else reply["parameters"])["triton_final_response"] for reply in replies]
     assert finals == [*[False] * (len(finals) - 1), True]
