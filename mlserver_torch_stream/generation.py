@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from mlserver_torch_stream.arrivals import Arrivals
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, PromptJob, TokenStream
 from mlserver_torch_stream.types import (
     ChatPrompt,
@@ -87,24 +88,36 @@ class Generator:
             watch.prompted(request.prompts, sum(len(job.prompt_ids) for job in jobs))
             opened(_Watched(self.engine.submit(jobs), watch))
 
-    async def assemble(self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened) -> None:
+    async def assemble(
+        self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
+    ) -> None:
         """Submits one prompt that comes in pieces: prefilled as they come, sealed when they end.
 
-        ``pieces`` are of the same kind as the request's own prompt, the first piece. Raises RequestError.
+        ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one has to come within
+        ``timeout`` seconds (0: at any time). Raises RequestError.
         """
         with self._watched(request) as watch:
             stream = _Watched(self.engine.submit([replace(self._job(request), open=True)]), watch)
             opened(stream)
-            parts = [request.prompts[0]]
-            known = _KnownIds(self.codec)
-            stream.extend(await known.grow(parts[0]))
-            async for piece in pieces:
-                parts.append(piece)
-                stream.extend(await known.grow(piece))
-            prompt = _join(parts)
+            arrivals = Arrivals(pieces, stream, timeout)
+            try:
+                prompt = await self._whole(request.prompts[0], arrivals, stream)
+            finally:
+                arrivals.close()
             ids = await _off_loop_if_long(self.codec.encode, prompt)
             watch.prompted([prompt], len(ids))
             stream.seal(ids)
+
+    async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
+        """The prompt of all pieces, each of which ``stream`` has been told of."""
+        parts: list[Prompt] = []
+        known = _KnownIds(self.codec)
+        piece: Prompt | None = first
+        while piece is not None:
+            parts.append(piece)
+            stream.extend(await known.grow(piece))
+            piece = await arrivals.next()
+        return _join(parts)
 
     @contextmanager
     def decoding(self, request_id: str) -> Iterator[None]:

@@ -81,8 +81,9 @@ class TorchStreamRuntime(Resident):
         session: Session | None = None
         try:
             generator = self._entered(Entrance.GRPC_STREAM)
-            patience = read_options().stalled_reader_timeout
-            session = Session(generator, self._model_name(), payloads, self.visits, patience)
+            options = read_options()
+            patience = options.stalled_reader_timeout, options.piece_timeout
+            session = Session(generator, self._model_name(), payloads, self.visits, *patience)
             async for response in await session.open():
                 yield response
         except RequestError as error:

@@ -5,7 +5,7 @@ Knows nothing of tensors, HTTP, gRPC or MLServer; it imports only the standard l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -128,6 +128,14 @@ class GenerationRequest:
     client: str = ""  # whose backlog it counts to while it waits; "": of all who do not say
 
 
+# The most that one event holds, in characters, so that its line stays below 48 KiB in every spelling; there are proxies
+# that read lines of 64 KiB. A character is at most 19 bytes: a control character, which Seldon's spelling has three
+# times, once of these as JSON within JSON. A log-probability is up to 190 bytes there, each alternative up to 130.
+MOST_PER_EVENT = 1536
+_CHARACTERS_PER_LOGPROB = 10
+_CHARACTERS_PER_ALTERNATIVE = 7
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Natural-log probability of one chosen token and of the most likely alternatives at its position."""
@@ -165,8 +173,19 @@ class TokenEvent:
     usage: Usage | None = None
     error: Exception | None = None
 
+    @property
+    def size(self) -> int:
+        """In characters: what ``MOST_PER_EVENT`` bounds."""
+        alternatives = sum(len(entry.top) for entry in self.logprobs)
+        return (
+            len(self.text)
+            + len(self.token_ids)
+            + _CHARACTERS_PER_LOGPROB * len(self.logprobs)
+            + _CHARACTERS_PER_ALTERNATIVE * alternatives
+        )
+
     def merge(self, later: TokenEvent) -> TokenEvent:
-        """This event and a later one of the same sequence as one, for readers that lag."""
+        """This event and a later one of the same sequence as one."""
         return TokenEvent(
             index=self.index,
             text=self.text + later.text,
@@ -177,6 +196,14 @@ class TokenEvent:
             usage=later.usage,
             error=later.error,
         )
+
+
+def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
+    """Adds an event to earlier ones of its sequence: merged with the last of them if both are small enough."""
+    if events and events[-1].size + later.size <= MOST_PER_EVENT:
+        events[-1] = events[-1].merge(later)
+    else:
+        events.append(later)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Admission:
         for job in jobs:
             self.check_length(len(job.prompt_ids), open_ended=job.open)
             self.check_ids(job.prompt_ids)
-            self._check_size(job, refusal)
+            self.check_size(job, len(job.prompt_ids), refusal)
 
     def check_length(self, tokens: int, *, open_ended: bool) -> None:
         context = self._info.max_context
@@ -44,14 +44,21 @@ class Admission:
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
             raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
 
-    def _check_size(self, job: PromptJob, refusal: Refusal) -> None:
+    def check_size(self, job: PromptJob, prompt: int, refusal: Refusal) -> None:
+        """Of a prompt that has so many tokens now."""
         context, asked = self._info.max_context, job.sampling.max_tokens
-        prompt = context if job.open else len(job.prompt_ids)
-        final = context if asked is None or job.open else min(context, prompt + asked)
+        final = context if asked is None else min(context, prompt + asked)
         reason = refusal(job.sampling.n, prompt, final)
         if reason is not None:
             too_many = job.sampling.n > 1 and refusal(1, prompt, final) is None
             raise InvalidInput("n" if too_many else "max_tokens", reason)
+
+    def check_open(self, count: int, retry_after: int) -> None:
+        """Of prompts whose end has not come, before another one is opened."""
+        if count >= self._bounds.max_queue:
+            raise QueueFull(
+                f"{count} prompts are being sent in pieces already, of {self._bounds.max_queue} allowed", retry_after
+            )
 
     def check_queue(self, jobs: Sequence[PromptJob], waiting: int, waiting_tokens: int, retry_after: int) -> None:
         bounds = self._bounds

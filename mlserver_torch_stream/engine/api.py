@@ -40,7 +40,8 @@ class EngineStats:
     waiting_jobs: int = 0  # queued
     waiting_tokens: int = 0  # of their prompts
     prefilling_jobs: int = 0
-    kv_cache_bytes: int = 0  # reserved by running and prefilling rows
+    open_prompts: int = 0  # whose end has not come: they hold no row
+    kv_cache_bytes: int = 0  # reserved by running and prefilling rows, and by what is prefilled of open prompts
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # of prompts that are kept for later ones that begin alike
     decode_steps: int = 0
@@ -70,8 +71,8 @@ COUNTERS = (
 class TokenStream(Protocol):
     """The events of one submit, in order within each sequence; ends after the last event of every sequence.
 
-    A reader that lags gets fewer, larger events (``TokenEvent.merge``): the engine never waits for it and the
-    mailbox never holds more than one event per sequence.
+    A reader that lags gets fewer, larger events, none of which is larger than ``MOST_PER_EVENT``: the engine never
+    waits for it.
     """
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
@@ -79,7 +80,10 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvent: ...
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Appends ids to the (single, open) job; they are prefilled as they come."""
+        """Appends ids to the (single, open) job, which are prefilled as they come where nobody else needs the memory.
+
+        Raises InvalidInput when the prompt has become too long.
+        """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
         """Ends an open job with its whole prompt; what was prefilled and is no prefix of it is prefilled anew."""

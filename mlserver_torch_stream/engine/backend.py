@@ -13,6 +13,8 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 
+_WORK = ("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "open_prompts", "kv_cache_bytes")
+
 Deliver = Callable[[Sequence[Answer]], None]
 
 
@@ -40,7 +42,7 @@ class Remains:
     """Stands for a backend that died: it does nothing, lets go of all memory and keeps the counters."""
 
     def __init__(self, last: EngineStats) -> None:
-        gone = dict.fromkeys(("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "kv_cache_bytes"), 0)
+        gone = dict.fromkeys(_WORK, 0)
         self._stats = replace(last, **gone)
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:

@@ -42,15 +42,16 @@ class BatchedBackend(RowBatches):
 
     def _prefill_share(self, deliver: Deliver) -> bool:
         """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
+        charge = self._scheduler.limits.prefill_charge
         spent = 0
-        while pieces := self._scheduler.pieces(spent=spent):
+        while pieces := self._next_pieces(spent=spent):
             self._gauge()  # who was admitted does not wait any more, however long the step takes
             for piece in pieces:
-                spent += self._prefill(piece, deliver)
+                spent += charge(self._prefill(piece, deliver))
         return spent > 0
 
     def _prefill(self, piece: Piece, deliver: Deliver) -> int:
-        """Returns how many prefilled tokens the work was worth, at least 1."""
+        """Returns how many prefilled tokens the work was worth."""
         job, known = piece.job, piece.job.prefilled
         try:
             ids = self._take_up(piece)

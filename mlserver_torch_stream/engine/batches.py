@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -111,6 +111,13 @@ class RowBatches:
 
     # --- prefill ---
 
+    def _next_pieces(self, busy: Collection[Job] = (), most: int | None = None, spent: int = 0) -> list[Piece]:
+        """What the scheduler has prefilled next; the caches that it gives up for that are gone."""
+        pieces = self._scheduler.pieces(busy, most, spent)
+        for job in self._scheduler.open_prompts.take_given_up():
+            self._prefills.pop(job, None)
+        return pieces
+
     def _fail_prefill(self, job: Job, error: Exception, deliver: Deliver) -> None:
         logger.error("prefill failed", exc_info=error)
         self._check_devices()
@@ -121,24 +128,27 @@ class RowBatches:
     def _take_up(self, piece: Piece) -> list[int]:
         """The piece's ids, and a cache for them where it is the prompt's first."""
         job = piece.job
-        if job.started_at is None:
+        if job.started_at is None and job.sealed:
             job.started_at = time.monotonic()
+        columns = self._scheduler.open_prompts.columns(job)
         if job.prefilled == 0:
-            self._prefills[job] = self._begin(job)
+            self._prefills[job] = self._begin(job, columns)
+        elif self._prefills[job].allocated != (1, columns):  # it was begun when less had come of the prompt
+            self._prefills[job].resize(1, columns)
         return job.prompt[job.prefilled : job.prefilled + piece.count]
 
     def _advance(self, job: Job, ids: Sequence[int]) -> None:
         job.prefilled += len(ids)
         self._count(prefill_tokens=len(ids))
 
-    def _begin(self, job: Job) -> RowCache:
+    def _begin(self, job: Job, columns: int) -> RowCache:
         """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
         found = self._prefixes.begin(job.prompt) if self._prefixes.wanted and job.sealed else None
         if found is not None:
             cache, job.prefilled = found
             self._count(prefix_hit_tokens=job.prefilled)
             return cache
-        cache = self._layout.cache(capacity=len(job.prompt))
+        cache = self._layout.cache(capacity=columns)
         cache.begin_row()
         return cache
 
@@ -313,6 +323,7 @@ class RowBatches:
             waiting_jobs=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             prefilling_jobs=len(scheduler.prefilling),
+            open_prompts=len(scheduler.open_prompts.jobs),
             kv_cache_bytes=scheduler.reserved_bytes,
             prefix_cache_bytes=self._prefixes.bytes,
         )

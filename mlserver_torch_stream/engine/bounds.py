@@ -36,10 +36,11 @@ class Deadlines:
         self._most = _FEW
 
     def add(self, job: Job, seconds: float | None, *, while_waiting: bool) -> None:
-        """``while_waiting``: only counts for a job that has not started by then."""
+        """``while_waiting``: only counts for a job that has not started by then, since its prompt is whole."""
         if seconds is None:
             return
-        heapq.heappush(self._heap, (job.submitted_at + seconds, next(self._order), job, while_waiting))
+        since = job.whole_at if while_waiting else job.submitted_at
+        heapq.heappush(self._heap, (since + seconds, next(self._order), job, while_waiting))
         if len(self._heap) > self._most:
             self._forget_finished()
 

@@ -1,15 +1,17 @@
-"""The asyncio side of one submit: events wait here for their reader, at most one per sequence.
+"""The asyncio side of one submit: events wait here for their reader, merged to as few as ``MOST_PER_EVENT`` allows.
 
-Knows nothing of how events come about; a reader that lags gets merged events, and the engine never waits for it.
+Knows nothing of how events come about. The engine never waits for a reader, and what waits for one that lags is bounded
+by the length of the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from mlserver_torch_stream.types import TokenEvent
+from mlserver_torch_stream.types import TokenEvent, add_event
 
 
 class Mailbox:
@@ -19,7 +21,7 @@ class Mailbox:
         self.loop = loop
         self.closed_at: float | None = None
         self._unfinished = sequences
-        self._pending: dict[int, TokenEvent] = {}
+        self._pending: dict[int, deque[TokenEvent]] = {}  # by sequence
         self._arrival: asyncio.Future[None] | None = None
         self._wake = wake
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
@@ -31,8 +33,7 @@ class Mailbox:
     def deliver(self, event: TokenEvent) -> None:
         if self.closed_at is not None:
             return
-        earlier = self._pending.get(event.index)
-        self._pending[event.index] = event if earlier is None else earlier.merge(event)
+        add_event(self._pending.setdefault(event.index, deque()), event)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
@@ -51,7 +52,10 @@ class Mailbox:
                 await self._arrival
             finally:
                 self._arrival = None
-        event = self._pending.pop(next(iter(self._pending)))
+        waiting = self._pending.pop(next(iter(self._pending)))
+        event = waiting.popleft()
+        if waiting:
+            self._pending[event.index] = waiting  # behind the other sequences: all of them move on
         if event.finish_reason is not None:
             self._unfinished -= 1
         return event

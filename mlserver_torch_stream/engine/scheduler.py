@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from mlserver_torch_stream.engine.open_prompts import OpenPrompts
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.waiting import WaitingJobs
@@ -20,6 +21,10 @@ _LEAST_SLACK = 1.0625  # with that much to spare nothing is moved for a newcomer
 # two, a quarter to spare and a quarter left did, and move rows about as often (benchmarks/results/cache_layout.md).
 _SHRINK = 1 / 2
 
+# On a CPU a forward of few tokens reads all weights for them: in the time of one of 16, kernels prefill some 40 to 60
+# (0.33 ms for each further token and 14 ms for a single one: `--parts chunks` in benchmarks/LOG.md).
+_PREFILL_FLOOR = 64
+
 Cost = Callable[[int, int], int]
 """Bytes of a cache of (rows, columns)."""
 
@@ -28,6 +33,8 @@ Cost = Callable[[int, int], int]
 class Limits:
     """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole.
 
+    A prefill forward counts as ``prefill_floor`` tokens at least, so that one step never runs more than
+    ``ceil(prefill_tokens / prefill_floor)`` of them, however short the prompts are.
     ``stages``: batches of rows of about one length that can be decoded at the same time. There are at most ``batches``
     for each, and rows whose lengths differ more than ``spread`` times are in different ones as long as there are fewer:
     every row of a batch pays for its longest, and every batch is a forward. ``joint``: one forward takes all of them,
@@ -42,6 +49,11 @@ class Limits:
     batches: int = 4
     spread: int = 4
     joint: bool = False
+    prefill_floor: int = _PREFILL_FLOOR
+
+    def prefill_charge(self, tokens: int) -> int:
+        """What a forward of so many prompt tokens takes of a step's ``prefill_tokens``."""
+        return max(tokens, self.prefill_floor)
 
 
 def joint_limits(limits: Limits) -> Limits:
@@ -105,11 +117,16 @@ class Piece:
 
 
 class Scheduler:
-    """Admits waiting jobs in their queue's order while rows and memory last, and keeps account of both."""
+    """Admits waiting jobs in their queue's order while rows and memory last, and keeps account of both.
+
+    An open prompt is admitted when it is whole. What has come of it is prefilled ahead, in memory that no admitted job
+    needs: it is billed for what has come, and given up for the next job that it would keep out.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.waiting = WaitingJobs()
+        self.open_prompts = OpenPrompts(limits.cost, row_step)
         self.prefilling: list[Job] = []
         self.groups: list[Group] = []
         self._targets: dict[Job, Group] = {}
@@ -121,7 +138,7 @@ class Scheduler:
     @property
     def reserved_bytes(self) -> int:
         batches = sum(self.limits.cost(*group.needed()) for group in self.groups)
-        return batches + sum(map(self._prefill_bill, self.prefilling))
+        return batches + self.open_prompts.bytes + sum(map(self._prefill_bill, self.prefilling))
 
     def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
         """Whether a job could run on an idle engine."""
@@ -137,24 +154,38 @@ class Scheduler:
         return low
 
     def add(self, job: Job) -> None:
-        self.waiting.add(job)
+        if job.sealed:
+            self.waiting.add(job)
+        else:
+            self.open_prompts.jobs.append(job)
 
     def pieces(self, busy: Collection[Job] = (), most: int | None = None, spent: int = 0) -> list[Piece]:
-        """The prompt ids to prefill in this step: of those begun first, then of newcomers while they fit.
+        """The prompt ids to prefill in this step: of those begun, of newcomers while they fit, then of open prompts.
 
         At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way. ``spent``:
-        tokens that this step has prefilled already.
+        what the forwards of this step have been charged already.
         """
         left = self.limits.prefill_tokens
         if spent:
             left = max(0, left - spent) if left is not None else 0
         pieces: list[Piece] = []
+        for job in self.open_prompts.take_whole(busy):
+            self.waiting.add(job)
         for job in self.prefilling:
             if job not in busy and len(pieces) != most:
                 left = self._take(job, left, pieces)
-        while (left is None or left > 0) and len(pieces) != most and (newcomer := self._admit()) is not None:
-            left = self._take(newcomer, left, pieces)
+        while (left is None or left > 0) and len(pieces) != most and (newcomer := self._admit(busy)) is not None:
+            if newcomer not in busy:
+                left = self._take(newcomer, left, pieces)
+        for job in self.open_prompts.jobs:
+            if left is not None and job not in busy and len(pieces) != most and self._can_prefill_ahead(job, left):
+                left = self._take(job, left, pieces)
         return pieces
+
+    def _can_prefill_ahead(self, job: Job, left: int) -> bool:
+        if not job.ahead or min(job.ready_ids, left) <= 0:
+            return False
+        return self.open_prompts.reserve(job, self.limits.cache_bytes - self.reserved_bytes)
 
     def _take(self, job: Job, left: int | None, pieces: list[Piece]) -> int | None:
         if left is None:
@@ -163,15 +194,16 @@ class Scheduler:
                 pieces.append(Piece(job, job.ready_ids))
             return 0 if pieces else None
         count = min(job.ready_ids, left)
-        if count > 0:
-            pieces.append(Piece(job, count))
-        return left - max(count, 0)
+        if count <= 0:
+            return left
+        pieces.append(Piece(job, count))
+        return left - self.limits.prefill_charge(count)
 
-    def _admit(self) -> Job | None:
+    def _admit(self, busy: Collection[Job]) -> Job | None:
         rows = self.running_rows + sum(job.rows for job in self.prefilling)
         if rows >= self.limits.max_rows:
             return None
-        reserved = self.reserved_bytes
+        reserved = self.reserved_bytes - self.open_prompts.bytes_to_spare(busy)
         admitted = self.waiting.admit(lambda job: self._choose(job, self.limits.max_rows - rows, reserved))
         if admitted is None:
             return None
@@ -181,6 +213,8 @@ class Scheduler:
             self.groups.append(group)
         self._targets[job] = group
         self.prefilling.append(job)
+        self.open_prompts.remove(job)
+        self.open_prompts.give_up(self.reserved_bytes - self.limits.cache_bytes, busy)
         return job
 
     def _choose(self, job: Job, free_rows: int, reserved: int) -> Group | None:
@@ -218,7 +252,10 @@ class Scheduler:
         return Group([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else Group()
 
     def _prefill_bill(self, job: Job) -> int:
-        return self.limits.cost(1, len(job.prompt) if job.sealed else job.final_length)
+        return self.limits.cost(1, self.open_prompts.columns(job))
+
+    def is_admitted(self, job: Job) -> bool:
+        return job in self._targets
 
     def target(self, job: Job) -> Group:
         """The batch that an admitted job is on its way to."""
@@ -240,6 +277,7 @@ class Scheduler:
             self.prefilling.remove(job)
         elif job in self.waiting:
             self.waiting.remove(job)
+        self.open_prompts.remove(job)
 
     def keep(self, group: Group, order: list[int]) -> bool:
         """Keeps the rows at these old indices, in this order; True if the group's cache should shrink."""

@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, PromptJob
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.stops import StopMatcher
-from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
+from mlserver_torch_stream.types import (
+    MOST_PER_EVENT,
+    FinishReason,
+    SamplingParameters,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+    add_event,
+)
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.sampling.sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
+# A text that was held back may be long: it is said in parts, the first of which has room for a token and all about it.
+_MOST_TEXT = MOST_PER_EVENT // 2
+
 
 class Sequence:
-    """One row: its tokens so far, its text, and at most one event that waits to be delivered."""
+    """One row: its tokens so far, its text, and the events that wait to be delivered."""
 
     def __init__(self, job: Job, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
         params = job.params
@@ -38,9 +49,7 @@ class Sequence:
         self._end_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self._first_token_at: float | None = None
         self._cumulative_logprob = 0.0
-        self._text: list[str] = []
-        self._new_tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._unsaid: list[TokenEvent] = []
         self._error: Exception | None = None
 
     @property
@@ -57,27 +66,34 @@ class Sequence:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
         self.tokens.append(token_id)
-        self._new_tokens.append(token_id)
         if logprob is not None:
-            self._logprobs.append(logprob)
             self._cumulative_logprob += logprob.logprob
-        if token_id in self._end_ids and len(self.tokens) > self.job.params.min_tokens:
-            if self.job.params.include_stop_str_in_output:
-                self._push([token_id])
-            self.finish(FinishReason.STOP)
-            return
-        self._push([token_id])
-        if self._stops.hit is not None:
+        ends = token_id in self._end_ids and len(self.tokens) > self.job.params.min_tokens
+        hidden = ends and not self.job.params.include_stop_str_in_output
+        text = "" if hidden else self._push([token_id])
+        self._say(text, (token_id,), () if logprob is None else (logprob,))
+        if ends or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.job.max_tokens:
             self.finish(FinishReason.LENGTH)
 
-    def _push(self, token_ids: Ids[int]) -> None:
+    def _push(self, token_ids: Ids[int]) -> str:
+        """The text that is known now."""
         text = self._detokenizer.push(token_ids)
         if len(self.tokens) > self.job.params.min_tokens:  # as with the tokens that end an answer
             text = self._stops.push(text)
-        if text:
-            self._text.append(text)
+        return text
+
+    def _say(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
+        add_event(self._unsaid, self._event(text[:_MOST_TEXT], token_ids, logprobs))
+        for start in range(_MOST_TEXT, len(text), _MOST_TEXT):
+            add_event(self._unsaid, self._event(text[start : start + _MOST_TEXT]))
+
+    def _event(
+        self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> TokenEvent:
+        cumulative = self._cumulative_logprob if self.job.params.logprobs else None
+        return TokenEvent(self.index, text, token_ids, logprobs, cumulative)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         if self.finish_reason is not None:
@@ -87,31 +103,23 @@ class Sequence:
         if reason is FinishReason.ERROR:
             return  # it may be the text that failed
         if self._stops.hit is None:
-            self._text.append(self._stops.push(self._detokenizer.flush()))
+            self._say(self._stops.push(self._detokenizer.flush()))
         if self._stops.hit is None:
-            self._text.append(self._stops.flush())
+            self._say(self._stops.flush())
 
-    def take_event(self) -> TokenEvent | None:
+    def take_events(self) -> Ids[TokenEvent]:
         """What there is to say since the last call, nothing after the last event.
 
-        None also while a character or a possible stop string is held back.
+        Nothing also while a character or a possible stop string is held back.
         """
-        text = "".join(self._text)
-        if self.told or (not text and self.finish_reason is None):
-            return None
-        self.told = self.finish_reason is not None
-        event = TokenEvent(
-            index=self.index,
-            text=text,
-            token_ids=tuple(self._new_tokens),
-            logprobs=tuple(self._logprobs),
-            cumulative_logprob=self._cumulative_logprob if self.job.params.logprobs else None,
-            finish_reason=self.finish_reason,
-            usage=self._usage() if self.finish_reason is not None else None,
-            error=self._error,
-        )
-        self._text, self._new_tokens, self._logprobs = [], [], []
-        return event
+        if self.told or (self.finish_reason is None and not any(event.text for event in self._unsaid)):
+            return ()
+        events, self._unsaid = self._unsaid, []
+        if self.finish_reason is not None:
+            self.told = True
+            last = events.pop() if events else self._event()
+            events.append(replace(last, finish_reason=self.finish_reason, usage=self._usage(), error=self._error))
+        return events
 
     def _usage(self) -> Usage:
         job = self.job
@@ -120,7 +128,7 @@ class Sequence:
         return Usage(
             num_input_tokens=len(job.prompt),
             num_output_tokens=len(self.tokens),
-            queue_s=started - job.submitted_at,
+            queue_s=started - job.whole_at,
             ttft_s=first - job.submitted_at,
         )
 
@@ -137,8 +145,10 @@ class Job:
     priority: int = DEFAULT_PRIORITY
     client: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
+    whole_at: float = 0.0  # since when it can wait for a row
     started_at: float | None = None
     prefilled: int = 0
+    ahead: bool = True  # while it is open, its ids may be prefilled in memory that it gives up to others
     sequences: list[Sequence] = field(default_factory=list)
 
     @classmethod
@@ -155,6 +165,7 @@ class Job:
             client=given.client,
         )
         indices = range(given.first_index, given.first_index + given.sampling.n)
+        job.whole_at = job.submitted_at
         job.sequences = [Sequence(job, index, codec, eos_token_ids) for index in indices]
         return job
 
@@ -178,8 +189,8 @@ class Job:
 
     @property
     def final_length(self) -> int:
-        """The most tokens that one of its rows can come to hold; an open prompt may fill the context."""
-        return len(self.prompt) + self.max_tokens if self.sealed else self.max_context
+        """The most tokens that one of its rows can come to hold."""
+        return len(self.prompt) + self.max_tokens
 
     @property
     def ready_ids(self) -> int:
@@ -194,6 +205,7 @@ class Job:
         kept = self.prompt[: self.prefilled] == list(prompt_ids[: self.prefilled]) and self.prefilled < len(prompt_ids)
         self.prompt[:] = prompt_ids
         self.sealed = True
+        self.whole_at = time.monotonic()
         if not kept:
             self.prefilled = 0
         return kept

@@ -51,7 +51,7 @@ class SerialBackend:
         self._check_devices = check_devices
         self._passage = passage
         self._waiting = WaitingJobs()
-        self._growing: list[Job] = []  # open prompts: nobody waits for them
+        self._open: list[Job] = []  # prompts whose end has not come: nobody waits for them
         self._running = 0
         self._stats = EngineStats()
 
@@ -62,7 +62,7 @@ class SerialBackend:
         if job.sealed:
             self._waiting.add(job)
         else:
-            self._growing.append(job)
+            self._open.append(job)
         self._gauge()
 
     def evict(self, jobs: Sequence[Job]) -> None:
@@ -70,8 +70,8 @@ class SerialBackend:
         for job in jobs:
             if job in self._waiting:
                 self._waiting.remove(job)
-            elif job in self._growing:
-                self._growing.remove(job)
+            elif job in self._open:
+                self._open.remove(job)
         self._gauge()
 
     def stats(self) -> EngineStats:
@@ -81,8 +81,8 @@ class SerialBackend:
         pass
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        for job in [job for job in self._growing if job.sealed]:
-            self._growing.remove(job)
+        for job in [job for job in self._open if job.sealed]:
+            self._open.remove(job)
             self._waiting.add(job)
         admitted = self._waiting.admit(lambda job: True)
         if admitted is None:
@@ -106,8 +106,9 @@ class SerialBackend:
         self._stats = replace(
             self._stats,
             running_rows=self._running,
-            waiting_jobs=len(self._waiting) + len(self._growing),
-            waiting_tokens=self._waiting.tokens + sum(len(job.prompt) for job in self._growing),
+            waiting_jobs=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            open_prompts=len(self._open),
         )
 
     def count(self, **more: int) -> None:

@@ -29,7 +29,6 @@ class WaitingJobs:
 
     def __init__(self) -> None:
         self._tags: dict[Job, float] = {}  # in the order of arrival
-        self._sizes: dict[Job, int] = {}  # tokens when it came: an open prompt grows
         self._overtaken: Counter[Job] = Counter()
         self._backlog: Counter[str] = Counter()
         self._virtual_time = 0.0
@@ -48,13 +47,12 @@ class WaitingJobs:
     def add(self, job: Job) -> None:
         self._backlog[job.client] += 1
         self._tags[job] = self._virtual_time + job.work * self._backlog[job.client]
-        self._sizes[job] = len(job.prompt)
-        self.tokens += self._sizes[job]
+        self.tokens += len(job.prompt)
 
     def remove(self, job: Job) -> None:
         del self._tags[job]
         self._overtaken.pop(job, None)
-        self.tokens -= self._sizes.pop(job)
+        self.tokens -= len(job.prompt)
         self._backlog[job.client] -= 1
         if not self._backlog[job.client]:
             del self._backlog[job.client]

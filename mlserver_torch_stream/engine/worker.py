@@ -99,11 +99,13 @@ class EngineWorker:
         waiting = self._submitted - self._taken + stats.waiting_jobs
         waiting_tokens = self._submitted_tokens - self._taken_tokens + stats.waiting_tokens
         self._admission.check_queue(jobs, waiting, waiting_tokens, self._pace.seconds_for(waiting))
+        if any(job.open for job in jobs):
+            self._admission.check_open(self._submitted - self._taken + stats.open_prompts, 1)
         mailbox = Mailbox(asyncio.get_running_loop(), sum(job.sampling.n for job in jobs), self._closed)
         context = self.info.max_context
         accepted = [Job.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
         if any(job.open for job in jobs):
-            self._open_prompt(mailbox, accepted)
+            self._open_prompt(mailbox, jobs, accepted)
         timeouts = [self._bounds.request_timeout if job.timeout_s is None else job.timeout_s for job in jobs]
         tokens = sum(len(job.prompt_ids) for job in jobs)
         self._submitted += len(accepted)
@@ -120,7 +122,7 @@ class EngineWorker:
             self._inbox.put(action)
             return True
 
-    def _open_prompt(self, mailbox: Mailbox, jobs: list[Job]) -> None:
+    def _open_prompt(self, mailbox: Mailbox, given: Sequence[PromptJob], jobs: list[Job]) -> None:
         if len(jobs) != 1:
             raise ValueError("an open prompt is the only job of its stream")
         job = jobs[0]
@@ -131,6 +133,7 @@ class EngineWorker:
             known = len(prompt_ids) if whole else known + len(prompt_ids)
             self._admission.check_length(known, open_ended=not whole)
             self._admission.check_ids(prompt_ids)
+            self._admission.check_size(given[0], known, self._backend.refusal)
             ids = list(prompt_ids)
             self._post(lambda: self._extend(job, ids, whole))
 
@@ -139,6 +142,8 @@ class EngineWorker:
     def _extend(self, job: Job, prompt_ids: list[int], whole: bool) -> None:
         if job.mailbox in self._open:
             job.grow(prompt_ids, whole)
+            if whole:
+                self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
 
     @property
     def load(self) -> int:
@@ -187,7 +192,8 @@ class EngineWorker:
             return
         self._open[mailbox] = jobs
         for job, timeout in zip(jobs, timeouts, strict=True):
-            self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
+            if job.sealed:
+                self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
             self._deadlines.add(job, timeout, while_waiting=False)
             self._backend.add(job)
 
@@ -315,10 +321,10 @@ class EngineWorker:
         """Posts what the answers have to say with one wake-up per event loop, and forgets streams that ended."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
         for answer in answers:
-            event = answer.take_event()
+            events = answer.take_events()
             mailbox = answer.job.mailbox
-            if event is not None and mailbox.closed_at is None:
-                posts.setdefault(mailbox.loop, []).append((mailbox, event))
+            if mailbox.closed_at is None:
+                posts.setdefault(mailbox.loop, []).extend((mailbox, event) for event in events)
             if answer.finish_reason is not None:
                 self._forget(mailbox)
         for loop, post in posts.items():

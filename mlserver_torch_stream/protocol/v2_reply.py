@@ -1,5 +1,6 @@
 """Encodes token events as V2 responses: one each for a stream, or all of them folded into one.
 
+An event of ``MOST_PER_EVENT`` is a line of less than 48 KiB: nothing else in a response grows beyond a few KiB.
 ``body`` is a response as REST spells it, ``encode`` and ``response`` are MLServer's model of it. Knows nothing of
 where events come from nor of who sends the responses.
 """
@@ -22,6 +23,8 @@ from mlserver_torch_stream.protocol.v2_outputs import (
     totals,
 )
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, TextPrompt, TokenEvent, TokenLogprob
+
+_MOST_ERROR_CHARACTERS = 512  # of a message in a stream, whose lines are bounded; it may quote anything
 
 
 class StreamReply:
@@ -95,7 +98,7 @@ class StreamReply:
         if self._request_index is not None:
             parameters["request_index"] = self._request_index
         if event.error is not None:
-            self._error = parameters["error"] = str(event.error) or type(event.error).__name__
+            self._error = parameters["error"] = _shortened(str(event.error) or type(event.error).__name__)
         if final:
             parameters.update(totals(self._tally))
         return parameters
@@ -133,6 +136,10 @@ class StreamReply:
         choice = Choice(event.index, event.text, event.finish_reason, logprobs)
         chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=self._tally if final else None)
         return output(names.OUTPUT_ALL, [orjson.dumps(chunk).decode()])
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= _MOST_ERROR_CHARACTERS else f"{message[: _MOST_ERROR_CHARACTERS - 1]}…"
 
 
 class _Answer:

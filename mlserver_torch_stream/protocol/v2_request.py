@@ -29,6 +29,8 @@ from mlserver_torch_stream.types import (
 )
 
 _DATATYPES = {"INT64": INTEGERS, "FP32": NUMBERS, "BOOL": frozenset({"BOOL"}), "BYTES": frozenset({"BYTES"})}
+# Every response of a stream repeats it up to three times, within lines of 48 KiB.
+_MOST_ID_CHARACTERS = 256
 _OUTPUT_PARAMETERS = frozenset({"headers", "content_type", "binary_data"})
 
 
@@ -37,6 +39,8 @@ def decode_request(
 ) -> GenerationRequest:
     """``streaming``: the endpoint that received the request answers with a stream."""
     refuse_unreadable(payload)
+    if len(payload.id or "") > _MOST_ID_CHARACTERS:
+        raise InvalidInput("id", f"must have at most {_MOST_ID_CHARACTERS} characters")
     tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_context)
     given = merge_parameters(
         parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info

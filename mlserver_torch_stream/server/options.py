@@ -31,6 +31,7 @@ class ServerOptions(BaseModel):
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # of a REST request, after decompression
     keep_alive: float = Field(15.0, ge=0)  # between comments on a silent REST stream; 0: none
     stalled_reader_timeout: float = Field(60.0, ge=0)  # for a client that reads nothing; 0: none
+    piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC; 0: none
     log_requests: bool = True  # one line per request, never its prompt
     log_prompts: bool = False  # the prompt and the answer too
     vllm_metric_names: bool = False  # also show the metrics under vLLM's names

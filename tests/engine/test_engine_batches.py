@@ -117,6 +117,26 @@ def test_a_batch_whose_longest_row_left_moves_along_and_does_not_grow(model: Pre
     assert max(sizes) <= 48  # 36 tokens and the slack
 
 
+def test_a_flood_of_short_prompts_does_not_keep_rows_from_decoding(model: PreTrainedModel, watch: Watch) -> None:
+    """Between two decode steps there are at most as many forwards as ``prefill_chunk`` pays for."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        row = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
+        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await watch.hold()
+        watch.calls.clear()
+        flood = [asyncio.create_task(tokens_of(engine, prompt_of(16, seed), greedy(4))) for seed in range(32)]
+        await asyncio.sleep(0)  # they are submitted
+        watch.let_go()
+        await asyncio.gather(row, *flood)
+
+    with running(model, prefill_tokens=512, max_rows=40) as engine:
+        run(scenario(engine))
+    prefills = "".join("d" if len(call[0]) == 1 else "p" for call in watch.calls).strip("d").split("d")
+    assert sum(map(len, prefills)) == 32
+    assert max(map(len, prefills)) <= 512 // 64
+
+
 def test_whole_prompts_where_they_cannot_be_cut(model: PreTrainedModel, watch: Watch) -> None:
     requests = [(prompt_of(9 + i, i), 10) for i in range(6)]
     expected = [reference(model, prompt, count) for prompt, count in requests]

@@ -9,9 +9,11 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.scheduler import bytes_alone
 from mlserver_torch_stream.engine.worker import EngineWorker
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import (
     CONTEXT,
@@ -182,9 +184,10 @@ def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, pieces
         stream = opened(engine)
         stream.extend(pieces)
         await until(lambda: engine.stats().prefill_tokens == max(0, len(pieces) - 1), "the pieces")
-        await until(lambda: engine.stats().kv_cache_bytes > 0, "its memory")
+        await until(lambda: engine.stats().open_prompts == 1, "the prompt")
+        assert bool(pieces) == (engine.stats().kv_cache_bytes > 0)
         stream.close()
-        await until(lambda: idle(engine), "an idle engine")
+        await until(lambda: idle(engine) and engine.stats().open_prompts == 0, "an idle engine")
         assert engine.stats().cancelled_sequences == 1
 
     with running(model) as engine:
@@ -227,3 +230,78 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
 
     with running(model, backend=one_by_one(model)) as engine:
         run(scenario(engine), timeout=20)
+
+
+def test_paused_prompts_take_no_row_and_no_memory_that_others_need(model: PreTrainedModel) -> None:
+    """As many as there are rows, which have filled the cache; what they have lost is prefilled in the end."""
+    prompt, long = prompt_of(9, 1), prompt_of(150, 2)
+    expected, expected_long = reference(model, prompt, 12), reference(model, long, 12)
+
+    async def scenario(engine: EngineWorker) -> None:
+        paused = [opened(engine) for _ in range(4)]
+        for stream in paused:
+            stream.extend(long[:149])
+        await until(lambda: engine.stats().prefill_tokens >= 148, "a prefill ahead")
+        answers = await asyncio.gather(*(tokens_of(engine, prompt, greedy(12)) for _ in range(6)))
+        assert answers == [expected] * 6
+        assert await tokens_of(engine, long, greedy(12)) == expected_long
+        assert engine.stats().open_prompts == 4
+        for stream in paused:
+            stream.seal(long)
+        assert await asyncio.gather(*(rest(stream) for stream in paused)) == [expected_long] * 4
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model, max_rows=2, cache_bytes=one_row(model, CONTEXT)) as engine:
+        run(scenario(engine))
+
+
+def test_a_prompt_that_has_grown_beyond_the_cache_is_refused_at_that_piece(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine, greedy(12, n=4))
+        stream.extend(prompt_of(20))  # four rows of 32 tokens fit
+        with pytest.raises(InvalidInput, match="never fit"):
+            stream.extend(prompt_of(100))
+        stream.close()
+        await until(lambda: idle(engine), "an idle engine")
+
+    with running(model, cache_bytes=one_row(model, CONTEXT)) as engine:
+        run(scenario(engine))
+
+
+def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        paused = [opened(engine) for _ in range(3)]
+        await until(lambda: engine.stats().open_prompts == 3, "three prompts")
+        with pytest.raises(QueueFull, match="in pieces"):
+            opened(engine)
+        await asyncio.gather(*(tokens_of(engine, prompt_of(9), greedy(4)) for _ in range(3)))
+        for stream in paused:
+            stream.close()
+        await until(lambda: engine.stats().open_prompts == 0, "their end")
+        opened(engine).close()
+
+    with running(model, max_queue=3) as engine:
+        run(scenario(engine))
+
+
+def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrainedModel) -> None:
+    """A slow sender has not waited for a row."""
+
+    async def scenario(engine: EngineWorker) -> None:
+        stream = opened(engine)
+        stream.extend(prompt_of(10))
+        await asyncio.sleep(0.6)
+        stream.seal(prompt_of(20))
+        events = [event async for event in stream]
+        assert events[-1].finish_reason is FinishReason.LENGTH
+        assert events[-1].usage is not None and events[-1].usage.queue_s < 0.5 < events[-1].usage.ttft_s
+
+    with running(model, queue_timeout=0.5) as engine:
+        run(scenario(engine))
+
+
+def one_row(model: PreTrainedModel, length: int) -> int:
+    """Bytes of cache for a single row of so many tokens."""
+    cost = check_batching(model).cost
+    assert cost is not None
+    return bytes_alone(cost.of, 1, length, length)

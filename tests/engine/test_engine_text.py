@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.worker import EngineWorker
-from mlserver_torch_stream.types import SamplingParameters, TokenEvent
+from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     EOS,
     Watch,
@@ -41,6 +43,12 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
 
 async def events_of(engine: EngineWorker, prompt: tuple[int, ...], params: SamplingParameters) -> list[TokenEvent]:
     return [event async for event in engine.submit([PromptJob(prompt, params)])]
+
+
+def ended(late: Mailbox, sequences: int) -> bool:
+    """Whether the last events of all sequences wait for their reader."""
+    waiting = late._pending.values()
+    return len(waiting) == sequences and all(events[-1].finish_reason is not None for events in waiting)
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -80,29 +88,56 @@ def test_no_event_splits_a_character(model: PreTrainedModel) -> None:
     assert len(events) > len(said) // 2
 
 
-def test_a_reader_that_lags_gets_fewer_events_and_the_same_text(model: PreTrainedModel) -> None:
+def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(model: PreTrainedModel) -> None:
+    """A token is a character here: every event shows whether both, and log-probabilities, have stayed together."""
+    ids = spelled("The quick brown fox jumps over the lazy dog. ") * 5
+    params = SamplingParameters(max_tokens=200, ignore_eos=True, logprobs=True, top_logprobs=2, n=2)
+
     async def scenario(engine: EngineWorker) -> None:
-        params = SamplingParameters(max_tokens=100, ignore_eos=True, logprobs=True, n=2)
-        prompt = engine.submit([PromptJob(prompt_of(5), params)])
-        prompt_events = [event async for event in prompt]
         late = engine.submit([PromptJob(prompt_of(5), params)])
-        await until(lambda: engine.stats().generated_tokens == 400, "the end of the answers")
-        await until(lambda: all(event.finish_reason for event in late._pending.values()), "its delivery")
-        assert len(late._pending) == 2  # one event per sequence, however much there is to say
-        late_events = [event async for event in late]
-        assert len(late_events) == 2 < len(prompt_events)
-        for event in late_events:
-            own = [each for each in prompt_events if each.index == event.index]
-            assert event.text == "".join(each.text for each in own)
-            assert event.token_ids == tuple(token for each in own for token in each.token_ids)
-            assert event.logprobs == tuple(entry for each in own for entry in each.logprobs)
-            assert (event.finish_reason, event.cumulative_logprob) == (
-                own[-1].finish_reason,
-                own[-1].cumulative_logprob,
-            )
+        await until(lambda: ended(late, 2), "the end of the answers")
+        events = [event async for event in late]
+        assert 2 < len(events) < 20
+        assert max(event.size for event in events) <= MOST_PER_EVENT
+        for index in range(2):
+            own = [event for event in events if event.index == index]
+            assert [token for event in own for token in event.token_ids] == ids[:200]
+            for event in own:
+                assert event.text == CODEC.decode(event.token_ids, False)
+                assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)
+            sums = accumulate(entry.logprob for event in own for entry in event.logprobs)
+            assert {event.cumulative_logprob for event in own} <= set(sums)
+            assert [event.finish_reason for event in own] == [*[None] * (len(own) - 1), FinishReason.LENGTH]
+
+    with running(model) as engine, dictated(model, ids, prompt=5):
+        run(scenario(engine))
+
+
+def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: PreTrainedModel) -> None:
+    async def scenario(engine: EngineWorker) -> None:
+        params = SamplingParameters(max_tokens=240, ignore_eos=True, logprobs=True, top_logprobs=10, n=3)
+        late = engine.submit([PromptJob(prompt_of(5), params)])
+        await until(lambda: engine.stats().generated_tokens == 720, "the end of the answers")
+        await until(lambda: ended(late, 3), "their delivery")
+        assert [(await anext(late)).index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+        late.close()
 
     with running(model) as engine:
         run(scenario(engine))
+
+
+def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTrainedModel) -> None:
+    """A stop string that nearly comes holds back all of its length."""
+    said = "a" * 200
+    params = SamplingParameters(
+        max_tokens=200, ignore_eos=True, logprobs=True, top_logprobs=20, stop=("a" * 199 + "b",)
+    )
+    with running(model) as engine, dictated(model, spelled(said), prompt=5):
+        events = run(events_of(engine, prompt_of(5), params))
+    assert "".join(event.text for event in events) == said
+    assert sum(len(event.token_ids) for event in events) == sum(len(event.logprobs) for event in events) == 200
+    assert max(event.size for event in events) <= MOST_PER_EVENT
+    assert [event.finish_reason is not None for event in events] == [*[False] * (len(events) - 1), True]
 
 
 def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:

@@ -72,11 +72,12 @@ def test_the_same_prompt_again_leaves_one_id_for_the_logits() -> None:
 
 
 def test_prompts_whose_beginning_is_known_take_little_of_a_steps_share() -> None:
-    """60 copied ids and a new one count as 4 of 8: two prompts a step, not one."""
+    """160 copied ids and a new one count as a forward of 64 tokens: two prompts a step of 128, not three in four."""
     model = tiny_model()
-    prompts = [(*SYSTEM, number) for number in range(6)]
-    with keeping() as engine:
-        run(tokens_of(engine, SYSTEM, greedy(2)))
+    beginning = [(5 * i + 3) % 250 for i in range(160)]
+    prompts = [(*beginning, number) for number in range(6)]
+    with running(model, prefill_tokens=128, prefix_bytes=2**22) as engine:
+        run(tokens_of(engine, beginning, greedy(2)))
         before = engine.stats().decode_steps
         jobs = [PromptJob(prompt, greedy(2), first_index=number) for number, prompt in enumerate(prompts)]
         answers = run(collect(engine, jobs))

@@ -6,6 +6,7 @@ Torch-free: a cache is a number of bytes here, and a forward is a counter.
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -54,28 +55,43 @@ class Engine:
         self.scheduler = Scheduler(self.limits)
         self.allocated: dict[Group, tuple[int, int]] = {}
         self.started: list[Job] = []
+        self.prefills: dict[Job, int] = {}  # columns of the caches of prompts
 
     def step(self) -> int:
-        pieces = self.scheduler.pieces()
-        self.check()
-        for piece in pieces:
-            self.prefill(piece)
+        spent = total = forwards = 0
+        while pieces := self.pieces(spent):
+            self.check()
+            for piece in pieces:
+                total += piece.count
+                forwards += 1
+                spent += self.limits.prefill_charge(piece.count)
+                self.prefill(piece)
+        chunk, floor = self.limits.prefill_tokens, self.limits.prefill_floor
+        assert forwards <= (1 if chunk is None else math.ceil(chunk / floor))
+        assert chunk is None or total <= chunk
         for group in [group for group in self.scheduler.groups if group.rows]:
             self.decode(group)
         self.retire()
-        chunk = self.limits.prefill_tokens
-        total = sum(piece.count for piece in pieces)
-        assert total <= chunk if chunk is not None else len(pieces) <= 1
         return total
+
+    def pieces(self, spent: int) -> list[Piece]:
+        pieces = self.scheduler.pieces(spent=spent)
+        for job in self.scheduler.open_prompts.take_given_up():
+            del self.prefills[job]
+        for piece in pieces:
+            assert piece.job.sealed or piece.job not in self.scheduler.prefilling
+            self.prefills[piece.job] = self.scheduler.open_prompts.columns(piece.job)
+        return pieces
 
     def prefill(self, piece: Piece) -> None:
         job = piece.job
-        assert 0 < piece.count <= len(job.prompt) - job.prefilled
+        assert 0 < piece.count <= self.prefills[job] - job.prefilled
         if job.prefilled == 0:
             self.started.append(job)
         job.prefilled += piece.count
         if job.sealed and job.ready_ids == 0:
             group = self.scheduler.place(job)
+            del self.prefills[job]
             self.allocated[group] = (group.row_capacity, group.column_capacity)
             for answer in job.sequences:
                 self.token(answer)
@@ -101,6 +117,7 @@ class Engine:
 
     def evict(self, job: Job) -> None:
         self.scheduler.drop(job)
+        self.prefills.pop(job, None)
         for group in self.scheduler.groups:
             self.leave(group, {row for row, answer in enumerate(group.rows) if answer.job is job})
         self.retire()
@@ -115,7 +132,7 @@ class Engine:
         assert scheduler.reserved_bytes <= limits.cache_bytes
         assert scheduler.running_rows + sum(job.rows for job in scheduler.prefilling) <= limits.max_rows
         in_use = sum(cost(*size) for size in self.allocated.values())
-        prefills = sum(cost(1, len(job.prompt)) for job in scheduler.prefilling if job.prefilled)
+        prefills = sum(cost(1, columns) for columns in self.prefills.values())
         assert in_use + prefills <= scheduler.reserved_bytes  # what is allocated has been reserved
         for group in scheduler.groups:
             if group.rows:
@@ -126,7 +143,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self.scheduler.waiting or self.scheduler.groups or self.scheduler.prefilling)
+        scheduler = self.scheduler
+        return not (scheduler.waiting or scheduler.open_prompts.jobs or scheduler.groups or scheduler.prefilling)
 
 
 JOBS = st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 120), st.integers(1, 3))
@@ -146,6 +164,7 @@ LIMITS = st.builds(
     cost=st.just(cost),
     spread=st.sampled_from([2, 4]),
     joint=st.booleans(),
+    prefill_floor=st.integers(1, 80),
 )
 
 
@@ -156,23 +175,34 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(limits: Lim
     jobs: list[Job] = []
     open_jobs: list[Job] = []
 
+    def fits(job: Job, prompt: int) -> bool:
+        """As the worker asks, each time that a prompt has grown."""
+        final = min(CONTEXT, prompt + (job.params.max_tokens or CONTEXT))
+        return prompt < CONTEXT and engine.scheduler.fits_alone(job.rows, final, prompt)
+
     def submit(prompt: int, answer: int, n: int, is_open: bool) -> None:
         job = job_of(0 if is_open else prompt, answer, n, is_open)
-        final = CONTEXT if is_open else job.final_length
-        if engine.scheduler.fits_alone(n, final, CONTEXT if is_open else prompt):  # as the worker asks
+        if fits(job, len(job.prompt)):
             engine.scheduler.add(job)
             jobs.append(job)
             if is_open:
                 open_jobs.append(job)
 
+    def seal(job: Job, whole: tuple[int, ...]) -> None:
+        if fits(job, len(whole)):
+            job.grow(whole, whole=True)
+        else:
+            jobs.remove(job)
+            engine.evict(job)
+
     for name, value in events:
         if name in ("job", "open"):
             submit(*value, name == "open")
-        elif name == "grow" and open_jobs and len(open_jobs[-1].prompt) + value < CONTEXT:
+        elif name == "grow" and open_jobs and fits(open_jobs[-1], len(open_jobs[-1].prompt) + value):
             open_jobs[-1].grow((1,) * value, whole=False)
         elif name == "seal" and open_jobs:
             job = open_jobs.pop()
-            job.grow((2,) * max(1, len(job.prompt)) if value else (*job.prompt, 1)[: CONTEXT - 1], whole=True)
+            seal(job, (2,) * max(1, len(job.prompt)) if value else (*job.prompt, 1))
         elif name == "evict" and jobs:
             gone = jobs.pop(value % len(jobs))
             if gone in open_jobs:
@@ -183,7 +213,7 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(limits: Lim
                 engine.step()
         engine.check()
     for job in open_jobs:
-        job.grow((*job.prompt, 1)[: CONTEXT - 1], whole=True)
+        seal(job, (*job.prompt, 1))
     for _ in range(60 * (CONTEXT + 120) * 3):
         if engine.idle:
             break
@@ -233,6 +263,16 @@ def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
     pieces = [engine.step() for _ in range(7)]
     assert pieces == [16] * 6 + [4]
     assert len(group.rows[0].tokens) == decoded + 7
+
+
+def test_a_flood_of_short_prompts_lets_rows_decode_in_between() -> None:
+    """A forward of 16 tokens takes nearly as long as one of 64: 32 of them in one step are a long pause."""
+    engine = Engine(Limits(max_rows=40, prefill_tokens=512, cache_bytes=10**6, cost=cost))
+    engine.scheduler.add(job_of(3, 100))
+    engine.step()
+    for _ in range(32):
+        engine.scheduler.add(job_of(16, 5))
+    assert [engine.step() for _ in range(5)] == [8 * 16] * 4 + [0]
 
 
 def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
@@ -299,21 +339,50 @@ def test_room_for_those_who_wait_leaves_half_of_the_memory() -> None:
     assert group.row_capacity == 32
 
 
-def test_an_open_prompt_has_all_its_memory_from_the_start() -> None:
-    """It cannot be sent away when it has grown, so what it may become is reserved when it is admitted."""
-    cache_bytes = cost(1, column_step(CONTEXT)) + cost(1, CONTEXT)
-    engine = Engine(Limits(8, 10**6, cache_bytes, cost))
-    first, second = job_of(0, 5, is_open=True), job_of(0, 5, is_open=True)
-    for job in (first, second):
-        engine.scheduler.add(job)
+def test_an_open_prompt_is_billed_for_what_has_come_and_takes_no_row() -> None:
+    engine = Engine(Limits(1, 10**6, 10**5, cost))
+    job = job_of(0, 5, is_open=True)
+    engine.scheduler.add(job)
     engine.step()
-    assert engine.scheduler.prefilling == [first]
-    assert engine.scheduler.reserved_bytes == cache_bytes
-    first.grow((1,) * (CONTEXT - 1), whole=True)
-    second.grow((1,) * 20, whole=True)
+    assert engine.scheduler.reserved_bytes == 0
+    for _ in range(3):
+        job.grow((1,) * 30, whole=False)
+        assert engine.step() == (29 if job.prefilled == 29 else 30)
+        columns = row_step(len(job.prompt))
+        assert columns <= 1.25 * len(job.prompt) and engine.scheduler.reserved_bytes == cost(1, columns)
+    engine.scheduler.add(job_of(10, 2))
+    assert engine.step() == 10  # the only row is free
+    job.grow(tuple(job.prompt), whole=True)
+    engine.scheduler.add(job_of(300, 2))
     while not engine.idle:
         engine.step()
-    assert engine.started == [first, second]
+    assert engine.started[0] is job and engine.started.count(job) == 1
+
+
+@pytest.mark.parametrize("paused", [1, 7])
+def test_paused_prompts_keep_nobody_out(paused: int) -> None:
+    """They fill the memory, and give it up, the idlest first, as others are admitted."""
+    cache_bytes = cost(1, column_step(CONTEXT)) + cost(1, CONTEXT)
+    engine = Engine(Limits(4, 10**6, cache_bytes, cost))
+    prompts = [job_of(0, 5, is_open=True) for _ in range(paused)]
+    for job in prompts:
+        engine.scheduler.add(job)
+        job.grow((1,) * (CONTEXT - 50), whole=False)
+        engine.step()
+    assert engine.scheduler.reserved_bytes > cache_bytes / 3
+    for _ in range(6):
+        engine.scheduler.add(job_of(300, 20))
+    while engine.scheduler.waiting or engine.scheduler.groups:
+        engine.step()
+    assert prompts[0].prefilled == 0 and len(engine.started) >= 6
+    prompts[0].grow((1,) * 20, whole=False)
+    engine.step()
+    assert prompts[0].prefilled == 0  # what was given up is not prefilled again before the end is known
+    for job in prompts:
+        job.grow((1,) * (CONTEXT - 20), whole=True)
+    while not engine.idle:
+        engine.step()
+    assert all(len(answer.tokens) == 5 for job in prompts for answer in job.sequences)
 
 
 def test_a_batch_shrinks_when_it_is_much_too_large() -> None:

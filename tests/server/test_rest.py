@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -125,3 +126,38 @@ def test_metadata_tells_the_inputs_and_outputs_that_are_served(server: Server) -
     assert inputs["text_input"] == inputs["messages"] == "BYTES" and inputs["input_ids"] == "INT64"
     reply = httpx.post(f"{server.url}/v2/models/tiny/infer", json=v2.rest_body(_PROMPT, max_tokens=2)).json()
     assert {tensor["name"]: tensor["datatype"] for tensor in reply["outputs"]}.items() <= outputs.items()
+
+
+_MUCH = {"max_tokens": 500, "ignore_eos": True, "top_logprobs": 20, "return_logprobs": True, "return_token_ids": True}
+_SELDON = [v2.bytes_tensor(name, value) for name, value in (("role", "user"), ("content", "Hi"), ("type", "text"))]
+_SPELLINGS = {
+    "v2": ("infer_stream", v2.rest_body("Hello", **_MUCH)),
+    "flat": ("generate_stream", {"text_input": "Hello", **_MUCH}),
+    "seldon": ("infer_stream", v2.rest_body(inputs=_SELDON, **_MUCH)),
+}
+
+
+@pytest.mark.parametrize("spelling", _SPELLINGS)
+def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
+    """Proxies read lines of 64 KiB at most; with all that may be asked for, a token is two kilobytes and more."""
+    door, body = _SPELLINGS[spelling]
+    before = server.counters("tiny")["generated_tokens"]
+    slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
+    with (
+        httpx.Client(transport=slow, timeout=v2.TIMEOUT_S) as reader,
+        reader.stream("POST", f"{server.url}/v2/models/tiny/{door}", json=body) as response,
+    ):
+        server.wait_for("tiny", lambda now: now["generated_tokens"] - before >= 500)
+        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert sum(map(len, lines)) > 200_000 > 48 * 1024 >= max(len(line.encode()) for line in lines)
+    replies = [json.loads(line.removeprefix("data: ")) for line in lines]
+    finals = [(reply if spelling == "flat" else reply["parameters"])["triton_final_response"] for reply in replies]
+    assert finals == [*[False] * (len(finals) - 1), True]
+    if spelling == "flat":
+        tokens = [reply["token_ids"] for reply in replies]
+        entries = [[entry["token_id"] for entry in reply["logprobs"]] for reply in replies]
+    else:
+        outputs = [{output["name"]: output["data"] for output in reply["outputs"]} for reply in replies]
+        tokens = [each["token_ids"] for each in outputs]
+        entries = [[entry["token_id"] for entry in json.loads(each["logprobs"][0])] for each in outputs]
+    assert sum(map(len, tokens)) == 500 and entries == tokens

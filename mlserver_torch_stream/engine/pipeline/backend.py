@@ -101,7 +101,7 @@ class PipelinedBackend(RowBatches):
 
     def _launch_prefills(self, deliver: Deliver) -> None:
         """As many at once as there are stages, so that rows wait for no more than a whole piece's forward."""
-        while len(self._pieces) < self._depth and (pieces := self._scheduler.pieces(self._pieces, most=1)):
+        while len(self._pieces) < self._depth and (pieces := self._next_pieces(self._pieces, most=1)):
             self._launch_prefill(pieces[0], deliver)
 
     def _launch_prefill(self, piece: Piece, deliver: Deliver) -> None:
@@ -123,8 +123,9 @@ class PipelinedBackend(RowBatches):
         try:
             logits = flight.result()
             end = away.start + len(away.ids)
-            if job.prefilled != away.start or job.prompt[away.start : end] != away.ids:
-                job.prefilled = 0  # an open prompt that was sealed with other ids: it begins anew
+            stale = job.prefilled != away.start or job.prompt[away.start : end] != away.ids
+            if stale or (end == len(job.prompt) and not self._scheduler.is_admitted(job)):
+                job.prefilled = 0  # an open prompt that was sealed with other ids, or fewer: it begins anew
                 return
             self._advance(job, away.ids)
             if job.sealed and job.ready_ids == 0:

@@ -18,6 +18,7 @@ GAUGES = (
     "waiting_jobs",
     "waiting_tokens",
     "prefilling_jobs",
+    "open_prompts",
     "kv_cache_bytes",
     "kv_cache_budget",
     "prefix_cache_bytes",

@@ -25,6 +25,7 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "waiting_jobs": ("Prompts that are queued", lambda now: now.waiting_jobs),
     "waiting_tokens": ("Tokens of the prompts that are queued", lambda now: now.waiting_tokens),
     "prefilling_jobs": ("Prompts that are in prefill", lambda now: now.prefilling_jobs),
+    "open_prompts": ("Prompts that are being sent in pieces", lambda now: now.open_prompts),
     "kv_cache_bytes": ("KV cache reserved by running and prefilling rows", lambda now: now.kv_cache_bytes),
     "kv_cache_budget_bytes": ("KV cache that may be reserved at most", lambda now: now.kv_cache_budget),
     "prefix_cache_bytes": (

@@ -28,7 +28,8 @@ class Session:
 
     MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. At
     most as many requests are open at once as a batch has rows; the next message is read when one of them has ended.
-    A reader that takes no response for ``stalled_after`` seconds is given up (0: never).
+    A reader that takes no response for ``stalled_after`` seconds is given up, and a client that sends no further piece
+    of its prompt for ``piece_timeout`` is told so (0: never).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Session:
         payloads: AsyncIterator[InferenceRequest],
         visits: Visits,
         stalled_after: float = 0.0,
+        piece_timeout: float = 0.0,
     ) -> None:
         self._generator = generator
         self._model = model
@@ -46,6 +48,7 @@ class Session:
         self._request_id = ""
         self._running: Answers[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = None
         self._stalled_after = stalled_after
+        self._piece_timeout = piece_timeout
         self._unread: Unread[InferenceResponse] | None = None
 
     async def open(self) -> AsyncIterator[InferenceResponse]:
@@ -101,7 +104,7 @@ class Session:
         return V2Answer(request, self._model, partial(self._generator.start, request), index)
 
     async def _assemble(self, request: GenerationRequest, opened: Opened) -> None:
-        await self._generator.assemble(request, self._pieces(request), opened)
+        await self._generator.assemble(request, self._pieces(request), opened, timeout=self._piece_timeout)
 
     async def _pieces(self, request: GenerationRequest) -> AsyncIterator[Prompt]:
         async for payload in until(self._visits.aborting, self._payloads):

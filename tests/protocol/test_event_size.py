@@ -1,0 +1,113 @@
+"""No line of a stream is longer than 48 KiB, in any spelling, whatever was merged: proxies read lines of 64 KiB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.generate import as_flat_reply
+from mlserver_torch_stream.protocol.v2_outputs import Body
+from mlserver_torch_stream.protocol.v2_reply import StreamReply
+from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.types import (
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    ReplyOptions,
+    SamplingParameters,
+    TextPrompt,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+    add_event,
+)
+from tests.protocol.wire import over_rest, text
+
+_BOUND = 48 * 1024
+_HEADERS = 4 * 1024  # the first response of a stream over REST carries CloudEvents headers, at most 1 KiB each
+_LONG_ID = "\x01" * 256
+_NAME = "m" * 100
+_CHARACTERS = st.sampled_from(["\x01", '"', "\\", "\n", "a", "é", "日", "🙂"])
+_LOGPROB = -1.2345678901234567e-05
+
+
+def _entry(token_id: int, alternatives: int) -> TokenLogprob:
+    return TokenLogprob(token_id, _LOGPROB, ((token_id, _LOGPROB),) * alternatives)
+
+
+@st.composite
+def _steps(draw: st.DrawFn) -> list[TokenEvent]:
+    """What one sequence says step by step; its last event has failed at length."""
+    alternatives = draw(st.sampled_from([None, 0, 5, 20]))
+    character = draw(_CHARACTERS)
+    steps = []
+    for number in range(draw(st.integers(1, 400))):
+        token_id = 1_000_000 + number
+        logprobs = () if alternatives is None else (_entry(token_id, alternatives),)
+        said = character * draw(st.integers(0, 12))
+        steps.append(TokenEvent(0, said, (token_id,), logprobs, None if alternatives is None else -1.5))
+    return [
+        *steps,
+        TokenEvent(0, finish_reason=FinishReason.ERROR, usage=Usage(3, 400), error=ValueError("\x01" * 9999)),
+    ]
+
+
+def _request(steps: list[TokenEvent], seldon: bool) -> GenerationRequest:
+    logprobs = bool(steps[0].logprobs)
+    return GenerationRequest(
+        _LONG_ID,
+        (TextPrompt("x"),),
+        SamplingParameters(logprobs=logprobs),
+        ReplyOptions(cumulative_logprob=logprobs, logprobs=logprobs, token_ids=True, chat_tensors=seldon),
+    )
+
+
+@pytest.mark.parametrize(("seldon", "spell"), [(False, dict), (False, as_flat_reply), (True, dict)])
+@settings(max_examples=25, deadline=None)
+@given(steps=_steps())
+def test_merged_events_stay_below_48_kib_and_lose_nothing(
+    steps: list[TokenEvent], seldon: bool, spell: Callable[[Body], dict[str, Any]]
+) -> None:
+    merged: list[TokenEvent] = []
+    for step in steps:
+        add_event(merged, step)
+    reply = StreamReply(_request(steps, seldon), _NAME, "1" * 20, created=10**9, request_index=0)
+    bodies = [reply.body(event) for event in merged]
+    assert max(len(b"data: %b\n\n" % orjson.dumps(spell(body))) for body in bodies) <= _BOUND - _HEADERS
+    assert [body["parameters"]["triton_final_response"] for body in bodies] == [*[False] * (len(bodies) - 1), True]
+    assert "".join(event.text for event in merged) == "".join(step.text for step in steps)
+    if steps[0].logprobs:
+        for event in merged:
+            assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)
+
+
+def test_events_of_plain_text_are_merged_to_hundreds_of_tokens() -> None:
+    merged: list[TokenEvent] = []
+    for number in range(1000):
+        add_event(merged, TokenEvent(0, " you", (number,)))
+    assert len(merged) <= 4
+
+
+def test_a_long_error_is_shortened_in_a_stream() -> None:
+    request = GenerationRequest("r", (TextPrompt("x"),))
+    (body,) = StreamReply(request, "m").fail(RuntimeError("0123456789" * 1000))
+    assert body["error"] == body["parameters"]["error"]
+    assert body["error"].startswith("0123456789") and body["error"].endswith("…") and len(body["error"]) == 512
+
+
+def test_an_id_that_is_too_long_to_repeat_is_refused(info: ModelInfo) -> None:
+    payload = over_rest(text("Hello"))
+    for length, accepted in ((256, True), (257, False)):
+        payload.id = "x" * length
+        if accepted:
+            decode_request(payload, info, streaming=True, request_id=payload.id)
+        else:
+            with pytest.raises(InvalidInput, match="256") as caught:
+                decode_request(payload, info, streaming=True, request_id=payload.id)
+            assert caught.value.field == "id"
