@@ -109,7 +109,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
             else:
                 pattern, rest = pattern + re.escape(rest[0]), rest[1:]
     try:
-        return re.compile(pattern)
+        return re.compile(pattern, re.DOTALL)  # a name may hold a newline
     except re.error as error:
         raise Refused(f"--glob: {glob}: {error.msg}") from None
 

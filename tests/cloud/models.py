@@ -18,8 +18,8 @@ from tests.cloud.serving import Handler, serving
 
 @dataclass
 class ModelServer:
-    """``trouble``: asked for each prompt and how often it came before, gives a status to answer, an error object for a 400,
-    "cut", or None. ``script``: the events of every answer, or its one body, instead of the prompt reversed."""
+    """``trouble``: asked for each prompt and how often it came before, gives a status to answer, an error object
+    for a 400, "cut", or None. ``script``: the events of every answer, or its one body, instead of its own."""
 
     url: str = ""
     delay: float = 0.0

@@ -14,7 +14,7 @@ from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.faulty import Fault, faulty_server
 from tests.cloud.models import ModelServer
 
-_RAY = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+_RAY = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.mark.slow
@@ -31,11 +31,12 @@ def test_a_local_cluster_writes_each_part_once_and_the_same_output(tmp_path: Pat
     server.trouble = lambda prompt, before: 422 if prompt in ("row 7", "row 23") else None
     status, _, err = finish(start(*on_ray, environment=environment), 300)
     assert status == 1, err
-    assert "50 rows by 2 workers" in err
+    assert f"50 rows in {tmp_path / 'out'}, 2 failed; 2 workers" in err
+    assert "Warning" not in err and "deprecated" not in err, err
     server.trouble = lambda prompt, before: None
     status, _, err = finish(start(*on_ray, "--retry-failed", environment=environment), 300)
     assert status == 0, err
-    assert "2 rows by 2 workers" in err
+    assert f"50 rows in {tmp_path / 'out'}, 0 failed; 2 workers" in err
     assert joined(tmp_path / "out") == joined(tmp_path / "alone")
     assert sorted(server.asked) == sorted([f"row {i}" for i in range(50)] + ["row 7", "row 23"])
     assert sorted(path.name for path in (tmp_path / "out").glob("done*")) == ["done-1-of-2.json", "done-2-of-2.json"]
