@@ -54,7 +54,8 @@ async def _show() -> None:
     for part in parts:
         for line in (await store.get(part)).splitlines():
             row = json.loads(line)
-            answer = row["error"] or row["response"]["body"]["choices"][0]["text"]
+            body = (row["response"] or {"body": row})["body"]
+            answer = body.get("error") or body["choices"][0]["text"]
             print(f"{row['index']:3} {row['key']}  {answer!r}")
     await store.aclose()
 

@@ -26,6 +26,15 @@ class InvalidInput(RequestError):
         self.field = field
 
 
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the model {name!r} does not exist here")
+
+
 class QueueFull(RequestError):
     """More is waiting than the settings allow. ``retry_after``: whole seconds until some of it should be gone."""
 

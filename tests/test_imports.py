@@ -34,7 +34,7 @@ _ALLOWED = {
     "torchserve/runtime": {"types", "errors", "torchserve", "server"},
     "torchserve/shim": {"torchserve"},  # what stands in for TorchServe's own package, which imports torch
     "client": set(),
-    "cloud": {"types", "errors", "settings"},
+    "cloud": {"types", "errors", "settings", "protocol"},
 }
 _TORCH = {"torch", "transformers", "accelerate", "tokenizers", "safetensors", "gguf"}
 _MAY_IMPORT_TORCH = {"engine", "torchserve/shim"}

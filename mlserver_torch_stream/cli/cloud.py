@@ -87,6 +87,13 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", help="what to load: embedded://…, a folder, a .gguf file, a hub id; with --url a name"
     )
+    command.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="other names of the model for rows",
+    )
     command.add_argument("--url", help="ask this server instead of an engine in this process")
     command.add_argument("--api", choices=["v2", "openai"], default="v2", help="how --url is asked (default: v2)")
     command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
@@ -149,9 +156,25 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     watch.add_argument("--limit", type=positive, help="end after so many objects or records")
 
 
-def make_asking(arguments: argparse.Namespace) -> Asking:
+def make_asking(arguments: argparse.Namespace, model: str | None = None) -> Asking:
     media = arguments.url is not None and arguments.api == "openai"
-    return Asking(arguments.parameters, arguments.chat, media)
+    served = {*arguments.served_model_name, *([model] if model is not None else [])}
+    return Asking(arguments.parameters, arguments.chat, media, served)
+
+
+def shown_name(arguments: argparse.Namespace) -> str | None:
+    """The model's name in answers, if another than its own was given."""
+    return arguments.served_model_name[0] if arguments.served_model_name else None
+
+
+def created() -> int | None:
+    """The time that output rows bear, where builds that are to be reproducible set one. Raises Refused."""
+    text = os.environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise Refused(f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {text!r}")
+    return int(text)
 
 
 def make_limits(arguments: argparse.Namespace) -> Limits:
@@ -183,13 +206,14 @@ def make_job(arguments: argparse.Namespace, model: str) -> Job:
         retry=Retry(arguments.tries),
         stall_s=arguments.stall,
         storage=dict(arguments.storage),
+        created=created(),
     )
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     by = "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
-    return {"name": model, "by": by, **shaping}
+    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name}
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
 
 async def _run(arguments: argparse.Namespace, meter: Meter, watch: Stopwatch) -> int:
     name = await model_name(arguments)
-    planned = await plan(options.make_job(arguments, name), write=not arguments.dry_run)
+    planned = await plan(options.make_job(arguments, name))
     try:
         check_objects(arguments, (each.info.key for each in planned.objects))
         if arguments.dry_run:
@@ -99,7 +99,8 @@ async def model(
     arguments: argparse.Namespace, name: str, meter: Meter
 ) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
     """The callable that infers a batch, and what a row weighs in it."""
-    asking = options.make_asking(arguments)
+    asking = options.make_asking(arguments, name)
+    shown = options.shown_name(arguments)
     if arguments.url is not None:
         asked = HttpInfer(
             arguments.url.rstrip("/"),
@@ -110,6 +111,7 @@ async def model(
             not arguments.unary,
             options.api_key(),
             arguments.timeout,
+            shown,
         )
         try:
             yield asked, lambda row: row.size
@@ -119,7 +121,8 @@ async def model(
         return
     limits = options.make_limits(arguments)
     _say(f"loading {name}")
-    engine = await EngineInfer.load(name, _room_for(limits.batch_rows * limits.batches, arguments.extra), asking, meter)
+    extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
+    engine = await EngineInfer.load(name, extra, asking, meter, shown)
     try:
         yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size
     finally:
@@ -155,7 +158,7 @@ async def _print(planned: Plan, infer: Infer, meter: Meter) -> int:
     async with aclosing(results(planned, infer, meter)) as found:
         async for result in found:
             try:
-                sys.stdout.buffer.write(result.encode())
+                sys.stdout.buffer.write(result.encode(planned.run))
                 sys.stdout.buffer.flush()
             except BrokenPipeError:
                 raise

@@ -65,18 +65,20 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 async def _watch(arguments: argparse.Namespace, meter: Meter, stopwatch: Stopwatch) -> int:
-    output = Store.open(arguments.output, dict(arguments.storage), arguments.stall)
+    storage = dict(arguments.storage)
+    Store.open(arguments.output, storage, arguments.stall, make=False)  # what is wrong with it is told before the load
     name = await model_name(arguments)
-    try:
-        async with model(arguments, name, meter) as (infer, _):
-            stopwatch.start()
-            print("watching", file=sys.stderr, flush=True)
+    async with model(arguments, name, meter) as (infer, _):
+        output = Store.open(arguments.output, storage, arguments.stall)
+        stopwatch.start()
+        print("watching", file=sys.stderr, flush=True)
+        try:
             if arguments.kafka is not None:
                 await _consume(arguments, name, output, infer, meter)
             else:
                 await _objects(arguments, name, output, infer, meter)
-    finally:
-        await output.aclose()
+        finally:
+            await output.aclose()
     return meter.failed
 
 
@@ -87,6 +89,7 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
     identity = options.identity(arguments, name)
     limits = options.make_limits(arguments)
     watcher = Watcher(store, output, infer, identity, kind, limits, retry, meter=meter, told=_say)
+    watcher.created = options.created() or watcher.created
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
         poller = Poller(store, output, pattern, arguments.poll, retry)
@@ -121,6 +124,7 @@ async def _consume(arguments: argparse.Namespace, name: str, output: Store, infe
         limits=options.make_limits(arguments),
         retry=Retry(arguments.tries),
         meter=meter,
+        created=options.created(),
     )
     await topic.consume(arguments.limit)
 

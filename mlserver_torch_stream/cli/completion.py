@@ -1,21 +1,23 @@
-"""What a row asks for and what it gets, in OpenAI's spelling, whichever model answers.
+"""What a row asks for, in OpenAI's spelling, and how rows of a batch are answered, whichever model answers.
 
-Knows neither engines nor servers. A response bears no id and no time, so that equal answers are equal bytes.
+Knows neither engines nor servers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.cloud.naming import closed_format
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Row
+from mlserver_torch_stream.protocol.openai_batch import check_model
+from mlserver_torch_stream.protocol.openai_error import BAD_REQUEST, error_object
+from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
 
-PROMPTS = ("messages", "prompt", "text_input")
-_SERVERS_OWN = ("stream", "stream_options", "model")  # a row does not choose how or by whom it is answered
+_RUNS_OWN = ("stream", "model")  # the run says how rows are answered, and by whom; rows were checked to agree
 
 
 class Unsuitable(Exception):
@@ -34,35 +36,41 @@ class Ask:
     def chat(self) -> bool:
         return self.messages is not None
 
+    @property
+    def body(self) -> dict[str, Any]:
+        prompt = {MESSAGES: self.messages} if self.chat else {PROMPT: self.prompt}
+        return {**prompt, **self.parameters}
+
 
 @dataclass(frozen=True, slots=True)
 class Asking:
     """How rows become requests: ``defaults`` are parameters for rows that do not say, ``chat`` makes texts messages,
-    ``media`` allows images and sound as parts of a message."""
+    ``media`` allows images and sound as parts of a message, ``served`` are the names by which rows may call the model.
+    """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     chat: bool = False
     media: bool = False
+    served: Collection[str] = ()
 
     def takes(self, kind: Kind) -> bool:
         return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
 
-    def ask(self, row: Row, instruction: str = "") -> Ask:
-        """Raises Unsuitable."""
+    def ask(self, row: Row) -> Ask:
+        """Raises Unsuitable, or UnknownModel."""
         if not self.takes(row.kind):
             form = closed_format(row.key, row.kind)
             raise Unsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")
-            body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
+            body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}
         elif row.kind is Kind.JSONL:
             body = dict(row.body or {})
+            check_model(body, self.served)
         else:
-            body = {"messages": [{"role": "user", "content": [_media(row)]}]}
-        parameters = {**self.defaults, **{key: value for key, value in body.items() if key not in PROMPTS}}
-        for key in _SERVERS_OWN:
-            parameters.pop(key, None)
-        return Ask(body.get("prompt", body.get("text_input")), body.get("messages"), parameters)
+            body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
+        said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}
+        return Ask(body.get(PROMPT), body.get(MESSAGES), {**self.defaults, **said})
 
 
 def _media(row: Row) -> dict[str, Any]:
@@ -72,39 +80,6 @@ def _media(row: Row) -> dict[str, Any]:
         kind = "jpeg" if ending == "jpg" else ending
         return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
     return {"type": "input_audio", "input_audio": {"data": encoded, "format": ending}}
-
-
-@dataclass
-class Answer:
-    """An answer as it comes, in pieces, one text for each of its choices."""
-
-    texts: dict[int, list[str]] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def add(self, index: int, text: str, reason: str | None = None) -> None:
-        self.texts.setdefault(index, []).append(text)
-        if reason is not None:
-            self.reasons[index] = reason
-
-    def outcome(self, model: str, chat: bool) -> Outcome:
-        body = {
-            "object": "chat.completion" if chat else "text_completion",
-            "model": model,
-            "choices": [self._choice(index, chat) for index in sorted(self.texts)],
-            "usage": {
-                "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": self.completion_tokens,
-                "total_tokens": self.prompt_tokens + self.completion_tokens,
-            },
-        }
-        return Outcome({"status_code": 200, "body": body}, None, self.prompt_tokens, self.completion_tokens)
-
-    def _choice(self, index: int, chat: bool) -> dict[str, Any]:
-        text = "".join(self.texts[index])
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        return {"index": index, **said, "finish_reason": self.reasons.get(index)}
 
 
 async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) -> list[Outcome]:
@@ -117,5 +92,6 @@ async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) ->
             task.cancel()
 
 
-def failed(code: str, message: str) -> Outcome:
-    return Outcome(failure=Failure(code, message))
+def refused(code: str, message: str) -> Outcome:
+    """A row that no model was sent, as it could not take it."""
+    return Outcome(failure=Failure(code, message, BAD_REQUEST, error_object(BAD_REQUEST, message, code=code)))

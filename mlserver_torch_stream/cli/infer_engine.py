@@ -9,16 +9,34 @@ import asyncio
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, each, failed
+from mlserver_torch_stream.cli.completion import Ask, Asking, Unsuitable, each, refused
 from mlserver_torch_stream.cli.interrupt import in_a_thread
 from mlserver_torch_stream.cloud.faults import Refused, Unavailable
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.rows import Outcome, Row
-from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull, RequestError, SettingsError
-from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest, Prompt, TextPrompt
+from mlserver_torch_stream.cloud.rows import Outcome, Row, refusal
+from mlserver_torch_stream.errors import (
+    GenerationFailed,
+    LoadFailed,
+    NotServing,
+    QueueFull,
+    RequestError,
+    SettingsError,
+)
+from mlserver_torch_stream.protocol.chat_completion import Choice
+from mlserver_torch_stream.protocol.openai_request import decode_body
+from mlserver_torch_stream.protocol.tally import Tally
+from mlserver_torch_stream.protocol.text_completion import completion
+from mlserver_torch_stream.types import (
+    ChatPrompt,
+    FinishReason,
+    GenerationRequest,
+    TextPrompt,
+    TokenEvent,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.api import TokenStream
@@ -37,8 +55,11 @@ class EngineInfer:
     asking: Asking
 
     @classmethod
-    async def load(cls, model: str, extra: Mapping[str, Any], asking: Asking, meter: Meter) -> EngineInfer:
-        """Raises Refused, or LeftBehind where it is cancelled: a load cannot be stopped."""
+    async def load(
+        cls, model: str, extra: Mapping[str, Any], asking: Asking, meter: Meter, name: str | None = None
+    ) -> EngineInfer:
+        """``name``: the model's in the answers; None: the source's own. Raises Refused, or LeftBehind where it is
+        cancelled: a load cannot be stopped."""
         from mlserver_torch_stream.loading import build
         from mlserver_torch_stream.settings import parse_settings
 
@@ -50,7 +71,8 @@ class EngineInfer:
             raise Refused(f"--model: {error}") from None
         meter.load_model_latency_milli_secs.update(round((time.monotonic() - began) * 1e3))
         meter.model_byte_size.update(_peak_bytes() - before)
-        return cls(built, resolved.source.name, asking)
+        source = resolved.source.name
+        return cls(built, name or source, replace(asking, served={*asking.served, model, source}))
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         return await each(rows, self._one)
@@ -58,7 +80,7 @@ class EngineInfer:
     def tokens(self, row: Row) -> int:
         """The row's prompt in tokens; of a row that cannot be asked, as many as it has bytes."""
         try:
-            return len(self.built.codec.encode(_prompt(self.asking.ask(row))))
+            return len(self.built.codec.encode(self._request(self.asking.ask(row)).prompts[0]))
         except (Unsuitable, RequestError):
             return row.size
 
@@ -68,68 +90,67 @@ class EngineInfer:
 
     async def _one(self, row: Row) -> Outcome:
         try:
-            ask = self.asking.ask(row)
-            return await self._answer(ask, self._request(ask))
+            request = self._request(self.asking.ask(row))
+            return await self._answer(request)
         except Unsuitable as error:
-            return failed("unsuitable", str(error))
+            return refused("unsuitable", str(error))
         except (NotServing, QueueFull) as error:
             raise Unavailable(f"the engine takes no more: {error.message}") from None
-        except InvalidInput as error:
-            return failed("invalid_request", error.message)
         except RequestError as error:
-            return failed("generation_failed", error.message)
+            return Outcome(failure=refusal(error))
 
-    async def _answer(self, ask: Ask, request: GenerationRequest) -> Outcome:
+    def _request(self, ask: Ask) -> GenerationRequest:
+        return decode_body(ask.body, self.built.info, "row")
+
+    async def _answer(self, request: GenerationRequest) -> Outcome:
         from mlserver_torch_stream.generation import Generator
 
         streams: list[TokenStream] = []
-        answer = Answer()
+        tally = Tally(request)
+        answers = [_Sequence() for _ in tally.unfinished]
         try:
             await Generator(self.built.engine, self.built.codec, self.built.info).start(request, streams.append)
             async for event in streams[0]:
                 if event.finish_reason in _BROKEN:
-                    return self._broken(event.finish_reason, event.error)
-                answer.add(event.index, event.text, event.finish_reason and event.finish_reason.value)
-                if event.usage is not None:
-                    answer.prompt_tokens = event.usage.num_input_tokens
-                    answer.completion_tokens += event.usage.num_output_tokens
+                    raise self._broken(event.finish_reason, event.error)
+                tally.note(event)
+                answers[event.index].add(event)
         finally:
             for stream in streams:
                 stream.close()
-        return answer.outcome(self.name, ask.chat)
+        return Outcome(self._body(request, answers, tally), None, tally.prompt_tokens, tally.completion_tokens)
 
-    def _broken(self, reason: FinishReason | None, error: Exception | None) -> Outcome:
+    def _body(self, request: GenerationRequest, answers: Sequence[_Sequence], tally: Tally) -> dict[str, Any]:
+        (prompt,) = request.prompts
+        before = prompt.text if request.reply.echo_prompt and isinstance(prompt, TextPrompt) else ""
+        wanted = request.sampling.logprobs
+        choices = [
+            Choice(index, before + "".join(answer.texts), answer.reason, answer.logprobs if wanted else None)
+            for index, answer in enumerate(answers)
+        ]
+        return completion(isinstance(prompt, ChatPrompt), self.name, choices, tally)
+
+    def _broken(self, reason: FinishReason | None, error: Exception | None) -> Exception:
         """A row that the model broke on fails; one that a dead engine left is inferred again by the next run."""
         message = str(error) if error is not None else f"ended with {reason.value if reason else 'no reason'}"
         if not self.built.engine.alive:
-            raise Unavailable(f"the engine died: {message}")
-        return failed("generation_failed", message)
+            return Unavailable(f"the engine died: {message}")
+        return error if isinstance(error, RequestError) else GenerationFailed(message)
 
-    def _request(self, ask: Ask) -> GenerationRequest:
-        from mlserver_torch_stream.protocol.parameters import merge_parameters, resolve_sampling
 
-        info = self.built.info
-        if ask.chat and not info.has_chat_template:
-            raise InvalidInput("messages", "the model has no chat template")
-        plain = {key: value for key, value in ask.parameters.items() if key != "tools"}
-        given = merge_parameters({"llm_parameters": plain}, (), None, info)
-        for name in ("logprobs", "top_logprobs", "echo"):
-            if name in given and given[name].value not in (False, 0, (False, None)):
-                raise InvalidInput(given[name].spelling, "is not implemented for rows of objects")
-        timeout = given["timeout"].value / 1e6 if "timeout" in given else None
-        return GenerationRequest("row", (_prompt(ask),), resolve_sampling(given, info), timeout_s=timeout or None)
+@dataclass
+class _Sequence:
+    """One sequence's answer as it comes."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        self.texts.append(event.text)
+        self.logprobs.extend(event.logprobs)
+        self.reason = event.finish_reason
 
 
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _prompt(ask: Ask) -> Prompt:
-    from mlserver_torch_stream.protocol.chat import check_messages, check_tools
-
-    if ask.messages is None:
-        if not ask.prompt:
-            raise InvalidInput("prompt", "the prompt is empty")
-        return TextPrompt(ask.prompt)
-    tools = ask.parameters.get("tools")
-    return ChatPrompt(check_messages("messages", ask.messages), check_tools("tools", tools) if tools else None)

@@ -6,6 +6,7 @@ Knows the two spellings; which rows there are and where answers go is none of it
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,33 +15,41 @@ from urllib.parse import quote
 import httpx
 
 from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
-from mlserver_torch_stream.cli.completion import Answer, Ask, Asking, Unsuitable, each, failed
+from mlserver_torch_stream.cli.answers_http import GenerationBroke, HttpAnswer, OpenAIAnswer, V2Answer, reason_of
+from mlserver_torch_stream.cli.completion import Ask, Asking, Unsuitable, each, refused
 from mlserver_torch_stream.client import EventParser
 from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Outcome, Row
+from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, refusal
+from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.protocol.openai_error import error_object
+from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
 
 Api = Literal["v2", "openai"]
 _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
 _MOST_ERROR_BYTES = 2000
 _JSON = {"Content-Type": "application/json"}
+_BROKEN, _UNREADABLE = 500, 502  # statuses of failures behind an answer's 200
 _TRIES_OF_A_ROW = 3  # of what is the row's own failure, perhaps
 
 
 class _Failed(CloudError):
     """The server's own failure at this row: tried again, then the row's."""
 
-    code = "server_error"
     retriable = True
+
+    def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.failure = _failure("server_error", message, status, error)
 
 
 class _Rejected(CloudError):
     """The server has no answer for this row, and will have none."""
 
-    def __init__(self, message: str, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.code = code
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @dataclass
@@ -59,6 +68,7 @@ class HttpInfer:
     stream: bool = True
     key: str | None = None
     timeout: float = 300.0  # seconds of silence
+    name: str | None = None  # the model's in answers that bear none; None: ``model``
     retry: Retry = field(default_factory=lambda: Retry(tries=10, first=0.2, longest=30.0))
 
     def __post_init__(self) -> None:
@@ -81,9 +91,11 @@ class HttpInfer:
             path, body = self._request(ask)
             content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
         except Unsuitable as error:
-            return failed("unsuitable", str(error))
+            return refused("unsuitable", str(error))
+        except RequestError as error:
+            return Outcome(failure=refusal(error))
         except (ValueError, RecursionError) as error:  # half of a surrogate pair, NaN, no bottom
-            return failed("invalid_request", f"cannot be sent as JSON: {error}")
+            return refused("invalid_request", f"cannot be sent as JSON: {error}")
         failures = 0
 
         async def attempt() -> Outcome:
@@ -93,13 +105,13 @@ class HttpInfer:
             except _Failed as error:
                 failures += 1
                 if failures == _TRIES_OF_A_ROW:
-                    raise _Rejected(error.message, error.code) from None
+                    raise _Rejected(error.failure) from None
                 raise
 
         try:
             return await self.retry.run(attempt, self._again)
         except _Rejected as error:
-            return failed(error.code, error.message)
+            return Outcome(failure=error.failure)
 
     def _again(self, error: CloudError) -> None:
         self.retries += 1
@@ -112,7 +124,8 @@ class HttpInfer:
             if ask.chat:
                 return "/v1/chat/completions", {**body, "messages": ask.messages}
             return "/v1/completions", {**body, "prompt": ask.prompt}
-        parameters = dict(ask.parameters)
+        # What asks for nothing in OpenAI's API is nothing to V2.
+        parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
         name, text = ("messages", json.dumps(ask.messages)) if ask.chat else ("text_input", ask.prompt)
         inputs = [{"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}]
         if "tools" in parameters:
@@ -123,95 +136,68 @@ class HttpInfer:
 
     async def _attempt(self, path: str, content: bytes, ask: Ask) -> Outcome:
         concurrency = self.gate.concurrency
+        answer = OpenAIAnswer() if self.api == "openai" else V2Answer(self.name or self.model, ask.chat)
         async with self.gate.through() as started:
+            began = time.monotonic()
             try:
                 async with self._client.stream("POST", path, content=content, headers=_JSON) as response:
                     if response.status_code != httpx.codes.OK:
                         if response.status_code in _SLOWER:
                             concurrency.refused(started)
                         raise self._refusal(response, await response.aread())
-                    answer = await self._read(response)
+                    body = await self._read(response, answer)
             except httpx.HTTPError as error:
                 raise Unavailable(f"{self.url}: {error or type(error).__name__}") from error
             concurrency.answered()
-        return answer.outcome(self.model, ask.chat)
+        span = began, time.monotonic()
+        return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
 
-    async def _read(self, response: httpx.Response) -> Answer:
-        answer = Answer()
+    async def _read(self, response: httpx.Response, answer: HttpAnswer) -> dict[str, Any]:
+        """Raises what ends the attempt."""
         try:
             if not self.stream:
-                self._take(answer, json.loads(await response.aread()))
-                return answer
+                answer.whole(json.loads(await response.aread()))
+                return answer.body()
             parser, ended = EventParser(), False
             async for chunk in response.aiter_bytes():
                 for event in parser.feed(chunk):
-                    ended = ended or (event == "[DONE]" if self.api == "openai" else self._final(json.loads(event)))
-                    if event != "[DONE]":
-                        self._take(answer, json.loads(event))
+                    ended = answer.event(event) or ended
+            if ended:
+                return answer.body()
+        except GenerationBroke as error:
+            raise _Failed(f"the generation failed: {error}", _BROKEN, error.error) from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise _Failed(f"the server's answer cannot be read: {type(error).__name__}: {error}") from None
-        if not ended:
-            raise Unavailable(f"{self.url}: the stream ended before its last event")
-        return answer
-
-    @staticmethod
-    def _final(event: Mapping[str, Any]) -> bool:
-        return bool((event.get("parameters") or {}).get("triton_final_response", False))
-
-    def _take(self, answer: Answer, event: Mapping[str, Any]) -> None:
-        if event.get("error"):
-            raise _Failed(f"the generation failed: {_reason(event)}")
-        if self.api == "openai":
-            _take_openai(answer, event)
-        else:
-            _take_v2(answer, event)
+            text = f"the server's answer cannot be read: {type(error).__name__}: {error}"
+            raise _Failed(text, _UNREADABLE) from None
+        raise Unavailable(f"{self.url}: the stream ended before its last event")
 
     def _refusal(self, response: httpx.Response, body: bytes) -> CloudError:
         status = response.status_code
-        text = f"{self.url} answered {status}: {_body_reason(body)}"
+        told, error = _told(body)
+        text = f"{self.url} answered {status}: {told}"
         if status in _LATER:
             return Unavailable(text, _seconds(response.headers.get("Retry-After")))
         if status in (401, 403):
             return Denied(text)
         if status == 404:
             return Missing(text)
-        return _Failed(text) if status >= 500 else _Rejected(text)
+        if status >= 500:
+            return _Failed(text, status, error)
+        return _Rejected(_failure("invalid_request", text, status, error))
 
 
-def _take_openai(answer: Answer, event: Mapping[str, Any]) -> None:
-    for choice in event["choices"]:
-        said = choice.get("delta") or choice.get("message") or {}
-        text = choice["text"] if "text" in choice else said.get("content")
-        answer.add(choice["index"], text or "", choice.get("finish_reason"))
-    usage = event.get("usage")
-    if usage:
-        answer.prompt_tokens = usage["prompt_tokens"]
-        answer.completion_tokens = usage.get("completion_tokens", 0)
+def _failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:
+    """``error``: the server's own error object, where it sent one."""
+    return Failure(code, message, status, error or error_object(status, message, code=code))
 
 
-def _take_v2(answer: Answer, event: Mapping[str, Any]) -> None:
-    parameters = event.get("parameters") or {}
-    if parameters.get("error"):
-        raise _Failed(f"the generation failed: {parameters['error']}")
-    tensors = {tensor["name"]: tensor["data"] for tensor in event.get("outputs", ())}
-    reasons = tensors.get("finish_reason") or [None]
-    for offset, text in enumerate(tensors.get("text_output") or ()):
-        reason = reasons[offset] if offset < len(reasons) else None
-        answer.add(int(parameters.get("index", 0)) + offset, text, reason or None)
-    answer.prompt_tokens = max([answer.prompt_tokens, *(tensors.get("num_input_tokens") or ())])
-    answer.completion_tokens += sum(tensors.get("num_output_tokens") or ())
-
-
-def _reason(event: Mapping[str, Any]) -> str:
-    error = event["error"]
-    return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def _body_reason(body: bytes) -> str:
+def _told(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
+    """What a refusal says, and its error object, if it is OpenAI's."""
     try:
-        return _reason(json.loads(body))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return body[:_MOST_ERROR_BYTES].decode("utf-8", "replace").strip()
+        error = json.loads(body)["error"]
+        return reason_of(error), error if isinstance(error, dict) else None
+    except (ValueError, KeyError, TypeError):
+        return body[:_MOST_ERROR_BYTES].decode("utf-8", "replace").strip(), None
 
 
 def _seconds(header: str | None) -> float | None:

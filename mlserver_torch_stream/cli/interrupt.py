@@ -37,22 +37,33 @@ def run_to_end(work: Awaitable[T]) -> T:
         signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         for number in signals:
             loop.add_signal_handler(number, task.cancel)
-        left = False
         try:
             return await task
         except asyncio.CancelledError:
             raise Interrupted from None
-        except LeftBehind:
-            left = True
-            raise
         finally:
+            left = _left_behind()
             for number in signals:
                 loop.remove_signal_handler(number)
                 if left:
                     signal.signal(number, signal.SIG_IGN)  # the end is near, and a second one would only disturb it
             await settle()
+            # Whatever else went wrong on the way, as a second signal does while the first is obeyed: an interpreter
+            # that ended by itself would unwind this thread out of C++, which aborts the process.
+            if left:
+                raise LeftBehind
 
     return asyncio.run(guarded())
+
+
+class _Unstoppable(threading.Thread):
+    """A thread whose end nobody waits for."""
+
+    at_work = True
+
+
+def _left_behind() -> bool:
+    return any(isinstance(thread, _Unstoppable) and thread.at_work for thread in threading.enumerate())
 
 
 async def in_a_thread(call: Callable[[], T]) -> T:
@@ -68,11 +79,14 @@ async def in_a_thread(call: Callable[[], T]) -> T:
         try:
             result = call()
         except BaseException as error:
+            thread.at_work = False
             tell(future.set_exception, error)
         else:
+            thread.at_work = False
             tell(future.set_result, result)
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = _Unstoppable(target=work, daemon=True)
+    thread.start()
     try:
         return await future
     except asyncio.CancelledError:

@@ -17,10 +17,11 @@ from mlserver_torch_stream.cloud.listing import heads
 from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
 from mlserver_torch_stream.cloud.prefetch import Ahead
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Kind, Result, Row
+from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity
 from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.protocol.openai_batch import is_answered
 
 MOST_AT_ONCE = 100_000  # failed rows that are known at a time, some 300 bytes of each
 
@@ -45,6 +46,7 @@ class Again:
     kind: Kind | None
     output: Store
     part_rows: int
+    run: RunIdentity
     retry: Retry
     ahead: Ahead
     again: Callable[[CloudError], None]
@@ -110,7 +112,7 @@ class Again:
         """True if with this result a part was replaced. They come in the order of the rows."""
         number = result.row.index // self.part_rows
         self.tried += 1
-        self._lines[result.row.index] = result.encode()
+        self._lines[result.row.index] = result.encode(self.run)
         self._missing[number] -= 1
         if self._missing[number]:
             return False
@@ -139,7 +141,7 @@ def merge(part: bytes, first: int, lines: Mapping[int, bytes]) -> bytes:
     """The part, whose first row is ``first``, with ``lines`` for rows that failed; a row with an answer keeps it."""
     merged = part.splitlines(keepends=True)
     for index, line in lines.items():
-        if json.loads(merged[index - first])["error"] is not None:
+        if not is_answered(json.loads(merged[index - first])):
             merged[index - first] = line
     return b"".join(merged)
 

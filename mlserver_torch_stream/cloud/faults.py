@@ -60,6 +60,12 @@ class Refused(CloudError):
     code = "refused"
 
 
+class InUse(Refused):
+    """Another command is writing to the output."""
+
+    code = "in_use"
+
+
 class TooManyFailures(CloudError):
     """More rows failed than the run was told to bear."""
 

@@ -6,33 +6,27 @@ Knows the stages by their names; of the model only the callable, and a descripti
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlserver_torch_stream.cloud.again import Again
+from mlserver_torch_stream.cloud.claim import claim, identify, read_claim
 from mlserver_torch_stream.cloud.faults import CloudError, Exists, Refused, TooManyFailures
+from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.listing import Place, decode_inputs, encode_inputs, list_objects, open_input
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.naming import (
-    INPUTS,
-    MANIFEST,
-    differences,
-    digest,
-    done_name,
-    lies_within,
-    part_number,
-)
+from mlserver_torch_stream.cloud.naming import INPUTS, done_name, lies_within, part_number
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import Ahead
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row
-from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done
+from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
 
-_FORMAT = 1
 _TOLD = 5  # keys that a message names
 
 
@@ -40,7 +34,8 @@ _TOLD = 5  # keys that a message names
 class Job:
     """``model``: what makes two runs with the same input differ, as plain JSON. ``lane`` of ``lanes``, from 1: parts
     n with n % lanes == lane - 1 are this worker's. ``max_failures``: rows that may fail before the run ends; None: all.
-    ``retry_failed``: rows that failed in parts that are there are inferred again, before what is missing.
+    ``retry_failed``: rows that failed in parts that are there are inferred again, before what is missing. ``created``:
+    the time that the rows of a run bear, in seconds since the epoch; None: that of its beginning.
     """
 
     input: str
@@ -60,6 +55,7 @@ class Job:
     stall_s: float = 30.0
     storage: Mapping[str, str] = field(default_factory=dict)
     weigh: Callable[[Row], int] = lambda row: row.size
+    created: int | None = None
 
     def __post_init__(self) -> None:
         """Raises Refused, which names the option."""
@@ -86,7 +82,6 @@ class Job:
     def config(self) -> dict[str, Any]:
         """What a run is known by: another value is another run."""
         return {
-            "format": _FORMAT,
             "input": self.input.rstrip("/"),
             "glob": self.glob,
             "manifest": self.manifest,
@@ -98,46 +93,65 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would do: its objects, and what its output holds already."""
+    """What a run would do: its objects, and what its output holds already. ``known``: the output is this run's."""
 
     job: Job
+    run: RunIdentity
     source: Place
     objects: list[Listed]
     output: Store | None
     done: Done
+    known: bool = False
 
     async def aclose(self) -> None:
         await self.source.store.aclose()
 
 
-async def plan(job: Job, *, write: bool = True) -> Plan:
-    """Lists the input, or reads the list that the output keeps. ``write`` false: leaves no trace in the output.
+async def plan(job: Job) -> Plan:
+    """Lists the input, or reads the list that the output keeps. Writes nothing.
 
-    Raises CloudError; Refused where the output is another run's.
+    Raises CloudError; Refused where the output is another run's, InUse where another command is writing to it.
     """
     try:
-        return await _plan(job, write)
+        return await _plan(job)
     except BaseException:
         await settle()
         raise
 
 
-async def _plan(job: Job, write: bool) -> Plan:
+async def _plan(job: Job) -> Plan:
     place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
-    output = None if job.output is None else Store.open(job.output, job.storage, job.stall_s, make=write)
-    if output is None:
-        return Plan(job, place, await _list(job, place), None, Done())
-    known = await _claim(job, output, write)
-    objects = None if not known else await _kept(output, job)
-    if objects is None:
-        objects = await _list(job, place)
-        if write:
-            try:
-                await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects or [])))
-            except Exists:  # another worker was faster
-                objects = await _kept(output, job) or []
-    done = await find_done(output, job.part_rows, job.retry, mend=write) if known else Done()
-    return Plan(job, place, objects, output, done)
+    run = identify(job.config(), int(time.time()) if job.created is None else job.created)
+    if job.output is None:
+        return Plan(job, run, place, await _list(job, place), None, Done())
+    output = Store.open(job.output, job.storage, job.stall_s, make=False)
+    claimed = await read_claim(output, job.config(), job.retry)
+    if claimed is None:
+        await job.retry.run(lambda: _refuse_parts(output))
+        return Plan(job, run, place, await _list(job, place), output, Done())
+    await job.retry.run(WriterLease(output, job.lane, job.lanes, job.retry).check)
+    objects = await _kept(output, job) or await _list(job, place)
+    return Plan(job, claimed, place, objects, output, await find_done(output, job.part_rows, job.retry), True)
+
+
+async def _refuse_parts(output: Store) -> None:
+    async for info in output.list():
+        if part_number(info.key) is not None:
+            raise Refused(f"--output: {output.url} holds parts without a manifest; choose an empty place")
+
+
+async def _begin(planned: Plan, output: Store) -> Plan:
+    """Makes the output the run's, and writes what it goes on from. What another worker wrote before goes for this one,
+    too."""
+    job, objects = planned.job, planned.objects
+    run = await claim(output, job.config(), planned.run.created, job.retry)
+    try:
+        await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
+    except Exists:
+        objects = await _kept(output, job) or objects
+    done = planned.done if planned.known else await find_done(output, job.part_rows, job.retry)
+    await mend_errors(output, done, job.retry)
+    return replace(planned, run=run, objects=objects, output=output, done=done)
 
 
 async def _list(job: Job, place: Place) -> list[Listed]:
@@ -156,36 +170,6 @@ async def _read_manifest(job: Job) -> bytes:
         return await job.retry.run(lambda: store.get(name))
     except CloudError as error:
         raise Refused(f"--manifest: {error.message}") from None
-
-
-async def _claim(job: Job, output: Store, write: bool) -> bool:
-    """True if the output is this run's already; makes it so if it is nobody's. Raises Refused if it is another's."""
-    config = {**job.config(), "run": digest(job.config())}
-    text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-    try:
-        found = await job.retry.run(lambda: output.get(MANIFEST))
-    except CloudError as error:
-        if error.code != "missing":
-            raise
-        async for info in output.list():
-            if part_number(info.key) is not None:
-                raise Refused(f"--output: {output.url} holds parts without a manifest; choose an empty place") from None
-        if not write:
-            return False
-        try:
-            await job.retry.run(lambda: output.create(MANIFEST, text))
-            return False
-        except Exists:
-            found = await job.retry.run(lambda: output.get(MANIFEST))
-    try:
-        was = json.loads(found)
-        assert isinstance(was, dict)
-    except (ValueError, AssertionError):
-        raise Refused(f"--output: the manifest in {output.url} is none that this program wrote") from None
-    if was.get("run") != config["run"]:
-        differing = "; ".join(differences(was, config)[:4])
-        raise Refused(f"--output: {output.url} belongs to another run: {differing}")
-    return True
 
 
 async def _kept(output: Store, job: Job) -> list[Listed] | None:
@@ -248,16 +232,26 @@ async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGen
 async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str], None] = lambda message: None) -> int:
     """Writes the parts that are missing; returns how many of this worker's rows failed, in this run or before it.
 
-    ``told`` hears of failed rows that cannot be tried again.
+    ``told`` hears of failed rows that cannot be tried again. Raises InUse where another command writes them.
     """
-    job, output = planned.job, planned.output
-    assert output is not None, "a plan without an output"
+    job = planned.job
+    assert job.output is not None, "a plan without an output"
+    output = Store.open(job.output, job.storage, job.stall_s)
+    async with WriterLease(output, job.lane, job.lanes, job.retry) as lease:
+        return await _write(await _begin(planned, output), output, infer, meter, told, lease)
+
+
+async def _write(
+    planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None], lease: WriterLease
+) -> int:
+    job = planned.job
     before = meter.failed
-    tried = await _try_again(planned, output, infer, meter, told) if job.retry_failed else 0
+    tried = await _try_again(planned, output, infer, meter, told, lease) if job.retry_failed else 0
     if not planned.done.complete:
-        sink = PartSink(output, job.part_rows, job.retry)
+        sink = PartSink(output, job.part_rows, planned.run, job.retry)
         async with aclosing(results(planned, infer, meter, meter.failed - before)) as found:
             async for result in found:
+                lease.require()
                 await sink.write(result)
         await sink.end()
     earlier = sum(count for number, count in planned.done.failures.items() if job.owns(number))
@@ -268,16 +262,21 @@ async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str],
     return failed
 
 
-async def _try_again(planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None]) -> int:
+async def _try_again(
+    planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None], lease: WriterLease
+) -> int:
     """The number of rows that were. Raises TooManyFailures."""
     job, done = planned.job, planned.done
     source = planned.source.store
-    again = Again(source, planned.objects, job.kind, output, job.part_rows, job.retry, job.ahead, meter.retried)
+    again = Again(
+        *(source, planned.objects, job.kind, output, job.part_rows, planned.run, job.retry, job.ahead, meter.retried)
+    )
     before = meter.failed
     numbers = [number for number in sorted(done.failures) if job.owns(number)]
     async for failed in again.groups(numbers):
         async with aclosing(infer_rows(again.rows(failed), infer, job.limits, meter, job.weigh)) as found:
             async for result in found:
+                lease.require()
                 await again.put(result)
                 _bear(job, meter.failed - before, result)
     if again.lost:

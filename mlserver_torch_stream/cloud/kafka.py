@@ -17,14 +17,15 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
-from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.claim import claim
+from mlserver_torch_stream.cloud.faults import Exists, Missing, Unavailable
 from mlserver_torch_stream.cloud.meter import Meter
-from mlserver_torch_stream.cloud.naming import MANIFEST, differences
 from mlserver_torch_stream.cloud.parse import parse_row
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Infer, Row
 from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.protocol.openai_batch import is_answered
 
 _LOOK_MS = 500
 
@@ -35,7 +36,8 @@ def offset_part(topic: str, partition: int, first: int) -> str:
 
 @dataclass
 class Topic:
-    """``part_rows`` and ``part_wait``: a part is closed at so many rows, or so many seconds after its first one."""
+    """``part_rows`` and ``part_wait``: a part is closed at so many rows, or so many seconds after its first one.
+    ``created``: the time that the rows bear, in seconds since the epoch; None: that of the output's first consumer."""
 
     servers: str
     topic: str
@@ -49,11 +51,14 @@ class Topic:
     limits: Limits = field(default_factory=Limits)
     retry: Retry = field(default_factory=Retry)
     meter: Meter = field(default_factory=Meter)
+    created: int | None = None
     done: int = 0
 
     async def consume(self, most: int | None = None) -> None:
         """Until ``most`` records are durable and committed, or for ever. Raises CloudError."""
-        await self._claim()
+        config = {"topic": self.topic, "model": dict(self.model)}
+        created = int(time.time()) if self.created is None else self.created
+        self._run = await claim(self.output, config, created, self.retry)
         consumer = AIOKafkaConsumer(
             self.topic,
             bootstrap_servers=self.servers,
@@ -77,19 +82,6 @@ class Topic:
             await consumer.stop()
             if producer is not None:
                 await producer.stop()
-
-    async def _claim(self) -> None:
-        """The output is this topic's and this configuration's, or nobody's yet. Raises Refused."""
-        config = {"topic": self.topic, "model": dict(self.model)}
-        text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-        try:
-            await self.retry.run(lambda: self.output.create(MANIFEST, text))
-        except Exists:
-            found = await self.retry.run(lambda: self.output.get(MANIFEST))
-            if found != text:
-                was = json.loads(found)
-                told = "; ".join(differences(was, config)[:4])
-                raise Refused(f"--output: {self.output.url} belongs to another run: {told}") from None
 
     async def _collect(self, consumer: Any, most: int | None) -> dict[Any, list[Any]]:
         """Records by partition: as many as a part takes, or what came within ``part_wait`` of the first."""
@@ -120,7 +112,7 @@ class Topic:
             last = rows[-1]["line"]
             records = await self._up_to(consumer, partition, records, last)
             if producer is not None:
-                await self._bury(producer, records, {row["line"] for row in rows if row["error"] is not None})
+                await self._bury(producer, records, {row["line"] for row in rows if not is_answered(row)})
             if not await self._commit(consumer, partition, last + 1):
                 return
             self.done += sum(record.offset <= last for record in records)
@@ -149,7 +141,7 @@ class Topic:
                 yield parse_row(record.offset, key, record.offset, record.value or b"")
 
         async with aclosing(infer_rows(rows(), self.infer, self.limits, self.meter)) as found:
-            return b"".join([result.encode() async for result in found])
+            return b"".join([result.encode(self._run) async for result in found])
 
     async def _bury(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
         """Failed records go to the dead-letter topic as they came, before their offset is committed: at least once."""

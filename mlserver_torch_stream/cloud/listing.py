@@ -69,7 +69,8 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
     found: list[Listed] = []
     async for info in store.list():
         if pattern.fullmatch(info.key):
-            found.append(Listed(info))
+            unreadable = Failure(Refused.code, f"{info.key!r}: the library of stores has no way to name it")
+            found.append(Listed(info, None if info.etag else unreadable))
             if len(found) > MOST_OBJECTS:
                 raise Refused(f"--input: more than {MOST_OBJECTS} objects; choose some of them with --glob")
     return found

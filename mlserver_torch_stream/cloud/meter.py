@@ -5,6 +5,7 @@ Knows no clock: times are passed in, in seconds of a clock that never goes back.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,32 +35,27 @@ class Distribution:
 
 @dataclass
 class Busy:
-    """How much of the time since its first batch at least one batch was being inferred."""
+    """How much of the time at least one row was being inferred, from the first one's start to the last one's end.
 
-    running: int = 0
-    began: float | None = None
-    idle_since: float | None = None
-    idle: float = 0.0
-    ended: float = 0.0
+    ``spans``: when there was one, in order; none touches another.
+    """
 
-    def enter(self, now: float) -> None:
-        if self.began is None:
-            self.began = now
-        elif self.running == 0 and self.idle_since is not None:
-            self.idle += now - self.idle_since
-        self.running += 1
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
-    def leave(self, now: float) -> None:
-        self.running -= 1
-        self.ended = now
-        if self.running == 0:
-            self.idle_since = now
+    def add(self, began: float, ended: float) -> None:
+        """Spans come in the order of their ends, or nearly so."""
+        first = last = bisect_left(self.spans, began, key=lambda span: span[1])
+        while last < len(self.spans) and self.spans[last][0] <= ended:
+            last += 1
+        joined = self.spans[first:last]
+        if joined:
+            began, ended = min(began, joined[0][0]), max(ended, joined[-1][1])
+        self.spans[first:last] = [(began, ended)]
 
     def share(self) -> float | None:
-        """Between the first batch's start and the last one's end; None before any batch has ended."""
-        if self.began is None or self.ended <= self.began:
-            return None
-        return 1.0 - self.idle / (self.ended - self.began)
+        """None before any row was inferred."""
+        whole = self.spans[-1][1] - self.spans[0][0] if self.spans else 0.0
+        return sum(ended - began for began, ended in self.spans) / whole if whole > 0 else None
 
 
 @dataclass
@@ -83,20 +79,19 @@ class Meter:
     model_byte_size: Distribution = field(default_factory=Distribution)
     busy: Busy = field(default_factory=Busy)
 
-    def batch_started(self, rows: Sequence[Row], now: float) -> None:
-        self.busy.enter(now)
+    def batch_failed(self) -> None:
+        self.failed_batches_counter += 1
+
+    def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
+        """One that was cancelled, as all are when a run ends early, is neither inferred nor failed."""
         self.num_inferences += len(rows)
         self.inference_request_batch_size.update(len(rows))
         self.inference_request_batch_byte_size.update(sum(row.size for row in rows))
-
-    def batch_ended(self, began: float, now: float, failed: bool) -> None:
-        self.busy.leave(now)
-        self.failed_batches_counter += failed
         self.inference_batch_latency_micro_secs.update(round((now - began) * 1e6))
-
-    def inferred(self, outcomes: Sequence[Outcome]) -> None:
-        self.prompt_tokens += sum(outcome.prompt_tokens for outcome in outcomes)
-        self.completion_tokens += sum(outcome.completion_tokens for outcome in outcomes)
+        for outcome in outcomes:
+            self.busy.add(*(outcome.span or (began, now)))
+            self.prompt_tokens += outcome.prompt_tokens
+            self.completion_tokens += outcome.completion_tokens
 
     def retried(self, error: Exception) -> None:
         self.retries += 1

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlserver_torch_stream.cloud.faults import Refused
@@ -25,6 +25,21 @@ _SUFFIXES = {
     Kind.TEXT: (".txt", ".md", ".prompt"),
 }
 
+# Where the values of a run's configuration come from.
+_OPTIONS = {
+    ("input",): "--input",
+    ("glob",): "--glob",
+    ("manifest",): "--manifest",
+    ("kind",): "--as",
+    ("part_rows",): "--part-rows",
+    ("topic",): "--topic",
+    ("model", "name"): "--model",
+    ("model", "by"): "what answers (the engine here, or the API of --url)",
+    ("model", "parameters"): "--parameters",
+    ("model", "chat"): "--chat",
+    ("model", "extra"): "--extra",
+    ("model", "served"): "--served-model-name",
+}
 _COMPRESSED = "compressed"
 # Formats with rows or objects inside that are not looked into, by their endings.
 _CLOSED = {
@@ -94,7 +109,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
             else:
                 pattern, rest = pattern + re.escape(rest[0]), rest[1:]
     try:
-        return re.compile(pattern)
+        return re.compile(pattern, re.DOTALL)  # a name may hold a newline
     except re.error as error:
         raise Refused(f"--glob: {glob}: {error.msg}") from None
 
@@ -115,6 +130,33 @@ def digest(value: Mapping[str, Any]) -> str:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each key whose value differs, as one reads it."""
-    keys = sorted(set(was) | set(now))
-    return [f"{key} was {was.get(key)!r}, is {now.get(key)!r}" for key in keys if was.get(key) != now.get(key)]
+    """Each value that differs, by the option that it comes from, in words."""
+    before, after = dict(_values(was)), dict(_values(now))
+    paths = [*after, *(path for path in before if path not in after)]
+    return [
+        f"{_option(path)} {_told('was', before.get(path))} and {_told('is', after.get(path))} now"
+        for path in paths
+        if before.get(path) != after.get(path)
+    ]
+
+
+def _values(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values that are no objects, each with the keys that lead to it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _values(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _option(path: tuple[str, ...]) -> str:
+    for length in (2, 1):
+        if path[:length] in _OPTIONS:
+            return " ".join([_OPTIONS[path[:length]], ".".join(path[length:])]).rstrip()
+    return ".".join(path)
+
+
+def _told(verb: str, value: Any) -> str:
+    if value is None:
+        return f"{verb} not given"
+    return f"{verb} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"

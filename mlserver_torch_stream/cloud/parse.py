@@ -9,10 +9,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mlserver_torch_stream.cloud.rows import Failure, Row
+from mlserver_torch_stream.cloud.rows import Failure, Row, refusal
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
 
 MOST_LINE_BYTES = 16 * 2**20
-_PROMPTS = ("messages", "prompt", "text_input")
 
 
 class Lines:
@@ -60,18 +61,16 @@ def blank(line: bytes | None) -> bool:
 
 def parse_row(index: int, key: str, number: int, line: bytes | None) -> Row:
     """``{"custom_id", "body"}`` as OpenAI's batches have it, or the body itself with an optional ``custom_id``."""
-    fallback = f"{key}:{number}"
+    custom_id = f"{key}:{number}"
     try:
         value = _object(line)
     except ValueError as error:
-        return Row(index, key, number, fallback, failure=Failure("invalid_row", f"line {number}: {error}"))
-    custom_id = value.get("custom_id", fallback)
-    if not isinstance(custom_id, str):
-        return Row(index, key, number, fallback, failure=Failure("invalid_row", "custom_id: must be a string"))
-    body = value["body"] if "body" in value else {name: item for name, item in value.items() if name != "custom_id"}
-    trouble = _trouble(body)
-    if trouble is not None:
-        return Row(index, key, number, custom_id, failure=Failure("invalid_row", trouble))
+        return Row(index, key, number, custom_id, failure=Failure("invalid_row", f"line {number}: {error}"))
+    try:
+        custom_id = read_custom_id(value, custom_id)
+        body = read_body(value)
+    except InvalidInput as error:
+        return Row(index, key, number, custom_id, failure=refusal(error))
     return Row(index, key, number, custom_id, body=body, size=len(line or b""))
 
 
@@ -89,17 +88,3 @@ def _object(line: bytes | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("is not a JSON object")
     return value
-
-
-def _trouble(body: Any) -> str | None:
-    if not isinstance(body, dict):
-        return "body: must be an object"
-    given = [name for name in _PROMPTS if name in body]
-    if len(given) != 1:
-        return f"exactly one of {', '.join(_PROMPTS)} is needed, got {' and '.join(given) or 'none'}"
-    if given[0] == "messages":
-        if not isinstance(body["messages"], list) or not body["messages"]:
-            return "messages: must be a list of at least one message"
-    elif not isinstance(body[given[0]], str):
-        return f"{given[0]}: must be a string"
-    return None

@@ -154,20 +154,17 @@ class _Flow:
     async def _run(self, batch: Sequence[_Ticketed]) -> None:
         rows = [row for _, row in batch]
         began = time.monotonic()
-        self._meter.batch_started(rows, began)
-        failed = True
         try:
             outcomes = await self._infer(rows)
             if len(outcomes) != len(rows):
                 raise RuntimeError(f"{len(outcomes)} outcomes came for {len(rows)} rows")
-            failed = False
+            self._meter.batch_inferred(rows, outcomes, began, time.monotonic())
         except CloudError:
+            self._meter.batch_failed()
             raise
         except Exception as error:
+            self._meter.batch_failed()
             outcomes = [Outcome(failure=_inference_failed(error))] * len(rows)
-        finally:
-            self._meter.batch_ended(began, time.monotonic(), failed)
-        self._meter.inferred(outcomes)
         for (ticket, row), outcome in zip(batch, outcomes, strict=True):
             self._settle(ticket, row, outcome)
 

@@ -5,11 +5,16 @@ Knows neither where rows come from nor what infers them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.protocol.openai_batch import answer_line, lost_line, refused_line
+from mlserver_torch_stream.protocol.openai_error import describe
 
 
 class Kind(str, Enum):
@@ -24,10 +29,15 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a row has no response. ``code`` is for programs, ``message`` for people."""
+    """Why a row has no answer. ``code`` is for programs, ``message`` for people.
+
+    ``status`` and ``error``: of a row that a model was asked and that was refused, as OpenAI's API tells it.
+    """
 
     code: str
     message: str
+    status: int | None = None
+    error: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +60,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What inferring one row gave: a ``response`` or a ``failure``, and the tokens it took."""
+    """What inferring one row gave: a ``response``, which is the body of the answer, or a ``failure``, and the tokens it
+    took. ``span``: when the model was at work on it, by the monotonic clock; None: as long as its batch was inferred.
+    """
 
     response: Mapping[str, Any] | None = None
     failure: Failure | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    span: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What the ids of output rows are made of, and the time that they all bear, in seconds since the epoch."""
+
+    id: str
+    created: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +86,27 @@ class Result:
     row: Row
     outcome: Outcome
 
-    def record(self) -> dict[str, Any]:
-        """The output row: exactly one of ``response`` and ``error`` is not null; nothing in it depends on the time."""
-        failure = self.outcome.failure
-        return {
-            "index": self.row.index,
-            "custom_id": self.row.custom_id,
-            "key": self.row.key,
-            "line": self.row.line,
-            "response": self.outcome.response,
-            "error": None if failure is None else {"code": failure.code, "message": failure.message},
-        }
+    def record(self, run: RunIdentity) -> dict[str, Any]:
+        """The output row, as a line of OpenAI's batches, and beside that the row's place in the input."""
+        row, failure = self.row, self.outcome.failure
+        name = hashlib.sha256(f"{run.id}/{row.key}/{row.index}".encode("utf-8", "replace")).hexdigest()[:32]
+        place = {"index": row.index, "key": row.key, "line": row.line}
+        if failure is None:
+            return answer_line(name, row.custom_id, self.outcome.response or {}, run.created, place)
+        if failure.status is None or failure.error is None:
+            return lost_line(name, row.custom_id, failure.code, failure.message, place)
+        return refused_line(name, row.custom_id, failure.status, failure.error, place)
 
-    def encode(self) -> bytes:
-        return json.dumps(self.record(), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+    def encode(self, run: RunIdentity) -> bytes:
+        text = json.dumps(self.record(run), ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace") + b"\n"
+
+
+def refusal(error: RequestError) -> Failure:
+    """A row's failure by an error that has a status."""
+    status, described = describe(error)
+    code = described["code"] or ("invalid_request" if status < 500 else "generation_failed")
+    return Failure(code, error.message, status, described)
 
 
 Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]

@@ -14,9 +14,10 @@ from typing import Any
 from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused
 from mlserver_torch_stream.cloud.naming import errors_name, part_name, part_number
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Result
+from mlserver_torch_stream.cloud.rows import Result, RunIdentity
 from mlserver_torch_stream.cloud.source import Cursor
 from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.protocol.openai_batch import is_answered
 
 _AT_ONCE = 16  # parts that are looked at
 
@@ -25,7 +26,8 @@ _AT_ONCE = 16  # parts that are looked at
 class Done:
     """What an output holds already. ``complete``: a part is shorter than the others, so it was the input's last.
 
-    ``sparse``: there are parts behind a missing one, which several workers wrote.
+    ``sparse``: there are parts behind a missing one, which several workers wrote. ``rows``: in all parts. ``stale``:
+    the failed rows, by part, of those parts whose own object for them is missing or out of date.
     """
 
     parts: frozenset[int] = frozenset()
@@ -33,6 +35,8 @@ class Done:
     failures: Mapping[int, int] = field(default_factory=dict)  # by part, where there are any
     complete: bool = False
     sparse: bool = False
+    rows: int = 0
+    stale: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
     def failed(self) -> int:
@@ -42,8 +46,9 @@ class Done:
 class PartSink:
     """Writes results that come in order as parts of ``rows`` rows: row i belongs to part i // rows."""
 
-    def __init__(self, store: Store, rows: int, retry: Retry) -> None:
+    def __init__(self, store: Store, rows: int, run: RunIdentity, retry: Retry) -> None:
         self._store = store
+        self._run = run
         self._rows = rows
         self._retry = retry
         self._number = -1
@@ -55,7 +60,7 @@ class PartSink:
         number, place = divmod(result.row.index, self._rows)
         assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
-        line = result.encode()
+        line = result.encode(self._run)
         self._lines.append(line)
         if result.outcome.failure is not None:
             self._failed.append(line)
@@ -89,9 +94,9 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
             ) from None
 
 
-async def find_done(store: Store, rows: int, retry: Retry, *, mend: bool = True) -> Done:
-    """What is there to go on from. Mends the errors of parts behind which a run may have died before it wrote them:
-    those of the last parts, and of parts whose failed rows are tried again."""
+async def find_done(store: Store, rows: int, retry: Retry) -> Done:
+    """What is there to go on from. Looks into the last parts, behind which a run may have died before it wrote their
+    failed rows, and into those that have failed rows."""
     names = await retry.run(lambda: _names(store))
     parts = frozenset(number for name in names if (number := part_number(name)) is not None)
     if not parts:
@@ -100,13 +105,20 @@ async def find_done(store: Store, rows: int, retry: Retry, *, mend: bool = True)
     last = {count - 1, max(parts)} - {-1}
     seen: dict[int, _Seen] = {}
     for group in _groups(sorted(last | {number for number in parts if errors_name(number) in names})):
-        found = await asyncio.gather(*(_look(store, number, rows, retry, mend) for number in group))
+        found = await asyncio.gather(*(_look(store, number, rows, retry) for number in group))
         seen.update(zip(group, found, strict=True))
     cursor = seen[count - 1].end if count else Cursor()
     sparse = count < len(parts)
     short = any(seen[number].rows < rows for number in last)
     failures = {number: each.failed for number, each in seen.items() if each.failed}
-    return Done(parts, cursor, failures, short and not sparse, sparse)
+    written = (len(parts) - 1) * rows + seen[max(parts)].rows
+    stale = {number: each.stale for number, each in seen.items() if each.stale is not None}
+    return Done(parts, cursor, failures, short and not sparse, sparse, written, stale)
+
+
+async def mend_errors(store: Store, done: Done, retry: Retry) -> None:
+    for number, failed in done.stale.items():
+        await put_errors(store, number, failed, retry)
 
 
 async def _names(store: Store) -> set[str]:
@@ -122,16 +134,16 @@ class _Seen:
     rows: int
     failed: int
     end: Cursor
+    stale: bytes | None
 
 
-async def _look(store: Store, number: int, rows: int, retry: Retry, mend: bool) -> _Seen:
+async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
     data = await retry.run(lambda: store.get(part_name(number)))
     records = _records(data, number, rows)
     failed = failed_lines(data)
-    if mend and failed != await _errors(store, number, retry):
-        await put_errors(store, number, failed, retry)
+    stale = failed if failed != await _errors(store, number, retry) else None
     end = records[-1]
-    return _Seen(len(records), failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"]))
+    return _Seen(len(records), failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"]), stale)
 
 
 async def _errors(store: Store, number: int, retry: Retry) -> bytes:
@@ -147,7 +159,7 @@ def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
         first = number * rows
         if not records or [record["index"] for record in records] != list(range(first, first + len(records))):
             raise ValueError
-        assert all({"key", "line", "error"} <= set(record) for record in records)
+        assert all({"key", "line", "response", "error"} <= set(record) for record in records)
     except (ValueError, KeyError, TypeError, AssertionError):
         raise Refused(f"--output: {part_name(number)} is no part that this run wrote") from None
     return records
@@ -155,7 +167,7 @@ def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
 
 def failed_lines(part: bytes) -> bytes:
     """Its rows that failed, as they are."""
-    return b"".join(line for line in part.splitlines(keepends=True) if json.loads(line)["error"] is not None)
+    return b"".join(line for line in part.splitlines(keepends=True) if not is_answered(json.loads(line)))
 
 
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ _GRACE_S = 0.05
 _MEMORY = "memory://"
 _DATED = "modified:"  # no ETag: compared with what comes, as a server need not understand If-Match
 _CHUNK = 64 * 1024
+_BEING_WRITTEN = re.compile(r"#[0-9]+$")  # how the library calls a file until it is whole
 _LISTED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -28,7 +30,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One version of an object. ``etag``: what pins it; where the place gives none, the time of its last change."""
+    """One version of an object. ``etag``: what pins it; where the place gives none, the time of its last change; empty
+    for a file that the library cannot name."""
 
     key: str
     size: int
@@ -88,11 +91,17 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """All objects, those in clouds in the order of their keys; ``after``: only keys behind this one."""
+        """All objects, those in clouds in the order of their keys; ``after``: only keys behind this one.
+
+        The library's list of a folder ends at a file that it cannot name, such as one with a newline in its name. The
+        others are then found without it.
+        """
         if not self.listable:
             raise Refused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
         import obstore
+        from obstore.exceptions import InvalidPathError
 
+        seen: set[str] = set()  # of a folder
         try:
             batches = obstore.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
@@ -101,9 +110,22 @@ class Store:
                 except StopAsyncIteration:
                     return
                 for meta in batch:
+                    if self._local:
+                        seen.add(meta["path"])
                     yield ObjectInfo(meta["path"], meta["size"], self._version(meta))
         except Exception as error:
-            raise self._fault(error, "") from error
+            if not self._local or not isinstance(error, InvalidPathError):
+                raise self._fault(error, "") from error
+        for key, size in await asyncio.to_thread(_files, Path(self.url)):
+            if key not in seen and (after is None or key > after):
+                try:
+                    yield await self.head(key)
+                except Refused:
+                    yield ObjectInfo(key, size, "")
+
+    @property
+    def _local(self) -> bool:
+        return "://" not in self.url
 
     async def head(self, key: str) -> ObjectInfo:
         import obstore
@@ -153,7 +175,7 @@ class Store:
         """
         import obstore
 
-        if "://" not in self.url:
+        if self._local:
             if (await self.head(key)).etag != marks.get("e_tag"):
                 raise Changed(f"{self.url}/{key}: changed since it was read")
             return await self.put(key, data)
@@ -199,7 +221,7 @@ class Store:
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
             return Unavailable(f"{where}: nothing came for {self._stall_s:g} s")
         text = _first_line(error)
-        if type(error) is ValueError:  # a key that the library has no name for, as one with an empty level
+        if isinstance(error, ValueError):  # a key that the library has no name for, as one with an empty level
             return Refused(f"{where}: {text}")
         for kinds, fault in (
             ((exceptions.NotFoundError, FileNotFoundError), Missing(f"{where}: is not there")),
@@ -217,6 +239,18 @@ class Store:
             if isinstance(error, kinds):
                 return fault
         return _by_text(where, str(error), text)
+
+
+def _files(folder: Path) -> list[tuple[str, int]]:
+    """The keys and sizes of the files below a folder, as the library sees them: links are followed, and files that it
+    is writing are left out."""
+    found = []
+    for place, _, names in os.walk(folder, followlinks=True):
+        for name in names:
+            path = Path(place, name)
+            if path.is_file() and not _BEING_WRITTEN.search(name):
+                found.append((path.relative_to(folder).as_posix(), path.stat().st_size))
+    return found
 
 
 async def _within(call: Any, seconds: float) -> Any:

@@ -7,17 +7,19 @@ Knows neither queues nor cursors: it is given an iterator of announcements, and 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlserver_torch_stream.cloud.claim import FORMAT
 from mlserver_torch_stream.cloud.faults import Denied, Exists, Missing, Refused
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.naming import digest
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row
+from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row, RunIdentity
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
@@ -35,7 +37,7 @@ class Announced:
 @dataclass
 class Watcher:
     """At most ``objects`` of them at a time; of each, the stages of a run with ``limits``. ``told`` hears of those that
-    have gone, and of those that failed as a whole."""
+    have gone, and of those that failed as a whole. ``created``: the time that the rows bear."""
 
     store: Store
     output: Store
@@ -47,13 +49,14 @@ class Watcher:
     objects: int = 8
     meter: Meter = field(default_factory=Meter)
     told: Callable[[str], None] = lambda message: None
+    created: int = field(default_factory=lambda: int(time.time()))
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:
         kind = None if self.kind is None else self.kind.value
-        return (
-            f"result-{digest({'key': info.key, 'etag': info.etag, 'kind': kind, 'model': dict(self.model)})[:40]}.jsonl"
-        )
+        model = dict(self.model)
+        identity = {"format": FORMAT, "key": info.key, "etag": info.etag, "kind": kind, "model": model}
+        return f"result-{digest(identity)[:40]}.jsonl"
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
         """Until ``announcements`` end, or ``most`` objects are done. Raises CloudError where results cannot be kept."""
@@ -103,17 +106,18 @@ class Watcher:
     async def _inferred(self, listed: Listed) -> bytes:
         """All its rows; of an object with more results than are kept in memory, one row that says so."""
         info, data = listed.info, bytearray()
+        run = RunIdentity(self.result_name(info), self.created)
         async with aclosing(self._results(listed)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
                     self.told(f"{info.key}: {result.outcome.failure.message}")
-                data.extend(result.encode())
+                data.extend(result.encode(run))
                 if len(data) > MOST_RESULT_BYTES:
                     text = f"its results are more than {MOST_RESULT_BYTES} bytes; infer it with cloud run"
                     failure = Failure("too_large", f"{info.key}: {text}")
                     self.told(failure.message)
                     self.meter.failed += 1
-                    return Result(Row(0, info.key, None, info.key), Outcome(failure=failure)).encode()
+                    return Result(Row(0, info.key, None, info.key), Outcome(failure=failure)).encode(run)
         return bytes(data)
 
     async def _there(self, name: str) -> bool:

@@ -8,19 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from mlserver_torch_stream.protocol.tally import Tally
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
+
+
+class TokenCounts(Protocol):
+    """How many tokens a request has used."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence's answer, or a part of it."""
+    """One sequence's answer, or a part of it. A finish reason that is no FinishReason is another server's."""
 
     index: int
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | str | None
     logprobs: Sequence[TokenLogprob] | None = None  # None: not asked for
 
 
@@ -32,20 +41,20 @@ class ChatCompletion:
     model: str
     created: int
 
-    def whole(self, choices: Sequence[Choice], tally: Tally) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], tally: TokenCounts) -> dict[str, Any]:
         return {
             **self._head("chat.completion"),
             "choices": [
                 _choice(choice, "message", {"role": "assistant", "content": choice.text}) for choice in choices
             ],
-            "usage": _usage(tally),
+            "usage": usage_of(tally),
         }
 
-    def chunk(self, choice: Choice, *, first: bool, usage: Tally | None) -> dict[str, Any]:
+    def chunk(self, choice: Choice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
         """``first``: the choice's first chunk; ``usage``: given on the request's last."""
         delta = _message(choice) if first else {"content": choice.text}
         head = {**self._head("chat.completion.chunk"), "choices": [_choice(choice, "delta", delta)]}
-        return head if usage is None else {**head, "usage": _usage(usage)}
+        return head if usage is None else {**head, "usage": usage_of(usage)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -65,7 +74,7 @@ def _choice(choice: Choice, key: str, value: dict[str, str]) -> dict[str, Any]:
         "index": choice.index,
         key: value,
         "logprobs": None if choice.logprobs is None else {"content": [_logprob(entry) for entry in choice.logprobs]},
-        "finish_reason": choice.finish_reason.value if choice.finish_reason is not None else None,
+        "finish_reason": reason_of(choice),
     }
 
 
@@ -74,8 +83,17 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {**_named(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
+def reason_of(choice: Choice) -> str | None:
+    reason = choice.finish_reason
+    return reason.value if isinstance(reason, FinishReason) else reason
+
+
+def token_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
 def _named(token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token_id}", "logprob": finite(logprob), "bytes": None}
+    return {"token": token_name(token_id), "logprob": finite(logprob), "bytes": None}
 
 
 def finite(logprob: float) -> float:
@@ -83,7 +101,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def _usage(tally: Tally) -> dict[str, int]:
+def usage_of(tally: TokenCounts) -> dict[str, int]:
     return {
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,

@@ -112,7 +112,7 @@ _DEFAULTS = "default_sampling"
 _BODIES = ("llm_parameters", "kwargs")
 SILENT = frozenset({"headers", "content_type", "binary_data_output"})
 # What an OpenAI body may also hold and no token depends on; usage is always sent, so stream_options asks for nothing.
-_SILENT_IN_BODY = frozenset(
+SILENT_IN_BODY = frozenset(
     {"model", "user", "metadata", "store", "stream_options", "safety_identifier", "prompt_cache_key"}
 )
 _MEANS_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")
@@ -142,7 +142,7 @@ def merge_parameters(
         *_object_pairs(_SAMPLING, request.get(_SAMPLING), info),
     ]
     bodies = [pair for name in _BODIES for pair in _object_pairs(name, request.get(name), info)]
-    body = [(key, value) for key, value in bodies if key not in _SILENT_IN_BODY]
+    body = [(key, value) for key, value in bodies if key not in SILENT_IN_BODY]
     own = [(key, value) for key, value in request.items() if key not in (_SAMPLING, *_BODIES, *SILENT)]
     _refuse_null(own)
     merged: dict[str, Given] = {}

@@ -12,11 +12,10 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import Merged
+from mlserver_torch_stream.protocol.request_options import chat_prompt, refuse_chat_options, require_template
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS, read_messages
 from mlserver_torch_stream.protocol.v2_tensors import Tensor
 from mlserver_torch_stream.types import ChatPrompt, ModelInfo, Prompt, TextPrompt, TokensPrompt
-
-_CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls")
 
 
 def prompt_source(tensors: Mapping[str, Tensor]) -> str:
@@ -40,7 +39,7 @@ def read_prompts(tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) 
         prompts = (_tokens(tensors[source], info),)
     else:
         return (_chat(source, tensors, given, info),)
-    _refuse_chat_options(tensors, given)
+    refuse_chat_options(names.TOOLS in tensors, given)
     return prompts
 
 
@@ -70,37 +69,23 @@ def _tokens(tensor: Tensor, info: ModelInfo) -> TokensPrompt:
 
 
 def _chat(source: str, tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) -> ChatPrompt:
-    if not info.has_chat_template:
-        raise InvalidInput(source, "the model has no chat template")
+    require_template(source, info)
     if source == names.MESSAGES:
         messages = chat.check_messages(source, _json(source, tensors[source].require({"BYTES"}).single()))
     else:
         columns = {name: tensors[name].require({"BYTES"}).elements for name in MESSAGE_TENSORS if name in tensors}
         messages = read_messages(columns)
-    arguments = given.get("chat_template_kwargs")
-    return ChatPrompt(
-        messages=messages,
-        tools=_tools(tensors, given),
-        template_kwargs=chat.check_template_arguments(arguments.spelling, arguments.value) if arguments else {},
-    )
+    return chat_prompt(messages, _tools(tensors), given)
 
 
-def _tools(tensors: Mapping[str, Tensor], given: Merged) -> tuple[Mapping[str, Any], ...] | None:
-    """The tools, as a JSON list in one element or one object in each; none when the client chose none."""
+def _tools(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Any], ...] | None:
+    """The tools, as a JSON list in one element or one object in each."""
     if names.TOOLS not in tensors:
         return None
     tools = [_json(names.TOOLS, text) for text in tensors[names.TOOLS].require({"BYTES"}).elements]
     if len(tools) == 1 and isinstance(tools[0], list):
         tools = tools[0]
-    checked = chat.check_tools(names.TOOLS, tools)
-    return None if "tool_choice" in given and given["tool_choice"].value == "none" else checked
-
-
-def _refuse_chat_options(tensors: Mapping[str, Tensor], given: Merged) -> None:
-    spellings = [names.TOOLS] if names.TOOLS in tensors else []
-    spellings += [given[name].spelling for name in _CHAT_ONLY if name in given]
-    if spellings:
-        raise InvalidInput(spellings[0], f"only a conversation takes it; send {names.MESSAGES}")
+    return chat.check_tools(names.TOOLS, tools)
 
 
 def _json(name: str, text: str) -> Any:

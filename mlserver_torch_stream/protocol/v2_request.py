@@ -14,6 +14,14 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import TENSORS, Merged, merge_parameters, resolve_sampling
 from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.request_options import (
+    check_echo,
+    read_echo,
+    read_flag,
+    read_priority,
+    read_stream_mode,
+    read_timeout,
+)
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.v2_prompt import read_prompts
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
@@ -25,7 +33,6 @@ from mlserver_torch_stream.types import (
     Prompt,
     ReplyOptions,
     StreamMode,
-    TextPrompt,
 )
 
 _DATATYPES = {"INT64": INTEGERS, "FP32": NUMBERS, "BOOL": frozenset({"BOOL"}), "BYTES": frozenset({"BYTES"})}
@@ -45,14 +52,14 @@ def decode_request(
     given = merge_parameters(
         parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
     )
-    mode = _stream_mode(given, streaming)
+    mode = read_stream_mode(given, streaming)
     prompts = read_prompts(tensors, given, info)
     if mode is StreamMode.PROMPT:
         _check_pieces(prompts)
     stream = _stream(given, streaming)
     reply = _reply_options(payload.outputs, given, chat_tensors=_seldon_spelled(tensors))
     if reply.echo_prompt:
-        _check_echo(given, prompts, streaming=streaming and stream is not False)
+        check_echo(given, prompts, streaming=streaming and stream is not False)
     sampling = resolve_sampling(given, info, need_logprobs=reply.logprobs or reply.cumulative_logprob)
     return GenerationRequest(
         request_id=request_id,
@@ -61,20 +68,10 @@ def decode_request(
         reply=reply,
         stream=stream,
         stream_mode=mode,
-        priority=_positive(given, "priority"),
-        timeout_s=_microseconds(given),
+        priority=read_priority(given),
+        timeout_s=read_timeout(given),
         client=_client(payload),
     )
-
-
-def _positive(given: Merged, name: str) -> int | None:
-    """0 asks for the default, as Triton has it."""
-    return int(given[name].value) or None if name in given else None
-
-
-def _microseconds(given: Merged) -> float | None:
-    timeout = _positive(given, "timeout")
-    return None if timeout is None else timeout / 1e6
 
 
 def _client(payload: InferenceRequest) -> str:
@@ -102,17 +99,6 @@ def _seldon_spelled(tensors: Mapping[str, Tensor]) -> bool:
     return any(name in tensors for name in MESSAGE_TENSORS)
 
 
-def _flag(given: Merged, name: str) -> bool | None:
-    return bool(given[name].value) if name in given else None
-
-
-def _stream_mode(given: Merged, streaming: bool) -> StreamMode:
-    mode = StreamMode(given["stream_mode"].value) if "stream_mode" in given else StreamMode.EACH
-    if mode is StreamMode.PROMPT and not streaming:
-        raise InvalidInput("stream_mode", "prompt needs a stream, this endpoint is unary")
-    return mode
-
-
 def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
     if isinstance(prompts[0], ChatPrompt):
         raise InvalidInput("stream_mode", "a conversation cannot come in pieces; send text_input or input_ids")
@@ -121,32 +107,17 @@ def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
 
 
 def _stream(given: Merged, streaming: bool) -> bool | None:
-    stream = _flag(given, "stream")
+    stream = read_flag(given, "stream")
     if stream and not streaming:
         raise InvalidInput("stream", "true on an endpoint that answers once; use the stream endpoint")
     return stream
-
-
-def _check_echo(given: Merged, prompts: tuple[Prompt, ...], *, streaming: bool) -> None:
-    spelling = "echo" if "echo" in given else "exclude_input_in_output"
-    if streaming:
-        raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")
-    if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
-        raise InvalidInput(spelling, "only a text prompt can be part of the reply")
-
-
-def _echo(given: Merged) -> bool:
-    echo, exclude = _flag(given, "echo"), _flag(given, "exclude_input_in_output")
-    if echo is not None and echo == exclude:
-        raise InvalidInput("echo", "contradicts exclude_input_in_output")
-    return bool(echo) or exclude is False
 
 
 def _reply_options(outputs: Iterable[RequestOutput] | None, given: Merged, *, chat_tensors: bool) -> ReplyOptions:
     named = _output_names(outputs or (), chat_tensors)
 
     def wanted(flag: str, default: bool) -> bool:
-        value = _flag(given, flag)
+        value = read_flag(given, flag)
         return default if value is None else value
 
     asked_for_logprobs = "logprobs" in given and given["logprobs"].value[0]
@@ -157,7 +128,7 @@ def _reply_options(outputs: Iterable[RequestOutput] | None, given: Merged, *, ch
         cumulative_logprob=wanted("return_cumulative_logprob", names.CUMULATIVE_LOGPROB in named),
         logprobs=wanted("return_logprobs", names.LOGPROBS in named or asked_for_logprobs),
         token_ids=wanted("return_token_ids", names.TOKEN_IDS in named),
-        echo_prompt=_echo(given),
+        echo_prompt=read_echo(given),
         outputs=named or None,
         chat_tensors=chat_tensors,
     )

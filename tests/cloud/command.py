@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mlserver_torch_stream.cli.cloud import main
 
@@ -36,6 +37,12 @@ def finish(process: subprocess.Popen[bytes], seconds: float = 120.0) -> tuple[in
     finally:
         process.kill()
     return process.returncode, out, err.decode()
+
+
+def trouble(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The error of an output row: its own, or that in the response of a row that was refused; None of an answer."""
+    error = row["error"] or (row["response"] or {}).get("body", {}).get("error")
+    return None if error is None else dict(error)
 
 
 def joined(folder: Path, start: str = "part-") -> bytes:

@@ -12,8 +12,9 @@ from mlserver_torch_stream.cloud.job import Job, plan, write
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.pipeline import Limits
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row
+from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, RunIdentity
 
+RUN = RunIdentity("run", 1_700_000_000)
 QUICK = Retry(tries=3, first=0.001, longest=0.01)
 
 
@@ -45,6 +46,7 @@ def job(folder: Path, **changes: Any) -> Job:
         "part_rows": 4,
         "retry": QUICK,
         "limits": Limits(batch_rows=3, window=9),
+        "created": RUN.created,
     }
     return Job(str(folder / "in"), **{**settings, **changes})
 

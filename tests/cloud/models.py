@@ -18,12 +18,14 @@ from tests.cloud.serving import Handler, serving
 
 @dataclass
 class ModelServer:
-    """``trouble``: asked for each prompt and how often it came before, gives a status to answer, "cut", or None."""
+    """``trouble``: asked for each prompt and how often it came before, gives a status to answer, an error object
+    for a 400, "cut", or None. ``script``: the events of every answer, or its one body, instead of its own."""
 
     url: str = ""
     delay: float = 0.0
     most: int = 10_000
-    trouble: Callable[[str, int], int | str | None] = lambda prompt, before: None
+    trouble: Callable[[str, int], int | str | dict[str, Any] | None] = lambda prompt, before: None
+    script: list[dict[str, Any]] | None = None
     asked: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     answered: list[str] = field(default_factory=list)
@@ -54,7 +56,11 @@ def _v2(text: str, last: bool) -> dict[str, Any]:
 
 def _openai(text: str, last: bool, chat: bool, stream: bool) -> dict[str, Any]:
     said: dict[str, Any] = {"delta" if stream else "message": {"content": text}} if chat else {"text": text}
-    found: dict[str, Any] = {"choices": [{"index": 0, **said, "finish_reason": "stop" if last else None}]}
+    kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
+    found: dict[str, Any] = {
+        "object": kind,
+        "choices": [{"index": 0, **said, "finish_reason": "stop" if last else None}],
+    }
     if last:
         found["usage"] = {"prompt_tokens": 3, "completion_tokens": 2}
     return found
@@ -82,6 +88,8 @@ def _handler(server: ModelServer) -> type[Handler]:
                 time.sleep(server.delay)
                 if isinstance(trouble, int):
                     return self._json(trouble, {"error": f"trouble {trouble}"})
+                if isinstance(trouble, dict):
+                    return self._json(400, {"error": trouble})
                 self._answer(prompt[::-1], body, cut=trouble == "cut")
                 with server.lock:
                     server.answered.append(prompt)
@@ -94,6 +102,7 @@ def _handler(server: ModelServer) -> type[Handler]:
             stream = body.get("stream", False) if openai else self.path.endswith("_stream")
             pieces = [(text[: len(text) // 2], False), (text[len(text) // 2 :], True)] if stream else [(text, True)]
             events = [_openai(*piece, chat, stream) if openai else _v2(*piece) for piece in pieces]
+            events = events if server.script is None else server.script
             if not stream:
                 return self._json(200, events[0])
             self.send_response(200)

@@ -15,12 +15,12 @@ from mlserver_torch_stream.cloud.again import Again, FailedRow
 from mlserver_torch_stream.cloud.faults import Changed, CloudError, Refused, TooManyFailures
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.prefetch import Ahead
-from mlserver_torch_stream.cloud.rows import Outcome, Result
+from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud
 from tests.cloud.faulty import FaultyServer, faulty_server
-from tests.cloud.jobs import QUICK, Model, failed, job, joined, run
+from tests.cloud.jobs import QUICK, RUN, Model, failed, job, joined, run
 from tests.cloud.models import ModelServer
 
 
@@ -53,7 +53,7 @@ def test_a_row_that_fails_again_says_why_it_did_this_time(folder: Path) -> None:
 
     assert run(job(folder, retry_failed=True), Worse()) == 2
     assert [record["index"] for record in _records(failed(folder))] == [9, 20]
-    assert _records(joined(folder))[5]["response"] == {"text": "now"}
+    assert _records(joined(folder))[5]["response"]["body"] == {"text": "now"}
 
 
 @pytest.mark.parametrize("lasts", [0, 1, 2, 3, 5, 6, 8])
@@ -161,7 +161,11 @@ class _Contested(Store):
             self.times -= 1
             now, theirs = await super().look(key)
             lines = now.splitlines(keepends=True)
-            answered = {**json.loads(lines[1]), "response": {"text": "theirs"}, "error": None}
+            answered = {
+                **json.loads(lines[1]),
+                "response": {"status_code": 200, "body": {"text": "theirs"}},
+                "error": None,
+            }
             lines[1] = json.dumps(answered).encode() + b" " * self.times + b"\n"
             await super().replace(key, b"".join(lines), theirs)
         await super().replace(key, data, marks)
@@ -178,17 +182,22 @@ def _contest(times: int) -> list[dict[str, Any]]:
         await output.put("part-000000.jsonl", b"".join(lines))
         await output.put("errors-000000.jsonl", b"".join(lines))
         listed = [Listed(await objects.head("a.jsonl"))]
-        again = Again(objects, listed, None, output, 3, QUICK, Ahead(), Meter().retried, most=1)
+        failed_again = Outcome(failure=Failure("c", "m"))
+        again = Again(objects, listed, None, output, 3, RUN, QUICK, Ahead(), Meter().retried, most=1)
         async for group in again.groups([0]):
             async for row in again.rows(group):
-                await again.put(Result(row, Outcome({"text": "ours"}) if row.index else Outcome(failure=row.failure)))
+                await again.put(Result(row, Outcome({"text": "ours"}) if row.index else failed_again))
         return _records(await output.get("part-000000.jsonl"))
 
     return asyncio.run(act())
 
 
 def test_an_answer_that_another_worker_put_meanwhile_is_kept() -> None:
-    assert [each["response"] for each in _contest(1)] == [None, {"text": "theirs"}, {"text": "ours"}]
+    assert [each["response"] and each["response"]["body"] for each in _contest(1)] == [
+        None,
+        {"text": "theirs"},
+        {"text": "ours"},
+    ]
 
 
 def test_a_part_that_never_stops_changing_is_left_as_it_is() -> None:
@@ -234,7 +243,7 @@ def test_groups_of_failed_rows_are_bounded(folder: Path) -> None:
 
     async def groups() -> list[list[FailedRow]]:
         output = Store.open(str(folder / "out"))
-        again = Again(output, [], None, output, 4, QUICK, Ahead(), Meter().retried, most=1)
+        again = Again(output, [], None, output, 4, RUN, QUICK, Ahead(), Meter().retried, most=1)
         return [group async for group in again.groups([1, 2, 5])]
 
     assert [[row.index for row in group] for group in asyncio.run(groups())] == [[5], [9], [20]]

@@ -19,7 +19,7 @@ import pytest
 from mlserver_torch_stream.cli.progress import Total, progress_line, summary
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.store import Store
-from tests.cloud.command import PROCESS, cloud, finish, joined, start
+from tests.cloud.command import PROCESS, cloud, finish, joined, start, trouble
 from tests.cloud.faulty import Fault, faulty_server
 from tests.cloud.models import ModelServer
 
@@ -111,10 +111,9 @@ def test_rows_that_fail_make_the_status_1_and_are_in_their_place(
     assert cloud("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url, "--part-rows", "4") == 1
     found = _lines(joined(tmp_path / "out"))
     assert [row["index"] for row in found] == list(range(11))
-    assert {row["index"]: row["error"]["code"] for row in found if row["error"]} == {
-        2: "invalid_request",
-        6: "invalid_row",
-    }
+    errors = {row["index"]: error["code"] for row in found if (error := trouble(row))}
+    assert errors == {2: "invalid_request", 6: "invalid_row"}
+    assert found[2]["error"] is None and found[2]["response"]["status_code"] == 422
     assert _lines(joined(tmp_path / "out", "errors-")) == [found[2], found[6]]
     assert "11 rows, 2 failed" in capsys.readouterr().err
     assert cloud("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url, "--part-rows", "4") == 1
@@ -231,7 +230,7 @@ def test_an_output_that_may_not_be_written_is_told_before_anything_is_inferred(
         storage = [f"endpoint={objects.url}", "skip_signature=true", "region=us-east-1"]
         options = [word for each in storage for word in ("--storage", each)]
         assert cloud("run", "--input", rows, "--output", "s3://bucket/out", "--url", server.url, *options) == 3
-    assert "s3://bucket/out/manifest.json: no permission" in capsys.readouterr().err and not server.asked
+    assert "s3://bucket/out/lease.json: no permission" in capsys.readouterr().err and not server.asked
 
 
 @pytest.mark.parametrize(("listing", "named"), [(404, "is not there"), (403, "no permission")])
@@ -318,8 +317,7 @@ def test_the_progress_line_and_the_summary_tell_what_the_issue_of_a_run_is() -> 
     narrow = progress_line(meter, Total(4 * 2**20, None), 10.0, columns=80)
     assert narrow.startswith(" 25%  50 rows") and "2 failed" in narrow and len(narrow) < 80
     assert len(progress_line(meter, Total(4 * 2**20, None), 10.0, columns=30)) < 30
-    meter.busy.enter(0.0)
-    meter.busy.leave(9.0)
+    meter.busy.add(0.0, 9.0)
     assert "5.0 rows/s, 50.0 tokens/s" in summary(meter, 10.0) and "busy 100.0%" in summary(meter, 10.0)
 
 

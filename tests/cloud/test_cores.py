@@ -18,6 +18,7 @@ from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
 from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Result, Row
 from mlserver_torch_stream.cloud.window import Window
+from tests.cloud.jobs import RUN
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 20), st.lists(st.integers(0, 25), max_size=30))
@@ -126,8 +127,11 @@ def test_a_line_that_is_too_long_is_no_line_and_those_behind_it_are() -> None:
         (b'{"prompt": "\xff"}', "line 7: is not UTF-8: byte 12"),
         (b"[" * 100_000, "line 7: is "),
         (None, "line 7: is longer than"),
-        (b'{"prompt": "a", "messages": []}', "exactly one of messages, prompt, text_input is needed, got messages and"),
-        (b'{"custom_id": "x"}', "exactly one of messages, prompt, text_input is needed, got none"),
+        (
+            b'{"prompt": "a", "messages": []}',
+            "prompt: exactly one of messages, prompt, text_input is needed, got messages and",
+        ),
+        (b'{"custom_id": "x"}', "messages: exactly one of messages, prompt, text_input is needed, got none"),
         (b'{"custom_id": 3, "prompt": "a"}', "custom_id: must be a string"),
         (b'{"prompt": 3}', "prompt: must be a string"),
         (b'{"messages": "hi"}', "messages: must be a list"),
@@ -136,12 +140,16 @@ def test_a_line_that_is_too_long_is_no_line_and_those_behind_it_are() -> None:
 )
 def test_a_malformed_row_is_a_row_that_says_what_is_wrong_with_it(line: bytes | None, message: str) -> None:
     row = parse_row(3, "k", 7, line)
-    assert row.failure is not None and row.failure.code == "invalid_row" and message in row.failure.message
+    assert row.failure is not None and message in row.failure.message
+    refused = not message.startswith("line")
+    assert (row.failure.code, row.failure.status) == (("invalid_request", 400) if refused else ("invalid_row", None))
+    assert row.failure.error is None or row.failure.error["param"] == message.partition(":")[0]
     assert (row.index, row.key, row.line) == (3, "k", 7)
 
 
 def test_rows_of_openai_batches_and_plain_ones() -> None:
-    batch = b'{"custom_id": "a", "method": "POST", "url": "/v1/x", "body": {"messages": [{}], "max_tokens": 3}}'
+    envelope = b'"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"'
+    batch = b"{" + envelope + b', "body": {"messages": [{}], "max_tokens": 3}}'
     assert parse_row(0, "k", 1, batch).body == {"messages": [{}], "max_tokens": 3}
     plain = parse_row(0, "k", 1, b'{"prompt": "hi", "max_tokens": 3}')
     assert plain.body == {"prompt": "hi", "max_tokens": 3} and plain.custom_id == "k:1" and plain.failure is None
@@ -149,10 +157,11 @@ def test_rows_of_openai_batches_and_plain_ones() -> None:
 
 
 def test_an_output_row_has_a_response_or_an_error_and_survives_any_text() -> None:
-    row = Row(4, "k", 2, "id-\ud800")
-    good = json.loads(Result(row, Outcome({"text": "\ud800é"})).encode())
-    assert good["response"] is not None and good["error"] is None and good["index"] == 4 and good["line"] == 2
-    bad = json.loads(Result(row, Outcome(failure=Failure("c", "m"))).encode())
+    row = Row(4, "k\ud800", 2, "id-\ud800")
+    good = json.loads(Result(row, Outcome({"text": "\ud800é"})).encode(RUN))
+    assert good["response"]["body"] == {"text": "?é"} and good["error"] is None
+    assert good["index"] == 4 and good["line"] == 2
+    bad = json.loads(Result(row, Outcome(failure=Failure("c", "m"))).encode(RUN))
     assert bad["response"] is None and bad["error"] == {"code": "c", "message": "m"}
 
 
@@ -189,10 +198,16 @@ def test_kinds_follow_from_endings_unless_told() -> None:
 def test_busy_counts_the_time_in_which_nothing_ran() -> None:
     busy = Busy()
     assert busy.share() is None
-    busy.enter(0.0)
-    busy.enter(1.0)
-    busy.leave(2.0)
-    busy.leave(3.0)
-    busy.enter(4.0)
-    busy.leave(5.0)
+    for span in ((1.0, 2.0), (0.0, 3.0), (4.0, 5.0)):
+        busy.add(*span)
     assert busy.share() == pytest.approx(0.8)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=30))
+def test_busy_is_the_union_of_its_spans_whatever_their_order(spans: list[tuple[int, int]]) -> None:
+    busy = Busy()
+    for began, length in spans:
+        busy.add(began, began + length)
+    inside = {second for began, length in spans for second in range(began, began + length)}
+    assert busy.share() == pytest.approx(len(inside) / (max(inside) + 1 - min(inside)))
+    assert all(earlier[1] < later[0] for earlier, later in itertools.pairwise(busy.spans))

@@ -30,4 +30,12 @@ def test_every_option_that_the_page_names_is_one(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             parser().parse_args([command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", markdown.read("docs/cloud.md"))) <= known
+    page = "".join(line for line in markdown.read("docs/cloud.md").splitlines(True) if not line.startswith("pip "))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= known
+
+
+def test_the_install_lines_bring_the_embedded_model_as_the_makefile_does() -> None:
+    version = re.search(r"^EMBEDDED := (\S+)$", markdown.read("Makefile"), re.MULTILINE)
+    assert version is not None
+    install = next(block.code for block in markdown.blocks("docs/cloud.md") if "pip install" in block.code)
+    assert f"pip install --no-deps {version[1]} " in install and "mlserver-torch-stream[cloud]" in install

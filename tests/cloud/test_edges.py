@@ -138,7 +138,7 @@ def test_a_row_that_json_cannot_carry_fails_alone_in_its_batch(
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": ' + body + b'}\n{"prompt": "good"}\n')
     assert cloud("run", "--input", tmp_path, "--url", server.url, "--batch-rows", "2") == 1
     bad, good = capfdbinary.readouterr().out.splitlines()
-    assert b'"code":"invalid_request","message":"cannot be sent as JSON' in bad and b'"text":"doog"' in good
+    assert b'"error":{"message":"cannot be sent as JSON' in bad and b'"text":"doog"' in good
 
 
 def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path)
 def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
-    asyncio.run(plan(Job(str(tmp_path / "in"), output=str(tmp_path / "out")), write=False))
+    asyncio.run(plan(Job(str(tmp_path / "in"), output=str(tmp_path / "out"))))
     with pytest.raises(Refused, match=r"--manifest: .* is not there"):
         asyncio.run(plan(Job(str(tmp_path / "in"), manifest=str(tmp_path / "none" / "list"))))
     assert os.listdir(tmp_path) == ["in"]

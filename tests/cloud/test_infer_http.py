@@ -15,7 +15,7 @@ from mlserver_torch_stream.cli.completion import Asking
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
 from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Unavailable
 from mlserver_torch_stream.cloud.retry import Retry
-from mlserver_torch_stream.cloud.rows import Kind, Outcome, Row
+from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
 from tests.cloud.models import model_server
 
 _QUICK = Retry(tries=6, first=0.01, longest=0.05)
@@ -38,7 +38,7 @@ def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
 
 def _text(outcome: Outcome) -> str:
     assert outcome.response is not None, outcome.failure
-    choice = outcome.response["body"]["choices"][0]
+    choice = outcome.response["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
@@ -50,13 +50,75 @@ def test_prompts_and_conversations_in_either_spelling(api: str, stream: bool) ->
         plain, said = _ask(server.url, [_row(0, "abc"), chat], api=api, stream=stream, asking=Asking({"seed": 7}))
     assert _text(plain) == "cba" and _text(said) == "olleh"
     assert plain.response is not None and said.response is not None
-    assert (
-        plain.response["body"]["object"] == "text_completion" and said.response["body"]["object"] == "chat.completion"
-    )
-    assert said.response["body"]["choices"][0]["finish_reason"] == "stop"
+    assert plain.response["object"] == "text_completion" and said.response["object"] == "chat.completion"
+    assert said.response["choices"][0]["finish_reason"] == "stop"
     assert (said.prompt_tokens, said.completion_tokens) == (3, 2)
     parameters = [body.get("parameters", body) for body in server.bodies]
     assert all(each["seed"] == 7 for each in parameters) and any(each.get("max_tokens") == 9 for each in parameters)
+
+
+_CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
+_SAID = {"role": "assistant", "content": None, "refusal": "no", "reasoning_content": "I think", "tool_calls": [_CALL]}
+_LOGPROBS = {"content": [{"token": "a", "logprob": -1.0, "bytes": None, "top_logprobs": []}]}
+_ANSWER = {
+    "id": "chatcmpl-theirs",
+    "object": "chat.completion",
+    "created": 77,
+    "model": "m-2026",
+    "system_fingerprint": "fp",
+    "choices": [{"index": 0, "message": _SAID, "logprobs": _LOGPROBS, "finish_reason": "tool_calls"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+}
+
+
+def _events() -> list[dict[str, Any]]:
+    head = {**{key: value for key, value in _ANSWER.items() if key != "usage"}, "object": "chat.completion.chunk"}
+    first = {**_CALL, "index": 0, "function": {"name": "look", "arguments": '{"x"'}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "reasoning_content": "I "},
+        {"reasoning_content": "think", "refusal": "no"},
+        {"tool_calls": [first]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+    ]
+    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "logprobs": _LOGPROBS, "finish_reason": "tool_calls"})
+    return [*({**head, "choices": [each]} for each in choices), {**head, "choices": [], "usage": _ANSWER["usage"]}]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_whole_answer_of_an_openai_server_is_kept(stream: bool) -> None:
+    with model_server(script=_events() if stream else [_ANSWER]) as server:
+        (found,) = _ask(server.url, [_row(0, messages=[{"role": "user", "content": "x"}])], api="openai", stream=stream)
+    assert found.response == _ANSWER and (found.prompt_tokens, found.completion_tokens) == (3, 2)
+    record = Result(_row(0), found).record(RunIdentity("run", 5))["response"]
+    assert record["body"]["created"] == 5 and record["body"]["id"] != "chatcmpl-theirs"
+    assert record["body"]["choices"] == _ANSWER["choices"] and record["body"]["system_fingerprint"] == "fp"
+
+
+def test_logprobs_of_a_v2_server_are_in_openais_shape() -> None:
+    entries = '[{"token_id": 7, "logprob": -1.5, "top": [[7, -1.5], [8, -2.0]]}]'
+    tensors = [("text_output", "a"), ("logprobs", entries), ("finish_reason", "stop")]
+    outputs = [{"name": name, "datatype": "BYTES", "shape": [1], "data": [value]} for name, value in tensors]
+    with model_server(script=[{"outputs": outputs, "parameters": {"triton_final_response": True}}]) as server:
+        chat, text = _ask(server.url, [_row(0, messages=[{"role": "user", "content": "x"}]), _row(1, "b")])
+    assert chat.response is not None and text.response is not None
+    (token,) = chat.response["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["logprob"], len(token["top_logprobs"])) == ("token_id:7", -1.5, 2)
+    assert text.response["choices"][0]["logprobs"]["token_logprobs"] == [-1.5]
+
+
+def test_the_error_object_of_a_server_is_kept_with_its_status() -> None:
+    error = {"message": "too long", "type": "invalid_request_error", "param": "messages", "code": "context_length"}
+    with model_server(trouble=lambda prompt, before: error) as server:
+        (found,) = _ask(server.url, [_row(0)], api="openai")
+    response = Result(_row(0), found).record(RunIdentity("run", 5))["response"]
+    assert response["status_code"] == 400 and response["body"] == {"error": error}
+
+
+def test_what_asks_for_nothing_in_openais_api_is_not_sent_to_v2() -> None:
+    with model_server() as server:
+        _ask(server.url, [_row(0, prompt="x", user="u", metadata={}, store=False, max_tokens=3)])
+    assert server.bodies[0]["parameters"] == {"max_tokens": 3}
 
 
 def test_images_and_sound_go_to_openai_as_parts_of_a_message_and_nowhere_else() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cloud.store import Store
-from tests.cloud.command import cloud, finish, joined, start
+from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.models import ModelServer
 
 _ROWS = 60
@@ -107,7 +107,7 @@ def _killed_while_trying_again(folder: Path, server: ModelServer, number: int, s
     _wait(lambda: server.flying == 0)
     rows = [json.loads(line) for line in joined(out).splitlines()]
     assert [row["index"] for row in rows] == list(range(_ROWS))
-    answered = {row["custom_id"] for row in rows if row["error"] is None}
+    answered = {row["custom_id"] for row in rows if trouble(row) is None}
     server.asked.clear()
     assert cloud(*run, "--retry-failed") == 0
     assert joined(out) == joined(folder / "whole")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cloud.command import cloud
+from tests.cloud.command import cloud, trouble
 from tests.cloud.models import ModelServer
 from tests.markdown import ROOT
 
@@ -85,5 +85,5 @@ def test_a_watcher_says_of_such_an_object_what_it_is_and_goes_on(tmp_path: Path,
     watch = ("watch", "--input", tmp_path / "in", "--output", tmp_path / "out", "--poll", "0.05", "--limit", "2")
     assert cloud(*watch, "--url", server.url) == 1
     found = [json.loads(path.read_bytes()) for path in (tmp_path / "out").glob("result-*")]
-    ends = {each["key"]: each["error"] and each["error"]["message"] for each in found}
+    ends = {each["key"]: (trouble(each) or {"message": None})["message"] for each in found}
     assert ends == {"a.parquet": "a.parquet: the model takes no Parquet", "b.txt": None}

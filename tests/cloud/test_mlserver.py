@@ -26,7 +26,7 @@ def test_a_real_server_and_the_engine_here_answer_alike(tiny_model: Path, tmp_pa
     def answers(*options: Any) -> list[Any]:
         assert cloud(*run, *options) == 1
         found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-        assert "did you mean max_tokens?" in found[-1]["error"]["message"]
+        assert "did you mean max_tokens?" in found[-1]["response"]["body"]["error"]["message"]
         bodies = [row["response"]["body"] for row in found[:-1]]
         return [(body["object"], body["choices"], body["usage"]) for body in bodies]
 

@@ -8,13 +8,14 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.faulty import Fault, faulty_server
 from tests.cloud.models import ModelServer
 
-_RAY = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+_RAY = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.mark.slow
@@ -31,14 +32,41 @@ def test_a_local_cluster_writes_each_part_once_and_the_same_output(tmp_path: Pat
     server.trouble = lambda prompt, before: 422 if prompt in ("row 7", "row 23") else None
     status, _, err = finish(start(*on_ray, environment=environment), 300)
     assert status == 1, err
-    assert "50 rows by 2 workers" in err
+    assert f"50 rows in {tmp_path / 'out'}, 2 failed; 2 workers" in err
+    assert "Warning" not in err and "deprecated" not in err, err
     server.trouble = lambda prompt, before: None
     status, _, err = finish(start(*on_ray, "--retry-failed", environment=environment), 300)
     assert status == 0, err
-    assert "2 rows by 2 workers" in err
+    assert f"50 rows in {tmp_path / 'out'}, 0 failed; 2 workers" in err
     assert joined(tmp_path / "out") == joined(tmp_path / "alone")
     assert sorted(server.asked) == sorted([f"row {i}" for i in range(50)] + ["row 7", "row 23"])
     assert sorted(path.name for path in (tmp_path / "out").glob("done*")) == ["done-1-of-2.json", "done-2-of-2.json"]
+
+
+@pytest.mark.slow
+def test_a_worker_whose_process_dies_goes_on_in_another_and_all_rows_are_counted(
+    tmp_path: Path, server: ModelServer
+) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(60)))
+    server.delay = 0.3
+    run = ("run", "--input", tmp_path / "in", "--url", server.url, "--part-rows", "4", "--concurrency", "2")
+    on_ray = (*run, "--output", tmp_path / "out", "--on", "ray", "--workers", "2")
+    process = start(*on_ray, environment={**_RAY, "PYTHONPATH": os.getcwd()})
+    end = time.monotonic() + 200
+    while len(list((tmp_path / "out").glob("part-*"))) < 3:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+    below = psutil.Process(process.pid).children(recursive=True)
+    lanes = [each for each in below if "run_lane" in " ".join(each.cmdline())]
+    assert lanes, [each.cmdline()[:1] for each in below]
+    lanes[0].kill()
+    status, _, err = finish(process, 300)
+    assert status == 0, err
+    assert f"60 rows in {tmp_path / 'out'}, 0 failed; 2 workers" in err
+    rows = [json.loads(line) for line in joined(tmp_path / "out").splitlines()]
+    assert [row["index"] for row in rows] == list(range(60))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from mlserver_torch_stream.cloud.pipeline import Limits
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.sink import PartSink, create
 from mlserver_torch_stream.cloud.store import Store
-from tests.cloud.jobs import QUICK, Model, failed, job, joined, run
+from tests.cloud.jobs import QUICK, RUN, Model, failed, job, joined, run
 
 
 def test_one_output_row_for_each_input_row_in_order_and_the_failed_ones_apart(folder: Path) -> None:
@@ -25,7 +25,7 @@ def test_one_output_row_for_each_input_row_in_order_and_the_failed_ones_apart(fo
     assert [record["index"] for record in records] == list(range(37))
     assert [record["custom_id"] for record in records[:3]] == ["r0", "r1", "r2"]
     assert records[9]["error"]["code"] == "invalid_row" and records[9]["custom_id"] == "a.jsonl:10"
-    assert records[36]["response"] == {"text": "6 txet"} and records[36]["line"] is None
+    assert records[36]["response"]["body"] == {"text": "6 txet"} and records[36]["line"] is None
     assert [json.loads(line)["index"] for line in failed(folder).splitlines()] == [5, 9, 20]
     assert json.loads((folder / "out" / "done.json").read_bytes())["failed"] == 3
     assert len(model.asked) == 36
@@ -112,9 +112,9 @@ def test_with_several_workers_a_lost_jsonl_object_ends_the_run_since_the_others_
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": {"max_tokens": 9}}, "model was {}, is {'max_tokens': 9}"),
-        ({"part_rows": 5}, "part_rows was 4, is 5"),
-        ({"glob": "*.txt"}, "glob was None, is '*.txt'"),
+        ({"model": {"max_tokens": 9}}, "model.max_tokens was not given and is 9 now"),
+        ({"part_rows": 5}, "--part-rows was 4 and is 5 now"),
+        ({"glob": "*.txt"}, "--glob was not given and is *.txt now"),
     ],
 )
 def test_an_output_of_another_run_is_refused_and_what_differs_is_named(
@@ -190,7 +190,7 @@ def test_too_many_failures_end_a_run_behind_whole_parts(folder: Path) -> None:
 
 
 def test_planning_alone_leaves_no_trace(folder: Path) -> None:
-    planned = asyncio.run(plan(job(folder), write=False))
+    planned = asyncio.run(plan(job(folder)))
     assert len(planned.objects) == 9 and not (folder / "out").exists()
 
 
@@ -212,7 +212,7 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(folder: Path) -> None:
             raise Full(f"{key}: no room left to write")
 
     async def act() -> None:
-        sink = PartSink(FullStore(Store.memory()._backend, "memory://"), 1, QUICK)
+        sink = PartSink(FullStore(Store.memory()._backend, "memory://"), 1, RUN, QUICK)
         await sink.write(Result(Row(0, "k", None, "k"), Outcome({})))
 
     with pytest.raises(Full, match="part-000000"):

@@ -1,0 +1,63 @@
+"""The manifest of an output: which run it belongs to, and when that began.
+
+Knows nothing of what is in a configuration; another value in it is another run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused
+from mlserver_torch_stream.cloud.naming import MANIFEST, differences, digest
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import RunIdentity
+from mlserver_torch_stream.cloud.store import Store
+
+FORMAT = 2  # of manifests and output rows
+_MOST_TOLD = 4
+_OWN = ("format", "run", "created")  # keys of a manifest that are not the configuration's
+
+
+async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
+    """The run that the output belongs to, if that is the one of ``config``; None if it is nobody's yet.
+
+    Raises Refused where it is another's.
+    """
+    try:
+        found = await retry.run(lambda: output.get(MANIFEST))
+    except Missing:
+        return None
+    try:
+        was = json.loads(found)
+        form, run = was["format"], RunIdentity(str(was["run"]), int(was["created"]) if was["format"] == FORMAT else 0)
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"--output: the manifest in {output.url} is none that this program wrote") from None
+    if form != FORMAT:
+        raise Refused(
+            f"--output: {output.url} was written in format {form}, by another version of this program, whose rows look "
+            f"different from those of format {FORMAT}; choose an empty place"
+        )
+    differing = differences({key: value for key, value in was.items() if key not in _OWN}, config)
+    if differing:
+        raise Refused(f"--output: {output.url} belongs to another run: {'; '.join(differing[:_MOST_TOLD])}")
+    return run
+
+
+async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
+    """Makes the output this run's if it is nobody's yet. Raises Refused where it is another's."""
+    run = identify(config, created)
+    manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
+    text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"
+    try:
+        await retry.run(lambda: output.create(MANIFEST, text))
+    except Exists:
+        found = await read_claim(output, config, retry)
+        assert found is not None, "the manifest has gone"
+        return found
+    return run
+
+
+def identify(config: Mapping[str, Any], created: int) -> RunIdentity:
+    return RunIdentity(digest(config), created)

@@ -1,0 +1,160 @@
+"""An object beside the parts that says which command is writing them, so that a second one does not infer them too.
+
+Knows nothing of parts. They are safe without it, as none is written twice: it only saves what the second would spend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.cloud.faults import Changed, CloudError, Exists, InUse, Missing
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.store import Store
+
+RENEW_S = 15.0
+SILENCE_S = 60.0  # a writer that was not heard of for so long is taken for dead
+_END_S = 2.0  # for telling the end, which may be a signal's
+_NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
+
+
+class WriterLease:
+    """Held while its block runs. A writer that died on this machine is found dead at once, by its process; one that
+    died elsewhere when it was silent for ``silence`` seconds. Clocks that differ by more than that see no one alive."""
+
+    def __init__(
+        self,
+        output: Store,
+        lane: int,
+        lanes: int,
+        retry: Retry,
+        renew: float = RENEW_S,
+        silence: float = SILENCE_S,
+    ) -> None:
+        self._output = output
+        self._lane = lane
+        self._lanes = lanes
+        self._retry = retry
+        self._renew = renew
+        self._silence = silence
+        self._name = "lease.json" if lanes == 1 else f"lease-{lane}-of-{lanes}.json"
+        self._token = uuid.uuid4().hex
+        self._renewing: asyncio.Task[None] | None = None
+        self._lost = False
+
+    async def check(self) -> None:
+        """Raises InUse where a command that is alive writes parts which this one would write."""
+        names = [info.key async for info in self._output.list() if self._shares_parts(info.key)]
+        for name in names:
+            with suppress(Missing):
+                self._refuse_if_alive(await self._retry.run(lambda name=name: self._output.get(name)))  # type: ignore[misc]
+
+    async def __aenter__(self) -> WriterLease:
+        await self._retry.run(self.check)
+        try:
+            await self._retry.run(lambda: self._output.create(self._name, self._text()))
+        except Exists:
+            await self._take_over()
+        self._renewing = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._renewing is not None
+        self._renewing.cancel()
+        await asyncio.gather(self._renewing, return_exceptions=True)
+        if not self._lost:
+            with suppress(CloudError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._output.put(self._name, self._text(ended=True)), _END_S)
+
+    def require(self) -> None:
+        """Raises Changed once another command has taken the output over."""
+        if self._lost:
+            raise Changed(f"{self._output.url}: another command writes to it now, as this one was silent for too long")
+
+    async def _take_over(self) -> None:
+        """The lease of a command that has ended or died; of two that try, one succeeds."""
+        data, marks = await self._retry.run(lambda: self._output.look(self._name))
+        self._refuse_if_alive(data)
+        try:
+            await self._retry.run(lambda: self._output.replace(self._name, self._text(), marks))
+        except Changed:
+            data, _ = await self._retry.run(lambda: self._output.look(self._name))
+            self._refuse_if_alive(data)
+
+    async def _keep(self) -> None:
+        while not self._lost:
+            await asyncio.sleep(self._renew)
+            with suppress(CloudError):  # a store that does not answer now may answer later
+                data, marks = await self._output.look(self._name)
+                if _read(data).get("token") != self._token:
+                    self._lost = True
+                else:
+                    await self._output.replace(self._name, self._text(), marks)
+
+    def _refuse_if_alive(self, data: bytes) -> None:
+        holder = _read(data)
+        if holder.get("token") == self._token or not _alive(holder, self._silence):
+            return
+        raise InUse(
+            f"--output: another command writes to {self._output.url}: process {holder.get('pid')} on "
+            f"{holder.get('host')}. Wait for its end, or share the rows with --worker; if it is dead, it blocks this "
+            f"output for {self._silence:g} s at most"
+        )
+
+    def _text(self, *, ended: bool = False) -> bytes:
+        holder = {"token": self._token, "host": socket.gethostname(), **_process(), "seen": time.time()}
+        return json.dumps({**holder, "ended": ended}).encode() + b"\n"
+
+    def _shares_parts(self, name: str) -> bool:
+        """Parts n with n % lanes == lane - 1 are a lane's; two lanes share some if their remainders agree."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return False
+        lane, lanes = int(match[1] or 1), int(match[2] or 1)
+        return (lane - self._lane) % math.gcd(lanes, self._lanes) == 0
+
+
+def _alive(holder: Mapping[str, Any], silence: float) -> bool:
+    if holder.get("ended", True):
+        return False
+    here = _process()
+    if here["machine"] is not None and holder.get("machine") == here["machine"]:
+        return holder.get("started") is not None and holder["started"] == _started(holder.get("pid"))
+    seen = holder.get("seen")
+    return isinstance(seen, int | float) and abs(time.time() - seen) < silence
+
+
+def _process() -> dict[str, Any]:
+    """This process, and the machine and process namespace in which its number means something; on Linux only."""
+    machine = None
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _started(pid: Any) -> int | None:
+    """When a process that is not dead was started, in clock ticks since the machine was."""
+    with suppress(OSError, ValueError):
+        state, *fields = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if state == "Z" else int(fields[18])
+    return None
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    """What is no lease is one that has ended."""
+    try:
+        holder = json.loads(data)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}

@@ -1,0 +1,125 @@
+"""Reads the input lines of OpenAI's batches and builds their output lines.
+
+Knows nothing of files nor of models; what a body asks of a model is decoded by ``openai_request``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput, UnknownModel
+from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
+from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.values import is_text, shown
+
+_GENERATE_PROMPT = "text_input"  # the generate extension's name of a prompt
+_PROMPTS = (MESSAGES, PROMPT, _GENERATE_PROMPT)
+_LINE = ("custom_id", "method", "url", "body")
+_ENDPOINTS = {"/v1/chat/completions": MESSAGES, "/v1/completions": PROMPT}
+_ID_PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
+OK = 200
+
+
+def read_custom_id(line: Mapping[str, Any], fallback: str) -> str:
+    """Raises InvalidInput."""
+    custom_id = line.get("custom_id", fallback)
+    if not is_text(custom_id):
+        raise InvalidInput("custom_id", f"must be a string, got {shown(custom_id)}")
+    return str(custom_id)
+
+
+def read_body(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The request of a line, with its prompt as ``messages`` or ``prompt``. A line without ``body`` is the request
+    itself, beside its ``custom_id``. Raises InvalidInput."""
+    if "body" not in line:
+        return _checked({key: value for key, value in line.items() if key != "custom_id"})
+    for key in line:
+        if key not in _LINE:
+            refuse(key, ..., _LINE, what="key of a batch line")
+    if line.get("method", "POST") != "POST":
+        raise InvalidInput("method", f"must be POST, got {shown(line['method'])}")
+    if not isinstance(line["body"], dict):
+        raise InvalidInput("body", f"must be an object, got {shown(line['body'])}")
+    body = _checked(line["body"])
+    if "url" in line:
+        _check_url(line["url"], body)
+    return body
+
+
+def check_model(body: Mapping[str, Any], served: Collection[str]) -> None:
+    """Raises UnknownModel where the request names a model that is none of ``served``."""
+    name = body.get("model")
+    if name is None:
+        return
+    if not is_text(name):
+        raise InvalidInput("model", f"must be a string, got {shown(name)}")
+    if name not in served:
+        raise UnknownModel(name)
+
+
+def answer_line(
+    name: str, custom_id: str, body: Mapping[str, Any], created: int, place: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The output line of a request that was answered. ``name``: what its ids are made of; ``place``: keys that OpenAI's
+    lines do not have. ``created``, in seconds since the epoch, goes into a body that is an OpenAI object."""
+    prefix = _ID_PREFIXES.get(str(body.get("object")))
+    if prefix is not None:
+        head = {"id": f"{prefix}-{name}", "object": body["object"], "created": created}
+        body = {**head, **{key: value for key, value in body.items() if key not in head}}
+    return _line(name, custom_id, place, _response(name, OK, body), None)
+
+
+def refused_line(
+    name: str, custom_id: str, status: int, error: Mapping[str, Any], place: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The output line of a request that was refused with a status and an error object."""
+    return _line(name, custom_id, place, _response(name, status, {"error": error}), None)
+
+
+def lost_line(name: str, custom_id: str, code: str, message: str, place: Mapping[str, Any]) -> dict[str, Any]:
+    """The output line of a request that no model was asked."""
+    return _line(name, custom_id, place, None, {"code": code, "message": message})
+
+
+def is_answered(line: Mapping[str, Any]) -> bool:
+    """True of an output line that bears an answer."""
+    return line["error"] is None and line["response"]["status_code"] == OK
+
+
+def _response(name: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": f"req_{name}", "body": body}
+
+
+def _line(name: str, custom_id: str, place: Mapping[str, Any], response: Any, error: Any) -> dict[str, Any]:
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, **place, "response": response, "error": error}
+
+
+def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = [name for name in _PROMPTS if name in body]
+    if len(given) != 1:
+        named = given[1] if given else MESSAGES
+        raise InvalidInput(
+            named, f"exactly one of {', '.join(_PROMPTS)} is needed, got {' and '.join(given) or 'none'}"
+        )
+    _check_prompt(given[0], body[given[0]])
+    stream = body.get("stream")
+    if stream is not None and stream is not False:
+        raise InvalidInput("stream", f"must be false, as a row is answered as a whole; got {shown(stream)}")
+    return {PROMPT if key == _GENERATE_PROMPT else key: value for key, value in body.items()}
+
+
+def _check_prompt(name: str, value: Any) -> None:
+    if name == MESSAGES:
+        if not isinstance(value, list) or not value:
+            raise InvalidInput(name, f"must be a list of at least one message, got {shown(value)}")
+    elif not isinstance(value, str):
+        raise InvalidInput(name, f"must be a string, got {shown(value)}")
+
+
+def _check_url(url: Any, body: Mapping[str, Any]) -> None:
+    needed = _ENDPOINTS.get(url) if isinstance(url, str) else None
+    if needed is None:
+        raise InvalidInput("url", f"must be one of {', '.join(_ENDPOINTS)}, got {shown(url)}")
+    if needed not in body:
+        raise InvalidInput("url", f"{url} takes {needed}")

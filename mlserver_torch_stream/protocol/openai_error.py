@@ -1,0 +1,32 @@
+"""Builds OpenAI's error object, and says which status an error has in OpenAI's API.
+
+Knows nothing of how it travels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput, RequestError, UnknownModel
+
+BAD_REQUEST = 400
+
+
+def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """What stands below ``error`` in a body."""
+    return {"message": message, "type": _kind(status), "param": param, "code": code}
+
+
+def describe(error: RequestError) -> tuple[int, dict[str, Any]]:
+    """The status and the error object. Bad input is 400 in OpenAI's API, 422 in V2."""
+    if isinstance(error, InvalidInput):
+        return BAD_REQUEST, error_object(BAD_REQUEST, error.message, error.field)
+    if isinstance(error, UnknownModel):
+        return error.status, error_object(error.status, error.message, "model", "model_not_found")
+    return error.status, error_object(error.status, error.message)
+
+
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

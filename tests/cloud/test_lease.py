@@ -1,0 +1,157 @@
+"""One command writes an output at a time: a second one is told so, and one that died blocks nobody for long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.cloud.faults import Changed, InUse, Unavailable
+from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.store import Store
+from tests.cloud.command import cloud, finish, joined, start
+from tests.cloud.jobs import QUICK
+from tests.cloud.models import ModelServer
+
+
+def _lease(store: Store, lane: int = 1, lanes: int = 1, **times: float) -> WriterLease:
+    return WriterLease(store, lane, lanes, QUICK, **times)
+
+
+def _place(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+    if place == "memory":
+        return Store.memory()
+    return Store.open(str(tmp_path) if place == "folder" else f"s3://{request.getfixturevalue('bucket')}/out")
+
+
+@pytest.mark.parametrize("place", ["memory", "folder", "s3"])
+def test_a_second_writer_is_refused_until_the_first_has_ended(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async def act() -> None:
+        store = _place(place, tmp_path, request)
+        async with _lease(store):
+            with pytest.raises(InUse, match=r"another command writes to .* process \d+ on "):
+                await _lease(store).__aenter__()
+            with pytest.raises(InUse):
+                await _lease(store).check()
+        async with _lease(store):
+            pass
+        await store.aclose()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "share"),
+    [((1, 1), (2, 3), True), ((1, 2), (2, 2), False), ((1, 2), (3, 4), True), ((1, 2), (2, 4), False)],
+)
+def test_workers_with_parts_of_their_own_do_not_hinder_each_other(
+    one: tuple[int, int], other: tuple[int, int], share: bool
+) -> None:
+    async def act() -> bool:
+        store = Store.memory()
+        async with _lease(store, *one):
+            try:
+                await _lease(store, *other).check()
+            except InUse:
+                return True
+        return False
+
+    assert asyncio.run(act()) is share
+
+
+async def _hold(store: Store, **changes: Any) -> None:
+    """A lease as another machine left it."""
+    holder = {"token": "t", "host": "h", "machine": "elsewhere", "pid": 1, "started": 1, "seen": time.time()}
+    await store.put("lease.json", json.dumps({**holder, "ended": False, **changes}).encode())
+
+
+def test_a_writer_of_another_machine_is_alive_while_it_is_heard_of_and_no_longer() -> None:
+    async def act() -> None:
+        store = Store.memory()
+        await _hold(store)
+        with pytest.raises(InUse, match="process 1 on h"):
+            await _lease(store).check()
+        for seen in (time.time() - 61, time.time() + 3600, None):
+            await _hold(store, seen=seen)
+            async with _lease(store):
+                pass
+        await store.put("lease.json", b"no lease")
+        async with _lease(store):
+            pass
+
+    asyncio.run(act())
+
+
+def test_of_two_that_take_over_a_dead_writers_output_one_succeeds() -> None:
+    class Late(Store):
+        """Another command takes the output over between our look and our writing."""
+
+        async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
+            await _hold(self)
+            await super().replace(key, data, marks)
+
+    async def act() -> None:
+        store = Late(Store.memory()._backend, "memory://")
+        await _hold(store, ended=True)
+        with pytest.raises(InUse):
+            await _lease(store).__aenter__()
+
+    asyncio.run(act())
+
+
+def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over() -> None:
+    class Moody(Store):
+        """Does not answer at every other look."""
+
+        looks = 0
+
+        async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+            self.looks += 1
+            if self.looks % 2:
+                raise Unavailable("later")
+            return await super().look(key)
+
+    async def act() -> None:
+        store = Moody(Store.memory()._backend, "memory://")
+        async with _lease(store, renew=0.01) as lease:
+            first = json.loads(await store.get("lease.json"))["seen"]
+            while json.loads(await store.get("lease.json"))["seen"] == first:
+                await asyncio.sleep(0.01)
+            lease.require()
+            await _hold(store)
+            with pytest.raises(Changed, match="another command writes to it now"):
+                while True:
+                    lease.require()
+                    await asyncio.sleep(0.01)
+        assert json.loads(await store.get("lease.json"))["host"] == "h"  # it is the other's, to the end
+
+    asyncio.run(asyncio.wait_for(act(), 60))
+
+
+def test_a_second_command_on_an_output_says_so_and_a_killed_one_is_followed_at_once(
+    tmp_path: Path, server: ModelServer, capsys: Any
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(20)))
+    server.delay = 0.3
+    run = ("run", "--input", tmp_path / "in", "--output", tmp_path / "out", "--url", server.url, "--part-rows", "2")
+    process = start(*run, "--concurrency", "1")
+    end = time.monotonic() + 120
+    while not server.asked:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    asked = len(server.asked)
+    assert cloud(*run) == 2
+    assert f"process {process.pid} on" in capsys.readouterr().err and len(server.asked) < asked + 10
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    server.delay = 0
+    assert cloud(*run) == 0 and len(joined(tmp_path / "out").splitlines()) == 20

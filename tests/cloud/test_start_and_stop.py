@@ -1,0 +1,181 @@
+"""What a run leaves when it does not start, or is told to stop, and what its figures say then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.cli.completion import Asking
+from mlserver_torch_stream.cli.infer_http import HttpInfer
+from mlserver_torch_stream.cli.interrupt import LeftBehind, in_a_thread, run_to_end
+from mlserver_torch_stream.cli.progress import summary
+from mlserver_torch_stream.cloud.faults import Refused, Unavailable
+from mlserver_torch_stream.cloud.job import Job, plan
+from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.rows import Row
+from tests.cloud.command import cloud, finish, start, trouble
+from tests.cloud.models import ModelServer
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(30)))
+    return tmp_path / "in"
+
+
+def test_a_run_whose_model_is_not_there_leaves_nothing_and_the_right_command_is_not_refused(
+    rows: Path, tmp_path: Path, server: ModelServer, capsys: Any
+) -> None:
+    pytest.importorskip("torch")
+    run = ("run", "--input", rows, "--output", tmp_path / "out")
+    assert cloud(*run, "--model", "/nonexist") == 2
+    assert "--model: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert cloud("watch", *run[1:], "--model", "/nonexist") == 2
+    assert not (tmp_path / "out").exists()
+    assert cloud(*run, "--url", server.url) == 0
+
+
+def test_another_run_is_told_apart_by_its_options_in_words(
+    rows: Path, tmp_path: Path, server: ModelServer, capsys: Any
+) -> None:
+    run = ("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url)
+    assert cloud(*run, "--parameters", '{"max_tokens": 5, "stop": ["a"]}') == 0
+    assert cloud(*run, "--parameters", '{"max_tokens": 6, "stop": ["a"]}', "--chat") == 2
+    err = capsys.readouterr().err
+    assert "belongs to another run: --parameters max_tokens was 5 and is 6 now; --chat was false and is true now" in err
+    assert "{" not in err.splitlines()[-1]
+
+
+def test_an_output_of_another_format_is_refused_by_its_number(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps({"format": 1, "run": "x", "part_rows": 64}))
+    with pytest.raises(Refused, match=r"was written in format 1, by another version"):
+        asyncio.run(plan(Job(str(rows), output=str(tmp_path / "out"))))
+
+
+def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
+    meter = Meter()
+
+    async def rows() -> AsyncGenerator[Row, None]:
+        for index in range(5):
+            yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": "x"}, size=1)
+
+    async def act() -> None:
+        infer = HttpInfer(url, "m", "v2", Asking(), retry=Retry(tries=3, first=0.01))
+        try:
+            async for _ in infer_rows(rows(), infer, Limits(batch_rows=1), meter):
+                pass
+        finally:
+            await infer.aclose()
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(Unavailable):
+        asyncio.run(act())
+    assert "the engine was busy for no time" in summary(meter, 1.0)
+    assert meter.num_inferences == 0 and meter.failed_batches_counter >= 1
+
+
+def test_time_in_which_a_server_only_refuses_is_not_busy(rows: Path, tmp_path: Path, server: ModelServer) -> None:
+    began = time.monotonic()
+    (rows / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    server.trouble = lambda prompt, before: 503 if prompt == "b" and before < 3 else None
+    where = ("--input", rows, "--url", server.url, "--concurrency", "1", "--metrics", tmp_path / "m.json")
+    assert cloud("run", *where) == 0
+    figures = json.loads((tmp_path / "m.json").read_text())
+    assert figures["busy_share"] < 0.9 and time.monotonic() - began > 0.3  # pauses of 0.1, 0.2 and 0.4 s at least
+
+
+def test_batches_that_are_cancelled_have_not_failed(rows: Path, tmp_path: Path, server: ModelServer) -> None:
+    held = threading.Event()
+    server.trouble = lambda prompt, before: held.wait(60) and None
+    process = start("run", "--input", rows, "--url", server.url, "--metrics", tmp_path / "m.json")
+    end = time.monotonic() + 120
+    while not server.flying:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    status, _, _ = finish(process)
+    held.set()
+    figures = json.loads((tmp_path / "m.json").read_text())
+    assert status == 130 and (figures["failed_batches_counter"], figures["num_inferences"]) == (0, 0)
+
+
+def test_a_second_signal_while_the_first_is_obeyed_does_not_hide_the_thread_that_is_left() -> None:
+    """It did, and the interpreter then ended by itself while the thread was in C++, which aborts the process."""
+    begun, release = threading.Event(), threading.Event()
+
+    def load() -> None:
+        begun.set()
+        release.wait(60)
+
+    async def work() -> None:
+        try:
+            await in_a_thread(load)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+
+    def interrupt() -> None:
+        begun.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(LeftBehind):
+            run_to_end(work())
+    finally:
+        release.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_load_that_fails_leaves_no_thread_behind() -> None:
+    def load() -> None:
+        raise Refused("no model")
+
+    for _ in range(50):
+        with pytest.raises(Refused):
+            run_to_end(in_a_thread(load))
+
+
+@pytest.mark.parametrize("name", [b"new\nline.txt", b"control\x01.txt", b"not utf-8 \xff.txt", b"empty\n.txt"])
+def test_a_file_that_the_library_cannot_name_is_one_error_row(
+    name: bytes, tmp_path: Path, server: ModelServer, capsys: Any
+) -> None:
+    folder = tmp_path / "in"
+    (folder / "deep").mkdir(parents=True)
+    for good in ("a.txt", "deep/b.txt", "z%0A.txt"):
+        (folder / good).write_text(good)
+    Path(os.fsdecode(os.fsencode(folder / "deep") + b"/" + name)).write_bytes(b"" if b"empty" in name else b"x")
+    assert cloud("run", "--input", folder, "--output", tmp_path / "out", "--url", server.url) == 1
+    assert sorted(server.asked) == ["a.txt", "deep/b.txt", "z%0A.txt"]
+    found = [json.loads(line) for line in (tmp_path / "out" / "part-000000.jsonl").read_bytes().splitlines()]
+    (bad,) = [error for row in found if (error := trouble(row))]
+    assert len(found) == 4 and bad["code"] == "refused" and "deep/" in bad["message"]
+    assert cloud("run", "--input", folder, "--output", tmp_path / "out", "--url", server.url) == 1
+    assert len(server.asked) == 3
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_time_that_is_none_is_named(
+    rows: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    assert cloud("run", "--input", rows, "--url", server.url) == 2
+    assert "SOURCE_DATE_EPOCH: must be" in capsys.readouterr().err
