@@ -9,6 +9,7 @@ import asyncio
 import glob
 import logging
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.process import Order
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")
+_PICKLE = 4  # what Python 3.8 reads, too
 _TS = ("auto", "shim", "package")
 
 
@@ -93,14 +95,15 @@ class Orders:
             "manifest": archive.manifest,
             "handler": archive.handler,
             "envelope": str(archive.model.get("envelope") or ""),
-            "config": archive.config,  # as text: not all of YAML survives JSON
             "batch_size": config.batchSize,
             "gpu": gpu,
             "mode": _mode(config),
             "ts": self.which,
             "stops": config.stops,
         }
-        return Order(message, rank_environments(config, visible))
+        # Not all of YAML survives JSON, and a worker's interpreter need not have a parser of YAML.
+        body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
+        return Order(message, body, rank_environments(config, visible), None)
 
     def _device(self, number: int) -> tuple[int | None, str | None]:
         """The GPU of a worker, and the GPUs that a parallel one sees: in turn, as TorchServe gives them out."""
