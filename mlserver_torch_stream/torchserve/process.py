@@ -20,6 +20,7 @@ from typing import Any
 
 import mlserver_torch_stream
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader, encode_frame
+from mlserver_torch_stream.torchserve.interpreter import environment_of
 from mlserver_torch_stream.torchserve.jobs import Job
 from mlserver_torch_stream.torchserve.output import drain
 
@@ -39,7 +40,6 @@ start({descriptor})
 _MOST_UNHEARD = 64  # messages that wait for the event loop; then the worker waits for it too
 _STOP_S = 5.0
 _OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # what is heard of other ranks than the first
-_OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")  # another interpreter finds nothing there for it
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Heard = Callable[[dict[str, Any], bytes], None]
@@ -167,8 +167,7 @@ class _Rank:
         self._condition = threading.Condition()
         self._closed = False
         self._reading, writing = os.pipe()
-        left_out = _RANK_VARIABLES if python is None else (*_RANK_VARIABLES, *_OF_OUR_PYTHON)
-        inherited = {key: value for key, value in os.environ.items() if key not in left_out}
+        inherited = {key: value for key, value in environment_of(python).items() if key not in _RANK_VARIABLES}
         try:
             self.process = subprocess.Popen(
                 [python or sys.executable, "-c", _program(theirs.fileno())],

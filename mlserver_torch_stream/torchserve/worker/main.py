@@ -85,7 +85,7 @@ class Worker:
             order["gpu"],
             __version__,
             True,
-            Metrics(self._channel, order["model"]),
+            Metrics(self._channel, order["model"], order["metrics"]),
             self._yaml,
         )
 
