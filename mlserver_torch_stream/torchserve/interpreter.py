@@ -58,12 +58,9 @@ def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
 def _how_to_install(uri: str, requirements: str) -> str:
     """Into an environment of its own, to be run by a person."""
     path = uri.removeprefix("file://")
-    install = "venv/bin/pip install -r"
-    source, name = shlex.quote(path), shlex.quote(requirements)
-    if Path(path).is_dir():
-        line = f"{install} {shlex.quote(os.path.join(path, requirements))}"
-    elif path.endswith((".tar.gz", ".tgz")):
-        line = f"tar -xzOf {source} {name} | {install} /dev/stdin"
-    else:
-        line = f"unzip -p {source} {name} | {install} /dev/stdin"
-    return f"run `python3 -m venv venv && {line}` and set parameters.extra.python to its venv/bin/python"
+    folder, unpack = path, ""
+    if not Path(path).is_dir():
+        module = "tarfile" if path.endswith((".tar.gz", ".tgz")) else "zipfile"
+        folder, unpack = "unpacked", f"python3 -m {module} -e {shlex.quote(path)} unpacked && "
+    install = f"venv/bin/pip install -r {shlex.quote(os.path.join(folder, requirements))}"
+    return f"run `python3 -m venv venv && {unpack}{install}` and set parameters.extra.python to its venv/bin/python"
