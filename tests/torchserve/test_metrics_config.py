@@ -15,7 +15,7 @@ from mlserver_torch_stream.torchserve.worker_settings import read_worker_setting
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
 
 both = pytest.mark.parametrize("which", ["shim", "package"])
-_METRICS = """
+METRICS = """
 dimensions:
   - &model_name "ModelName"
   - &level "Level"
@@ -47,7 +47,7 @@ model_metrics:
       dimensions: ["Method"]
 """
 # What TorchServe's own example of custom metrics calls, and one that is in no file.
-_HANDLER = """
+HANDLER = """
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric_type_enum import MetricTypes
 
@@ -61,7 +61,7 @@ def handle(data, context):
     size.add_or_update(value=len(data), dimension_values=[context.model_name])
     metrics.add_size(name="SizeOfImage", value=2.5, idx=None, unit="kB")
     for value in (3, 4):
-        metrics.get_metric("Steps", MetricTypes.HISTOGRAM).add_or_update(value, ["a"])
+        metrics.get_metric("Steps", MetricTypes.HISTOGRAM).add_or_update(value, ["a, b: c"])
     metrics.add_time("Own", 7.0, None, "ms", [Dimension("MethodName", "preprocess")], MetricTypes.GAUGE)
     return [sorted(metric.value for metric in metrics.cache)]
 """
@@ -70,20 +70,20 @@ _SHOWN = {
     'torchserve_InferenceRequestCount_total{model="m",version=""} 1.0',
     'torchserve_RequestBatchSize{ModelName="model",model="m",version=""} 1.0',
     'torchserve_SizeOfImage{Level="Model",ModelName="model",model="m",version=""} 2.5',
-    'torchserve_Steps_count{Method="a",model="m",version=""} 2.0',
-    'torchserve_Steps_sum{Method="a",model="m",version=""} 7.0',
+    'torchserve_Steps_count{Method="a, b: c",model="m",version=""} 2.0',
+    'torchserve_Steps_sum{Method="a, b: c",model="m",version=""} 7.0',
     'torchserve_Own{Level="Model",MethodName="preprocess",ModelName="model",model="m",version=""} 7.0',
 }
 
 
 @both
 def test_a_handler_finds_the_metrics_of_the_file_and_all_that_it_adds_is_shown(tmp_path: Path, which: str) -> None:
-    (tmp_path / "m.yaml").write_text(_METRICS)
+    (tmp_path / "m.yaml").write_text(METRICS)
     figures = Figures()
 
     async def scenario() -> None:
         settings = {"metrics_config": str(tmp_path / "m.yaml")}
-        async with running(write_handler(tmp_path, _HANDLER), which, settings) as pool:
+        async with running(write_handler(tmp_path, HANDLER), which, settings) as pool:
             figures._models["m", ""] = pool._figures
             assert json.loads((await ask(pool))[0]) == ["counter", "gauge", "histogram"]
 
@@ -100,7 +100,7 @@ def test_the_environment_names_the_file_where_the_model_does_not(
     for name in ("server", "own"):
         text = f"model_metrics: {{gauge: [{{name: {name}, unit: ms, dimensions: []}}]}}"
         (tmp_path / f"{name}.yaml").write_text(text)
-    monkeypatch.setenv("TS_METRICS_CONFIG", str(tmp_path / "server.yaml"))
+    monkeypatch.setenv("TSMETRICS_CONFIG", str(tmp_path / "server.yaml"))
 
     def names(**extra: str) -> list[str]:
         config = read_worker_settings(extra, str(tmp_path)).metrics
@@ -108,7 +108,7 @@ def test_the_environment_names_the_file_where_the_model_does_not(
 
     assert names() == ["server"]
     assert names(metrics_config="own.yaml") == ["own"]
-    monkeypatch.delenv("TS_METRICS_CONFIG")
+    monkeypatch.delenv("TSMETRICS_CONFIG")
     assert names() == ["HandlerTime", "PredictionTime"]
 
 
@@ -136,7 +136,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, given: object, said: 
 
 
 def test_import_mar_takes_the_servers_file_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "given.yaml").write_text(_METRICS)
+    (tmp_path / "given.yaml").write_text(METRICS)
     properties = tmp_path / "config.properties"
     properties.write_text("metrics_mode=prometheus\nmetrics_config=given.yaml\n")
     mar = write_mar(tmp_path / "a.mar", {"h.py": HELLO}, {"modelName": "ok", "handler": "h.py"})

@@ -6,6 +6,7 @@ Knows nothing of how they are shown. Import it when ``ts`` can be imported.
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from typing import Any, Mapping
 
@@ -42,12 +43,13 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         except (TypeError, ValueError):
             logging.getLogger(__name__).error("Metric %s: %r is no number", metric.metric_name, value)
             return
-        pairs = (each.partition(":") for each in dimension_string.split(",") if each)
+        names = metric.dimension_names or []  # and not the commas: a value may have some
+        values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
         self._channel.tell(
             "metric",
             name=metric.metric_name,
             unit=metric.unit,
             type=metric.metric_type.value,
             value=number,
-            labels={name: text for name, _, text in pairs},
+            labels=dict(zip(names, values.groups())) if values else {},
         )
