@@ -62,5 +62,6 @@ def _how_to_install(uri: str, requirements: str) -> str:
     if not Path(path).is_dir():
         module = "tarfile" if path.endswith((".tar.gz", ".tgz")) else "zipfile"
         folder, unpack = "unpacked", f"python3 -m {module} -e {shlex.quote(path)} unpacked && "
-    install = f"venv/bin/pip install -r {shlex.quote(os.path.join(folder, requirements))}"
+    # With torch, which requirements seldom name: TorchServe's environments had that of the server.
+    install = f"venv/bin/pip install torch -r {shlex.quote(os.path.join(folder, requirements))}"
     return f"run `python3 -m venv venv && {unpack}{install}` and set parameters.extra.python to its venv/bin/python"

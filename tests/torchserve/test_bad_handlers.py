@@ -382,7 +382,7 @@ def handle(data, context):
 
 
 def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_path: Path) -> None:
-    """The second one refuses, and keeps its connection open for a while; meanwhile the third one loads."""
+    """The second one refuses, and what it has started holds its connection; meanwhile the third one loads."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _SLOW_TO_DIE)) as pool:

@@ -182,7 +182,7 @@ def test_use_venv_is_refused_with_the_line_that_makes_one_until_an_interpreter_i
 ) -> None:
     uri = _mar(tmp_path, "useVenv: true")
     unpack = f"python3 -m zipfile -e {uri} unpacked"
-    line = f"python3 -m venv venv && {unpack} && venv/bin/pip install -r unpacked/requirements.txt"
+    line = f"python3 -m venv venv && {unpack} && venv/bin/pip install torch -r unpacked/requirements.txt"
     with pytest.raises(SettingsError, match=r"useVenv: requirements\.txt is not installed") as refused:
         _build(uri)
     assert line in str(refused.value) and "parameters.extra.python" in str(refused.value)
@@ -197,7 +197,7 @@ def test_use_venv_is_refused_with_the_line_that_makes_one_until_an_interpreter_i
 
 def test_the_line_is_one_that_a_shell_runs(tmp_path: Path) -> None:
     """Up to pip, which would ask the network."""
-    (tmp_path / "pip").write_text('#!/bin/sh\ncat "$3"')
+    (tmp_path / "pip").write_text('#!/bin/sh\ncat "$4"')
     (tmp_path / "pip").chmod(0o755)
     packed = Path(_mar(tmp_path, "useVenv: true"))
     folder = tmp_path / "a folder"
