@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
 _SETTINGS = "model-settings.json"
+_METRICS = "metrics.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
     arguments = _parser().parse_args(argv)
     try:
-        properties = Path(arguments.properties).read_text(encoding="utf-8") if arguments.properties else ""
+        properties = Path(arguments.properties) if arguments.properties else None
         lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties)
     except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -37,27 +38,31 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def import_mar(uri: str, into: Path, name: str | None, force: bool, properties: str) -> list[str]:
+def import_mar(uri: str, into: Path, name: str | None, force: bool, properties: Path | None) -> list[str]:
     """What is to be told. Raises SettingsError or LoadFailed, before anything is written, or OSError.
 
-    ``properties``: the text of TorchServe's config.properties, or nothing.
+    ``properties``: TorchServe's config.properties.
     """
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import open_archive
-    from mlserver_torch_stream.torchserve.properties import carried, read_properties
+    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties
 
     archive = open_archive(uri, None)
     try:
         chosen = name or str(archive.model.get("modelName") or archive.folder.name)
         if not _NAME.fullmatch(chosen):
             raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
-        given = read_properties(properties)
+        given = read_properties(properties.read_text(encoding="utf-8")) if properties is not None else {}
         version = None if (found := archive.model.get("modelVersion")) is None else str(found)
         extra = carried(given, chosen, version, archive.yaml)
-        told = [*_told(archive, extra), *_told_of_properties(given, chosen, version, extra)]
         source = Path(uri.removeprefix("file://")).expanduser()
+        told = [*_told(archive, extra, str(source.absolute())), *_told_of_properties(given, chosen, version, extra)]
         folder = into / chosen
-        _write(folder, source if archive.own else None, _settings(chosen, source, archive, version, extra), force)
+        copied = {source.name: source} if archive.own else {}
+        if METRICS_CONFIG in given:
+            copied[_METRICS] = _metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
+            extra[METRICS_CONFIG] = f"./{_METRICS}"
+        _write(folder, copied, _settings(chosen, source, archive, version, extra), force)
     finally:
         archive.close()
     return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *told]
@@ -75,19 +80,30 @@ def _settings(
     return {"name": name, "implementation": _IMPLEMENTATION, "parameters": parameters}
 
 
-def _write(folder: Path, archive: Path | None, settings: Mapping[str, Any], force: bool) -> None:
+def _metrics_config(given: str, folder: str) -> Path:
+    """The file of metrics, which belongs to the whole server and goes along with each model. Raises SettingsError."""
+    from mlserver_torch_stream.model_source import find_path
+    from mlserver_torch_stream.torchserve.metrics_config import read_metrics_config
+
+    read_metrics_config(given, folder, "config.properties: metrics_config")
+    found = find_path(given, folder)
+    assert found is not None
+    return found
+
+
+def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
     """All of it or nothing: made beside the folder, out of MLServer's sight, and moved there when it is whole.
 
-    Raises SettingsError where something is there already. With ``force`` our own files in it are replaced, and others
-    stay as they are.
+    ``copied``: files by their names there. Raises SettingsError where something is there already. With ``force`` our
+    own files in it are replaced, and others stay as they are.
     """
     _refuse_what_is_there(folder, force)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.parent / f".{folder.name}.{uuid4().hex}"  # MLServer looks into no hidden folder
     staged.mkdir()
     try:
-        if archive is not None:
-            shutil.copyfile(archive, staged / archive.name)
+        for name, file in copied.items():
+            shutil.copyfile(file, staged / name)
         (staged / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
         if not folder.exists():
             staged.rename(folder)
@@ -123,16 +139,18 @@ def _told_of_properties(
         yield f"not carried over from config.properties: {line}"
 
 
-def _told(archive: Archive, extra: Mapping[str, Any]) -> Iterator[str]:
+def _told(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
     """What TorchServe would do and we do not, one line each. Raises SettingsError where a value is wrong."""
     from mlserver_torch_stream.torchserve.config import not_honoured, read_config
+    from mlserver_torch_stream.torchserve.interpreter import not_installed
     from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
 
-    for line in not_honoured(archive.yaml, read_config(archive.yaml, extra)):
+    config = read_config(archive.yaml, extra)
+    for line in not_honoured(archive.yaml, config):
         yield f"not honoured: {line}"
     requirements = archive.model.get("requirementsFile")
     if requirements:
-        yield f"not installed: {requirements}: install what it names beside MLServer"
+        yield not_installed(str(requirements), uri, config.useVenv)
     file = archive.handler.partition(":")[0].rsplit("/", 1)[-1].removesuffix(".py")
     if not (archive.folder / f"{file}.py").is_file() and not (archive.folder / file).is_dir():
         known = f"TorchServe brings it; install {BUILT_IN[file]}" if file in BUILT_IN else None

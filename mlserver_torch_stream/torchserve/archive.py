@@ -35,11 +35,10 @@ _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeE
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive. ``unpacked``: its folder was made for it, and goes with it. ``config``: its YAML's text."""
+    """An opened archive. ``unpacked``: its folder was made for it, and goes with it."""
 
     folder: Path
     manifest: Mapping[str, Any]
-    config: str
     yaml: Mapping[str, Any]
     unpacked: OwnFolder | None = None
 
@@ -82,7 +81,7 @@ def _bare_handler(path: Path, handler: str) -> Archive:
     model = {"modelName": path.stem, "handler": handler}
     if (path.parent / _CONFIG).is_file():
         model["configFile"] = _CONFIG
-    return Archive(path.parent, {"model": model}, *_read_yaml(path.parent, model))
+    return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model))
 
 
 def _unpack(path: Path) -> Archive:
@@ -149,7 +148,7 @@ def _extract(members: Iterator[_Member], folder: Path, archive: Path) -> None:
 
 def _read(folder: Path, unpacked: OwnFolder | None = None) -> Archive:
     manifest = _read_manifest(folder)
-    return Archive(folder, manifest, *_read_yaml(folder, manifest["model"]), unpacked)
+    return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), unpacked)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -171,16 +170,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_yaml(folder: Path, model: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
     name = model.get("configFile")
     if name is None:
-        return "", {}
+        return {}
     path = folder / PurePosixPath(str(name)).name
     try:
-        text = path.read_text(encoding="utf-8")
-        found = yaml.safe_load(text)
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise LoadFailed(f"cannot read {name}: {error}") from None
     if found is not None and not isinstance(found, dict):
         raise LoadFailed(f"{name}: must be a mapping")
-    return text, found or {}
+    return found or {}

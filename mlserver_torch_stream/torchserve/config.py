@@ -17,7 +17,6 @@ from mlserver_torch_stream.errors import SettingsError
 # Keys that TorchServe reads and that mean nothing here, each with the reason that is told at load.
 NOT_HONOURED = {
     "maxRetryTimeoutInSec": "a worker that dies is started again for as long as the model is loaded",
-    "useVenv": "handlers run in the server's own environment",
 }
 _TORCHRUN_NOT_HONOURED = {
     "rdzv-backend",
@@ -70,6 +69,7 @@ class HandlerConfig(BaseModel):
     continuousBatching: bool = False
     sequenceBatching: bool = False
     asyncCommunication: bool = False
+    useVenv: bool = False  # the archive's requirements are not for the server's own environment
 
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> HandlerConfig:
@@ -110,13 +110,15 @@ class HandlerConfig(BaseModel):
 
 
 KEYS = tuple(HandlerConfig.model_fields)
+OURS = ("ts", "python", "metrics_config")  # keys of parameters.extra that a YAML has not
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
     """``overrides`` beat the YAML, key by key. Raises SettingsError, which names the key."""
+    overrides = {key: value for key, value in overrides.items() if key not in OURS}
     for key in overrides:
         if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, n=1)
+            close = difflib.get_close_matches(key, (*KEYS, *OURS), n=1)
             raise SettingsError(
                 f"parameters.extra: unknown key {key!r}{f'; did you mean {close[0]!r}?' if close else ''}"
             )

@@ -1,6 +1,6 @@
 """Messages between the server and a worker process: a JSON header and raw bytes, each with its length before it.
 
-Knows nothing of what a message says. Nothing that a worker sends is unpickled.
+Knows nothing of what a message says. Nothing that a worker sends is unpickled; what the server loads it with is.
 """
 
 from __future__ import annotations

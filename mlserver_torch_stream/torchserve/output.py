@@ -1,21 +1,22 @@
 """What a worker writes to its standard output and error, line by line into the log, within bounds.
 
-Knows nothing of what is written. A worker that writes without end is made to wait by its pipe, and most of it is
-dropped: the server's log and CPU are not at its mercy.
+Knows nothing of what is written. The pipe is read as fast as a worker writes, so that printing never stops a handler;
+lines beyond the allowance of a second are counted and dropped, so that the log is not at its mercy.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 
 logger = logging.getLogger(__name__)
 _LINES_PER_S = 100
-_BYTES_PER_S = 4 << 20
 _MOST_LINE_BYTES = 4096
 _CHUNK = 1 << 16
+_ENDED = select.POLLIN | select.POLLHUP
 
 
 def drain(descriptor: int, name: str) -> threading.Thread:
@@ -31,22 +32,32 @@ class _Drain:
         self._name = name
         self._rest = b""
         self._began = time.monotonic()  # of the current second
-        self._bytes = 0
         self._lines = 0
         self._dropped = 0
 
     def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._descriptor, _ENDED)
         try:
-            while chunk := os.read(self._descriptor, _CHUNK):
-                self._take(chunk)
-                self._rest_a_while()
+            while True:
+                if poll.poll(self._milliseconds_left() if self._dropped else None):
+                    chunk = os.read(self._descriptor, _CHUNK)
+                    if not chunk:
+                        break
+                    self._take(chunk)
+                if self._milliseconds_left() == 0:
+                    self._next_second()
             self._line(self._rest)
             self._tell_dropped()
         finally:
             os.close(self._descriptor)
 
     def _take(self, chunk: bytes) -> None:
-        self._bytes += len(chunk)
+        if self._lines >= _LINES_PER_S:  # counted without being split: the server's CPU is not at its mercy either
+            ends = chunk.count(b"\n")
+            self._dropped += ends
+            self._rest = ((b"" if ends else self._rest) + chunk[chunk.rfind(b"\n") + 1 :])[:_MOST_LINE_BYTES]
+            return
         *lines, rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             self._line(line)
@@ -61,15 +72,13 @@ class _Drain:
         self._lines += 1
         logger.info("%s: %s", self._name, line[:_MOST_LINE_BYTES].decode(errors="backslashreplace"))
 
-    def _rest_a_while(self) -> None:
-        """A new second has a new allowance; one whose allowance is spent is waited for."""
-        passed = time.monotonic() - self._began
-        if passed < 1 and self._bytes > _BYTES_PER_S:
-            time.sleep(1 - passed)
-            passed = 1
-        if passed >= 1:
-            self._tell_dropped()
-            self._began, self._bytes, self._lines = time.monotonic(), 0, 0
+    def _milliseconds_left(self) -> int:
+        """Of the current second, rounded up."""
+        return max(0, int(1000 * (self._began + 1 - time.monotonic()) + 0.999))
+
+    def _next_second(self) -> None:
+        self._tell_dropped()
+        self._began, self._lines = time.monotonic(), 0
 
     def _tell_dropped(self) -> None:
         if self._dropped:

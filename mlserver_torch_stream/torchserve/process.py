@@ -15,15 +15,28 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import mlserver_torch_stream
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader, encode_frame
+from mlserver_torch_stream.torchserve.interpreter import environment_of
 from mlserver_torch_stream.torchserve.jobs import Job
 from mlserver_torch_stream.torchserve.output import drain
 
 logger = logging.getLogger(__name__)
-# Nothing of the server's working directory is imported: the handler's folder comes first, later.
-_PROGRAM = "import sys; del sys.path[0]; from mlserver_torch_stream.torchserve.worker.main import main; main({})"
+_PACKAGE = Path(mlserver_torch_stream.__file__).parent
+# This package is given by its folder: no other of the server's comes into an interpreter that has its own. Nothing of
+# the server's working directory is imported: the handler's folder comes first, later.
+_PROGRAM = """
+import importlib.util, sys
+sys.path[:] = [path for path in sys.path if path]
+spec = importlib.util.spec_from_file_location({name!r}, {file!r}, submodule_search_locations=[{folder!r}])
+package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from mlserver_torch_stream.torchserve.worker.start import start
+start({descriptor})
+"""
 _MOST_UNHEARD = 64  # messages that wait for the event loop; then the worker waits for it too
 _STOP_S = 5.0
 _OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # what is heard of other ranks than the first
@@ -34,10 +47,15 @@ Heard = Callable[[dict[str, Any], bytes], None]
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker loads. ``message`` goes to it as it is; ``environment`` has one mapping per rank."""
+    """What a worker loads. ``message`` and ``body`` go to it as they are; ``environment`` has one mapping per rank.
+
+    ``python``: the interpreter that runs it, None for the server's own.
+    """
 
     message: Mapping[str, Any]
+    body: bytes
     environment: Sequence[Mapping[str, str]]
+    python: str | None
 
 
 class Ended(Exception):
@@ -64,7 +82,7 @@ class Worker:
         for number, environment in enumerate(order.environment):
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
             try:
-                self._ranks.append(_Rank(number, shown, environment))
+                self._ranks.append(_Rank(number, shown, environment, order.python))
             except BaseException:  # those that have begun have nobody to end them
                 for rank in self._ranks:
                     rank.kill()
@@ -72,7 +90,7 @@ class Worker:
                     rank.close()
                 raise
         for rank in self._ranks:
-            rank.send({**order.message, "speaks": rank.number == 0}, b"")
+            rank.send({**order.message, "speaks": rank.number == 0}, order.body)
             reader = threading.Thread(target=self._read, args=(rank,), name=f"reader of {rank.name}", daemon=True)
             self._readers.append(reader)
             reader.start()
@@ -135,9 +153,12 @@ class Worker:
 
 
 class _Rank:
-    """One process, the leader of a process group of its own."""
+    """One worker process and its supervisor, which is the child of this process.
 
-    def __init__(self, number: int, name: str, environment: Mapping[str, str]) -> None:
+    The supervisor ends the worker and whatever that has started when the connection closes, also with this process.
+    """
+
+    def __init__(self, number: int, name: str, environment: Mapping[str, str], python: str | None) -> None:
         self.number = number
         self.name = name
         self.connection, theirs = socket.socketpair()
@@ -146,10 +167,10 @@ class _Rank:
         self._condition = threading.Condition()
         self._closed = False
         self._reading, writing = os.pipe()
-        inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES}
+        inherited = {key: value for key, value in environment_of(python).items() if key not in _RANK_VARIABLES}
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(theirs.fileno())],
+                [python or sys.executable, "-c", _program(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,
@@ -181,14 +202,15 @@ class _Rank:
             self._condition.notify()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
-        if self.process.returncode is None:
-            with contextlib.suppress(OSError):  # it has ended
-                os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self) -> str:
         """How it ended. A process in uninterruptible sleep may outlive the wait."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:  # the supervisor hangs; the worker ends with it
+            self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_STOP_S)
         code = self.process.returncode
         if code is None:
             return "does not end"
@@ -211,6 +233,12 @@ class _Rank:
                 self.connection.sendall(b"".join(frames))
             except OSError:
                 return  # the reader notices
+
+
+def _program(descriptor: int) -> str:
+    return _PROGRAM.format(
+        name=_PACKAGE.name, file=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE), descriptor=descriptor
+    )
 
 
 def batch_message(jobs: Sequence[Job]) -> tuple[dict[str, Any], bytes]:

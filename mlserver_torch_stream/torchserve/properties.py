@@ -20,6 +20,7 @@ CARRIED = {
     "default_workers_per_model": "minWorkers",
     "job_queue_size": "jobQueueSize",
 }
+METRICS_CONFIG = "metrics_config"  # a file, which is copied beside each model's settings
 _MODELS = "models"  # settings by model and version, as JSON
 _OF_MODELS_ONLY = ("marName", "defaultVersion")  # what they say there, the model's folder says here
 _ADDRESS = "settings.json: host, http_port, grpc_port"
@@ -43,13 +44,13 @@ _WHERE = {
     "context.system_properties says true": "limit_max_image_pixels",
     "`envelope` in the archive's manifest": "service_envelope",
     "an archive names its handler": "default_service_handler",
-    "install beside MLServer what the archive's requirementsFile names": "install_py_dep_per_model",
+    "nothing is installed: parameters.extra.python of the model": "install_py_dep_per_model",
     "each model has a folder with a model-settings.json": "load_models model_store model_snapshot",
     _TLS: "keystore keystore_pass keystore_type certificate_file private_key_file enable_grpc_ssl",
     "the gateway before the server decides who may ask": "disable_token_authorization token_expiration_min",
     "archives are files: nothing is downloaded": "allowed_urls use_env_allowed_urls",
     "handlers inherit the server's environment": "blacklist_env_vars enable_envvars_config",
-    "a handler's metrics are shown by their own names": "metrics_config metrics_mode model_metrics_auto_detect",
+    "each of a handler's metrics is shown on metrics_port": "metrics_mode model_metrics_auto_detect",
     "host metrics are the node exporter's": "disable_system_metrics system_metrics_cmd metric_time_interval",
     "MLServer's logging": "async_logging debug",
     "workflows are not carried over": "workflow_store",
@@ -103,7 +104,7 @@ def carried(properties: Mapping[str, str], model: str, version: str | None, yaml
 def told(properties: Mapping[str, str], model: str, version: str | None) -> Iterator[str]:
     """One line for each key that is not carried over."""
     for key in properties:
-        if key not in CARRIED and key != _MODELS:
+        if key not in (*CARRIED, METRICS_CONFIG, _MODELS):
             yield f"{key}: {ELSEWHERE.get(key, 'TorchServe 0.12 does not know it either')}"
     for key in _own(properties, model, version):
         if key not in KEYS and key not in _OF_MODELS_ONLY:

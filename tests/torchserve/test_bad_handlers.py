@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -136,9 +137,9 @@ def handle(data, context):
         send("first")
         time.sleep(600)
     if what == "write":
-        line = "x" * 200
-        for _ in range(40_000):
-            print(line)
+        lines = ("x" * 200 + "\\n") * 5000
+        for _ in range(64):
+            sys.stdout.write(lines)
         return ["written"]
     if what == "fork":
         if os.fork() == 0:
@@ -232,19 +233,29 @@ def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) ->
     run(scenario())
 
 
-def test_output_without_end_is_drained_and_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """8 MB: the handler gets through, and the log holds a few hundred lines of it."""
+def test_output_without_end_stops_no_handler_and_the_lines_that_are_dropped_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """64 MB within a `responseTimeout` of 5 s: the log holds a few hundred lines of it, and says how many it lacks."""
     caplog.set_level(logging.INFO)
 
+    def counted() -> int:
+        said = [re.search(r": (\d+) more lines dropped", record.getMessage()) for record in caplog.records]
+        return sum(int(match[1]) for match in said if match)
+
+    def kept() -> int:
+        return sum("x" * 200 in record.getMessage() for record in caplog.records)
+
     async def scenario() -> None:
-        async with running(write_handler(tmp_path, _WRONG)) as pool:
+        async with running(write_handler(tmp_path, _WRONG, {"responseTimeout": 5})) as pool:
             assert await ask(pool, "write") == ["written"]
+            await until(lambda: counted() + kept() >= 320_000)  # also while nothing more is written
             await _fine(pool)
+            assert pool._crew.restarts == 0
 
     run(scenario())
-    kept = [record for record in caplog.records if "x" * 200 in record.getMessage()]
-    assert 0 < len(kept) < 5_000
-    assert any("more lines dropped" in record.getMessage() for record in caplog.records)
+    assert 0 < kept() < 5_000
+    assert counted() + kept() == 320_000
 
 
 def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path: Path) -> None:
@@ -371,7 +382,7 @@ def handle(data, context):
 
 
 def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_path: Path) -> None:
-    """The second one refuses, and keeps its connection open for a while; meanwhile the third one loads."""
+    """The second one refuses, and what it has started holds its connection; meanwhile the third one loads."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _SLOW_TO_DIE)) as pool:

@@ -54,7 +54,6 @@ def test_what_is_not_honoured_is_named_and_what_is_the_handlers_is_not() -> None
     yaml = {
         "minWorkers": 1,
         "maxWorkers": 4,
-        "useVenv": True,
         "maxRetryTimeoutInSec": 5,
         "torchrun": {"nproc-per-node": 1, "rdzv-backend": "c10d"},
         "batchsize": 2,
@@ -63,5 +62,5 @@ def test_what_is_not_honoured_is_named_and_what_is_the_handlers_is_not() -> None
     }
     lines = list(not_honoured(yaml, read_config(yaml, {})))
     named = [line.partition(":")[0] for line in lines]
-    assert named == ["maxRetryTimeoutInSec", "useVenv", "maxWorkers", "torchrun.rdzv-backend", "batchsize"]
+    assert named == ["maxRetryTimeoutInSec", "maxWorkers", "torchrun.rdzv-backend", "batchsize"]
     assert "did you mean batchSize" in lines[-1]

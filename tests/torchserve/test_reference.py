@@ -17,7 +17,14 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import KEYS, not_honoured, read_config
 from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
-from mlserver_torch_stream.torchserve.properties import CARRIED, ELSEWHERE, carried, read_properties, told
+from mlserver_torch_stream.torchserve.properties import (
+    CARRIED,
+    ELSEWHERE,
+    METRICS_CONFIG,
+    carried,
+    read_properties,
+    told,
+)
 from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
 from tests.torchserve.workshop import run, running, write_handler
 
@@ -225,6 +232,7 @@ _YAML: Mapping[str, Any] = {
     "continuousBatching": True,
     "sequenceBatching": True,
     "asyncCommunication": True,
+    "useVenv": True,
     "torchrun.rdzv-backend": "c10d",
 }
 
@@ -270,7 +278,8 @@ def test_the_environment_means_what_the_page_says(tmp_path: Path, monkeypatch: p
     variables = {"TS_DECODE_INPUT_REQUEST": "false"}
     variables |= {f"TS_REQUEST_SEQUENCE_{kind}": f"x-{kind}" for kind in ("ID", "START", "END")}
     ranks = {"LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    assert set(variables) | ranks == set(_table("Environment of the server"))
+    elsewhere = {"TS_METRICS_CONFIG"}  # test_metrics_config
+    assert set(variables) | ranks | elsewhere == set(_table("Environment of the server"))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -288,9 +297,10 @@ def test_the_environment_means_what_the_page_says(tmp_path: Path, monkeypatch: p
 
 def test_each_key_of_config_properties_is_carried_over_or_named_as_the_page_says() -> None:
     table = _table("config.properties")
-    assert set(table) == {*CARRIED, *ELSEWHERE, "models"}
+    by_themselves = {"models", METRICS_CONFIG}  # test_import_mar
+    assert set(table) == {*CARRIED, *ELSEWHERE, *by_themselves}
     for key, (verdict, note) in table.items():
-        if key == "models":
+        if key in by_themselves:
             continue
         given = {key: "7"}
         lines, extra = list(told(given, "m", None)), carried(given, "m", None, {})

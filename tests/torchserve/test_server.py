@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver_torch_stream.client import EventParser
 from tests.server.harness import HOST, Model, Server, serve
 from tests.torchserve.test_bad_handlers import _WRONG
+from tests.torchserve.test_metrics_config import HANDLER, METRICS
 from tests.torchserve.workshop import COUNTER as _COUNTS
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 
@@ -58,10 +60,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("torchserve")
     hello = write_mar(folder / "hello.mar", {"hello.py": HELLO}, {"modelName": "hello", "handler": "hello.py"})
     envelope = {"modelName": "double", "handler": "double.py", "envelope": "kservev2"}
+    (folder / "m.yaml").write_text(METRICS)
+    own = {**_SHIM, "metrics_config": str(folder / "m.yaml"), "python": sys.executable}
     models = [
         Model("hello", hello, implementation=_TS, extra=_SHIM, version="1.0"),
         Model("wrong", write_handler(folder / "wrong", _WRONG), implementation=_TS, extra=_SHIM),
         Model("facts", write_handler(folder / "facts", _FACTS), implementation=_TS, extra=_SHIM),
+        Model("own", write_handler(folder / "own", HANDLER), implementation=_TS, extra=own),
         Model("double", write_mar(folder / "d.mar", {"double.py": _DOUBLE}, envelope), implementation=_TS, extra=_SHIM),
     ]
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
@@ -288,11 +293,13 @@ def test_a_client_that_leaves_makes_room_for_the_next(
 
 def test_metrics_of_the_server_and_of_handlers_are_scraped(server: Server) -> None:
     _post(server, "facts/infer", _body("x"))
+    assert _post(server, "own/infer", _body("x")).status_code == 200
     end = time.monotonic() + 20
     wanted = (
         'torch_stream_handler_requests_total{model="facts",outcome="ok",version=""}',
         'torch_stream_handler_workers{model="facts",version=""} 1.0',
         'torchserve_PredictionTime{Level="Model",ModelName="facts",model="facts",version=""}',
+        'torchserve_Steps_count{Method="a, b: c",model="own",version=""} 2.0',
         'torch_stream_requests_total{model="hello"',
     )
     while True:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.torchserve.frames import FrameReader
+from mlserver_torch_stream.torchserve.metrics_config import DEFAULT
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel
 from mlserver_torch_stream.torchserve.worker.wire import parse
@@ -49,7 +50,7 @@ class _Call:
         self._near, self._far = socket.socketpair()
         self._reader = FrameReader(self._far)
         self.channel: Any = Channel(self._near)
-        metrics = Metrics(self.channel, "model")
+        metrics = Metrics(self.channel, "model", DEFAULT)
         self.context: Any = HandlerContext("model", "/", {}, count, None, "0", True, metrics, {})
         requests = [Request(f"r{index}", {}, ()) for index in range(count)]
         self.outlet = self.context.for_call(requests, self.channel, Alone())

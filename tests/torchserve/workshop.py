@@ -22,6 +22,7 @@ from mlserver_torch_stream.torchserve.figures import HandlerFigures
 from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Job, Part
 from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.runtime.build import Orders
+from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
@@ -78,12 +79,15 @@ def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | N
 
 
 @asynccontextmanager
-async def running(uri: str, which: str = "shim", **overrides: Any) -> AsyncIterator[Pool]:
-    """The started workers of a handler. ``which``: the ``ts`` that it imports."""
+async def running(
+    uri: str, which: str = "shim", workers: Mapping[str, str] | None = None, **overrides: Any
+) -> AsyncIterator[Pool]:
+    """The started workers of a handler. ``which``: the ``ts`` that it imports. ``workers``: their other settings."""
     archive = open_archive(uri, None)
     try:
         config = read_config(archive.yaml, overrides)
-        pool = Pool("model", config, Orders("model", archive, config, which).of, HandlerFigures())
+        settings = read_worker_settings({"ts": which, **(workers or {})}, None)
+        pool = Pool("model", config, Orders("model", archive, config, settings).of, HandlerFigures())
         await pool.start()
         try:
             yield pool

@@ -9,6 +9,7 @@ import asyncio
 import glob
 import logging
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from mlserver_torch_stream.torchserve.archive import Archive, open_archive
 from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
 from mlserver_torch_stream.torchserve.crew import rank_environments
 from mlserver_torch_stream.torchserve.figures import FIGURES
+from mlserver_torch_stream.torchserve.interpreter import not_installed
 from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.process import Order
+from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")
-_TS = ("auto", "shim", "package")
+_PICKLE = 4  # what Python 3.8 reads, too
 
 
 @dataclass
@@ -45,30 +48,28 @@ class BuiltPool:
 def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
     """Raises SettingsError or LoadFailed."""
     uri, extra, folder = _given(settings)
-    which = extra.pop("ts", "auto")
-    if which not in _TS:
-        raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")
+    workers = read_worker_settings(extra, folder)
     archive = open_archive(uri, folder)
     try:
         config = read_config(archive.yaml, extra)
         for line in not_honoured(archive.yaml, config):
             logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
-        if "requirementsFile" in archive.model:
-            logger.warning(
-                "Model '%s': its %s is not installed by the server: install it yourself where it is needed",
-                settings.name,
-                archive.model["requirementsFile"],
-            )
-        pool = asyncio.run_coroutine_threadsafe(_start(settings, archive, config, which), loop).result()
+        requirements = archive.model.get("requirementsFile")
+        if requirements and workers.python is None:
+            line = not_installed(str(requirements), uri, config.useVenv)
+            if config.useVenv:
+                raise SettingsError(line)
+            logger.warning("Model '%s': %s", settings.name, line)
+        pool = asyncio.run_coroutine_threadsafe(_start(settings, archive, config, workers), loop).result()
     except BaseException:
         archive.close()
         raise
-    return BuiltPool(pool, archive, _summary(archive, config))
+    return BuiltPool(pool, archive, _summary(archive, config, workers))
 
 
-async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, which: str) -> Pool:
+async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings) -> Pool:
     figures = FIGURES.of(settings.name, settings.parameters.version if settings.parameters else None)
-    orders = Orders(settings.name, archive, config, which)
+    orders = Orders(settings.name, archive, config, workers)
     pool = Pool(settings.name, config, orders.of, figures, archive.close)
     await pool.start()
     return pool
@@ -81,7 +82,7 @@ class Orders:
     model: str
     archive: Archive
     config: HandlerConfig
-    which: str
+    workers: WorkerSettings
 
     def of(self, number: int) -> Order:
         config, archive = self.config, self.archive
@@ -93,14 +94,16 @@ class Orders:
             "manifest": archive.manifest,
             "handler": archive.handler,
             "envelope": str(archive.model.get("envelope") or ""),
-            "config": archive.config,  # as text: not all of YAML survives JSON
             "batch_size": config.batchSize,
             "gpu": gpu,
             "mode": _mode(config),
-            "ts": self.which,
+            "ts": self.workers.ts,
+            "metrics": self.workers.metrics,
             "stops": config.stops,
         }
-        return Order(message, rank_environments(config, visible))
+        # Not all of YAML survives JSON, and a worker's interpreter need not have a parser of YAML.
+        body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
+        return Order(message, body, rank_environments(config, visible), self.workers.python)
 
     def _device(self, number: int) -> tuple[int | None, str | None]:
         """The GPU of a worker, and the GPUs that a parallel one sees: in turn, as TorchServe gives them out."""
@@ -143,7 +146,9 @@ def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
     return uri, dict(extra), folder
 
 
-def _summary(archive: Archive, config: HandlerConfig) -> str:
+def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -> str:
     ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
     batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
-    return f"handler {archive.handler}, {config.minWorkers} worker(s){ranks}, {batching} of up to {config.batchSize}"
+    python = "" if workers.python is None else f", run by {workers.python}"
+    of = f"{config.minWorkers} worker(s){ranks}, {batching} of up to {config.batchSize}"
+    return f"handler {archive.handler}, {of}{python}"

@@ -21,7 +21,7 @@ from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft, Nev
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Caller:
     """``speaks``: False on ranks whose answers nobody waits for. ``stop``: whether a call may end at a send."""
 

@@ -19,7 +19,7 @@ _MOST_MESSAGE_CHARS = 2000
 TOO_LARGE = 507  # as where the pieces of a whole answer are too much
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """What a handler gave for one request. ``last``: nothing follows."""
 

@@ -21,7 +21,7 @@ STREAM_NEXT = "ts_stream_next"
 _OURS = {STREAM_NEXT, "content-type"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One request, as it came. ``parts``: name, content type and value of each."""
 

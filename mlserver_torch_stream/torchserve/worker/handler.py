@@ -9,12 +9,13 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable
 
 Entry = Callable[[Any, Any], Any]
 ENVELOPES = ("body", "json", "kserve", "kservev2")
@@ -39,7 +40,7 @@ class HandlerRefused(Exception):
     """The handler cannot be loaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Handler:
     """``entry`` is called with data and context; ``initialize`` with a context, once, before."""
 
@@ -74,7 +75,7 @@ def enter(folder: str) -> None:
 def find_handler(spelled: str, folder: str, envelope: str, asynchronous: bool) -> Handler:
     """``spelled``: ``file[.py][:function]``, or the name of a handler that TorchServe brings. Raises HandlerRefused."""
     file, _, function = spelled.partition(":")
-    name = file.rsplit("/", 1)[-1].removesuffix(".py")
+    name = re.sub(r"\.py$", "", file.rsplit("/", 1)[-1])
     module = _import(name, Path(folder), spelled)
     found = _in_module(module, function)
     if inspect.iscoroutinefunction(found.entry) != asynchronous:

@@ -1,6 +1,6 @@
 """A worker's main program: one thread reads what the server sends, the main thread runs the handler.
 
-Knows nothing of MLServer. When the server's end closes, the process ends at once with all that it has started.
+Knows nothing of MLServer. When the server's end closes, the process ends at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -48,6 +49,7 @@ class Worker:
             os._exit(0)
         threading.Thread(target=self._read, name="reader", daemon=True).start()  # notices the server's end from now on
         self._order = order = first[0]
+        self._yaml = pickle.loads(first[1])
         if order["stops"] != "never":
             self._stop = Alone() if order["stops"] == "alone" else Together(self._channel)
         if order["mode"] == "async":
@@ -83,8 +85,8 @@ class Worker:
             order["gpu"],
             __version__,
             True,
-            Metrics(self._channel, order["model"]),
-            _yaml(order["config"]),
+            Metrics(self._channel, order["model"], order["metrics"]),
+            self._yaml,
         )
 
     def _initialize(self) -> None:
@@ -173,16 +175,8 @@ class Worker:
             self._asked.put(requests)
 
 
-def _yaml(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    import yaml
-
-    return yaml.safe_load(text) or {}
-
-
 def _end() -> None:
-    """Takes along whatever the handler has started in this process group."""
+    """Takes along this process group at once; the supervisor ends what else the handler has started."""
     with contextlib.suppress(Exception):  # the handler's own, or nobody reads it any more
         sys.stdout.flush()
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -6,26 +6,31 @@ Knows nothing of how they are shown. Import it when ``ts`` can be imported.
 from __future__ import annotations
 
 import logging
-import os
+import re
 from functools import partial
-from typing import Any
+from typing import Any, Mapping
 
-import ts
 from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
 
 from mlserver_torch_stream.torchserve.worker.channel import Channel
 
-_CONFIG = os.path.join(os.path.dirname(ts.__file__), "configs", "metrics.yaml")
-
 
 class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
-    """Each metric that comes into being sends its values through the channel."""
+    """Each metric that comes into being sends its values through the channel.
 
-    def __init__(self, channel: Channel, model_name: str) -> None:
-        super().__init__(config_file_path=_CONFIG)
+    ``config``: what ``metrics.yaml`` says, read by the server, since this interpreter need not have a parser of YAML.
+    """
+
+    def __init__(self, channel: Channel, model_name: str, config: Mapping[str, Any]) -> None:
+        self._config = config
         self._channel = channel
+        super().__init__(config_file_path="")
         self.initialize_cache()
+        self.set_request_ids(model_name)  # while it loads: without any, a metric would be one of errors
         self.model_name = model_name
+
+    def _parse_yaml_file(self, config_file_path: str) -> None:
+        self._parsed_file = self._config
 
     def add_metric_to_cache(self, *args: Any, **options: Any) -> Any:
         metric = super().add_metric_to_cache(*args, **options)
@@ -38,12 +43,13 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         except (TypeError, ValueError):
             logging.getLogger(__name__).error("Metric %s: %r is no number", metric.metric_name, value)
             return
-        pairs = (each.partition(":") for each in dimension_string.split(",") if each)
+        names = metric.dimension_names or []  # and not the commas: a value may have some
+        values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
         self._channel.tell(
             "metric",
             name=metric.metric_name,
             unit=metric.unit,
             type=metric.metric_type.value,
             value=number,
-            labels={name: text for name, _, text in pairs},
+            labels=dict(zip(names, values.groups())) if values else {},
         )

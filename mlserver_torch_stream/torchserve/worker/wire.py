@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _INT = struct.Struct("!i")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """One request's part of a response."""
 
@@ -22,7 +22,7 @@ class Prediction:
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Response:
     code: int
     message: str

@@ -31,7 +31,7 @@ class CachingMetric:
         elif self.metric_type is MetricTypes.COUNTER and value < 0:
             logger.error("Metric %s: a counter cannot go down", self.metric_name)
         else:
-            pairs = zip(self.dimension_names, dimension_values, strict=True)
+            pairs = zip(self.dimension_names, dimension_values)
             self.emit_metrics(request_id, value, ",".join(f"{name}:{text}" for name, text in pairs))
 
     def emit_metrics(self, request_id: str, value: float, dimension_string: str) -> None:

@@ -11,3 +11,15 @@ class MetricsCacheTypeError(Exception):
 
 class MetricsCacheKeyError(Exception):
     pass
+
+
+class MetricsCacheIOError(Exception):
+    pass
+
+
+class MetricsCachePyYamlError(Exception):
+    pass
+
+
+class GeneralMetricsCacheError(Exception):
+    pass

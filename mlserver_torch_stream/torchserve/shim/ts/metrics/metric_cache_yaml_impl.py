@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from ts.metrics import metric_cache_errors as errors
 from ts.metrics.caching_metric import CachingMetric
 from ts.metrics.dimension import Dimension
-from ts.metrics.metric_cache_errors import MetricsCacheKeyError, MetricsCacheValueError
 from ts.metrics.metric_type_enum import MetricTypes
-
-_PRESENT = ("HandlerTime", "PredictionTime")  # gauges that TorchServe's own configuration has
 
 
 class MetricsCacheYamlImpl:
-    """``config_file_path`` is torchserve's, and not read here."""
+    """``config_file_path``: a ``metrics.yaml``, whose ``model_metrics`` are there after ``initialize_cache``."""
 
     def __init__(self, config_file_path: str) -> None:
         self.config_file_path = config_file_path
+        self._parsed_file: Any = None
         self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
         self.request_ids: dict[int, str] | str | None = None
         self.model_name = ""
+        self._parse_yaml_file(config_file_path)
+
+    def _parse_yaml_file(self, config_file_path: str) -> None:
+        if not config_file_path:
+            raise errors.MetricsCacheTypeError("no file of metrics is given")
+        import yaml
+
+        try:
+            with open(config_file_path, encoding="utf-8") as file:
+                self._parsed_file = yaml.safe_load(file)
+        except OSError as error:
+            raise errors.MetricsCacheIOError(f"cannot read {config_file_path}: {error}") from None
+        except yaml.YAMLError as error:
+            raise errors.MetricsCachePyYamlError(f"{config_file_path} is no YAML: {error}") from None
+
+    def _parse_metrics_section(self, key: str = "model_metrics") -> Any:
+        try:
+            return self._parsed_file[key]
+        except KeyError:
+            raise errors.MetricsCacheKeyError(f"{self.config_file_path} has no section {key!r}") from None
 
     def initialize_cache(self) -> None:
-        for name in _PRESENT:
-            self.add_metric_to_cache(name, "ms", ["ModelName", "Level"], MetricTypes.GAUGE)
+        section = self._parse_metrics_section()
+        if not section:
+            raise errors.MetricsCacheValueError("the section model_metrics is empty")
+        for kind, metrics in section.items():
+            try:
+                metric_type = MetricTypes(kind)
+                for each in metrics:
+                    self.add_metric_to_cache(each["name"], each["unit"], each["dimensions"], metric_type)
+            except (KeyError, ValueError) as error:
+                raise errors.MetricsCacheKeyError(f"model_metrics.{kind}: {error}") from None
 
     def set_request_ids(self, request_ids: dict[int, str] | str | None) -> None:
         self.request_ids = request_ids
@@ -43,7 +71,7 @@ class MetricsCacheYamlImpl:
         try:
             return self.cache[metric_type][metric_name]
         except KeyError:
-            raise MetricsCacheKeyError(f"no metric {metric_name!r} of type {metric_type}") from None
+            raise errors.MetricsCacheKeyError(f"no metric {metric_name!r} of type {metric_type}") from None
 
     def add_metric(
         self,
@@ -71,7 +99,7 @@ class MetricsCacheYamlImpl:
         metric_type: MetricTypes = MetricTypes.GAUGE,
     ) -> None:
         if unit not in ("ms", "s"):
-            raise MetricsCacheValueError(f"the unit of a time is ms or s, not {unit!r}")
+            raise errors.MetricsCacheValueError(f"the unit of a time is ms or s, not {unit!r}")
         self._add(name, value, unit, idx, dimensions, metric_type)
 
     def add_size(

@@ -68,6 +68,6 @@ def map_class_to_label(
         raise Exception("the mapping must be a dict")
     classes = lbl_classes if lbl_classes is not None else [range(len(row)) for row in probs]
     return [
-        {mapping[str(each)] if mapping is not None else str(each): prob for each, prob in zip(*row, strict=False)}
-        for row in zip(classes, probs, strict=False)
+        {mapping[str(each)] if mapping is not None else str(each): prob for each, prob in zip(*row)}
+        for row in zip(classes, probs)
     ]

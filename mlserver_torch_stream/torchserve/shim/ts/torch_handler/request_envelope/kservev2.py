@@ -40,7 +40,7 @@ class KServev2Envelope(BaseEnvelope):
                 "id": self._id or self.context.get_request_id(0),
                 "model_name": model.get("modelName"),
                 "model_version": model.get("modelVersion"),
-                "outputs": [self._output(name, item) for name, item in zip(self._names, data, strict=False)],
+                "outputs": [self._output(name, item) for name, item in zip(self._names, data)],
             }
         ]
 

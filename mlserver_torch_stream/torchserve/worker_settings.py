@@ -1,0 +1,50 @@
+"""What a model's workers run with: their interpreter, the ``ts`` that they import, the metrics that they begin with.
+
+Knows nothing of archives. The keys are of ``parameters.extra`` alone: TorchServe has them for a whole server, or not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.torchserve.interpreter import find_interpreter
+from mlserver_torch_stream.torchserve.metrics_config import DEFAULT, read_metrics_config
+
+_TS = ("auto", "shim", "package")
+_ENV_METRICS = "TS_METRICS_CONFIG"  # as TorchServe reads it, where enable_envvars_config is true
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """``python``: None for the server's own interpreter. ``metrics``: what a ``metrics.yaml`` says of handlers."""
+
+    ts: str = "auto"
+    python: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
+
+
+def read_worker_settings(extra: Mapping[str, Any], folder: str | None) -> WorkerSettings:
+    """``extra``: with whatever else it holds. ``folder``: of model-settings.json. Raises SettingsError."""
+    which = extra.get("ts", "auto")
+    if which not in _TS:
+        raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")
+    python = _text(extra, "python")
+    metrics, key = _text(extra, "metrics_config"), "parameters.extra.metrics_config"
+    if metrics is None:
+        metrics, key = os.environ.get(_ENV_METRICS) or None, _ENV_METRICS
+    return WorkerSettings(
+        which,
+        None if python is None else find_interpreter(python, folder),
+        DEFAULT if metrics is None else read_metrics_config(metrics, folder, key),
+    )
+
+
+def _text(extra: Mapping[str, Any], key: str) -> str | None:
+    value = extra.get(key)
+    if value is not None and not isinstance(value, str):
+        raise SettingsError(f"parameters.extra.{key}: must be the path of a file, got {value!r}")
+    return value or None

@@ -1,0 +1,147 @@
+"""What a handler starts ends with its worker, however that ends, also in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlserver_torch_stream.torchserve.pool import Pool
+from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
+
+_STARTS = """
+import ctypes, os, subprocess, sys, time
+
+DAEMON = '''
+import os, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+os.close(1)
+time.sleep(300)
+'''
+
+def handle(data, context):
+    if data is None:
+        return None
+    what = data[0]["body"].decode()
+    if what == "start":
+        session = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        daemon = subprocess.Popen([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, text=True)
+        pid = int(daemon.stdout.readline())
+        daemon.wait()
+        open("pids.new", "w").write(f"{session.pid} {pid} {os.getpid()}")
+        os.rename("pids.new", "pids")
+    elif what == "orphans":
+        for _ in range(20):
+            subprocess.run(["sh", "-c", "sleep 0 & exit"])
+        time.sleep(0.5)
+    elif what == "crash":
+        os._exit(9)
+    elif what == "hang":
+        ctypes.PyDLL(None).sleep(300)  # with the interpreter's lock: no thread of the worker runs
+    return ["done"]
+"""
+
+
+async def _started(pool: Pool, folder: Path) -> list[psutil.Process]:
+    assert await ask(pool, "start") == ["done"]
+    found = [psutil.Process(int(pid)) for pid in (folder / "pids").read_text().split()]
+    assert all(each.is_running() for each in found) and len({os.getsid(each.pid) for each in found}) == 3
+    return found
+
+
+def _gone(started: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(started, timeout=20)
+    for each in alive:
+        each.kill()
+    assert not alive
+
+
+def test_processes_in_sessions_of_their_own_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
+    async def scenario() -> list[psutil.Process]:
+        async with running(write_handler(tmp_path, _STARTS)) as pool:
+            return await _started(pool, tmp_path)
+
+    _gone(run(scenario()))
+
+
+@pytest.mark.parametrize("what", ["crash", "hang"])
+def test_they_end_before_a_worker_that_has_crashed_or_hangs_is_started_again(tmp_path: Path, what: str) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _STARTS, {"responseTimeout": 2})) as pool:
+            started = await _started(pool, tmp_path)
+            assert isinstance(await outcome(pool.submit(request(what))), Exception)
+            await until(lambda: not any(each.is_running() for each in started))
+            assert await ask(pool, "again") == ["done"]
+
+    run(scenario())
+
+
+_SERVER = """
+import asyncio, sys
+from tests.torchserve.workshop import ask, request, running
+
+async def main(uri, then):
+    async with running(uri) as pool:
+        await ask(pool, "start")
+        if then:
+            pool.submit(request(then))
+        await asyncio.sleep(0.3)
+        print("started", flush=True)
+        await asyncio.sleep(3600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("then", ["", "hang"])
+def test_they_end_with_a_server_that_is_killed(tmp_path: Path, then: str) -> None:
+    uri = write_handler(tmp_path, _STARTS)
+    command = [sys.executable, "-c", _SERVER, uri, then]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline()
+            started = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+        finally:
+            server.kill()
+    _gone(started)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_ends_with_its_supervisor_and_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
+    """Killed by SIGKILL, the supervisor can end nothing: the kernel ends the worker alone."""
+
+    async def scenario() -> list[psutil.Process]:
+        async with running(write_handler(tmp_path, _STARTS)) as pool:
+            *others, worker = await _started(pool, tmp_path)
+            (supervisor,) = pool._crew.places[0].worker.pids  # type: ignore[union-attr]
+            os.kill(supervisor, number)
+            await until(lambda: pool._crew.restarts == 1 and pool.workers == 1)
+            assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE  # which is another's to reap
+            assert await ask(pool, "again") == ["done"]
+            return others
+
+    others = run(scenario())
+    if number == signal.SIGKILL:
+        for each in others:
+            each.kill()
+    _gone(others)
+
+
+def test_processes_that_end_after_their_parents_leave_no_zombies(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _STARTS)) as pool:
+            assert await ask(pool, "orphans") == ["done"]
+            (supervisor,) = pool._crew.places[0].worker.pids  # type: ignore[union-attr]
+            await until(lambda: len(psutil.Process(supervisor).children(recursive=True)) == 1)
+
+    run(scenario())
