@@ -165,7 +165,7 @@ def _start(
 ) -> Running:
     settings, prepared, host = resolved.settings, lease.value, read_host()
     vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
-    samplers = SamplerFactory(codec, vocab_size, loaded.eos_token_ids)
+    samplers = SamplerFactory(codec, vocab_size, loaded.eos_token_ids, loaded.rules)
     new_backend, context, how = _choose_backend(resolved, prepared, loaded, samplers, codec, host, shares)
     info = ModelInfo(
         vocab_size=vocab_size,

@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.batched import BatchedBackend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.sampling.rules import GenerationRules
 from mlserver_torch_stream.engine.serial import SerialBackend
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -141,6 +142,7 @@ def running(
     context: int = CONTEXT,
     turns: Turns | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    rules: GenerationRules | None = None,
     **more: Any,
 ) -> Iterator[EngineWorker]:
     """An engine over the model, batched unless a backend is given, that is shut down at the end.
@@ -154,7 +156,7 @@ def running(
         assert findings.cost is not None, findings.problem
         backend = BatchedBackend(
             model,
-            SamplerFactory(codec, VOCAB, eos_token_ids),
+            SamplerFactory(codec, VOCAB, eos_token_ids, rules),
             cost=findings.cost,
             cache_bytes=cache_bytes,
             max_rows=max_rows,

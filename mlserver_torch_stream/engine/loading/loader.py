@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from mlserver_torch_stream.engine.devices import device_name
 from mlserver_torch_stream.engine.loading.context import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.engine.loading.generation import generation_defaults, generation_rules, not_honoured
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host import Host, read_host
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
@@ -36,6 +37,7 @@ from mlserver_torch_stream.engine.loading.quantised import (
     wants_packed_gguf,
 )
 from mlserver_torch_stream.engine.ranks.forming import ranks_here
+from mlserver_torch_stream.engine.sampling.rules import GenerationRules
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
@@ -43,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
 GPU_WEIGHT_SHARE = 0.7
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # named in what goes wrong with them
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.\d+$")
 
@@ -59,6 +60,7 @@ class LoadedModel:
     tokenizer: Any
     default_sampling: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
+    rules: GenerationRules
     max_context: int
     description: str
 
@@ -121,11 +123,14 @@ def load_tokenizer(place: Place, resolved: ResolvedSettings) -> Any:
 def complete(weights: Weights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
     """The weights with what one model's settings make of them."""
     settings = resolved.settings
+    if ignored := not_honoured(weights.generation_config):
+        logger.warning("The model's generation config asks for what is not done here: %s", ", ".join(ignored))
     return LoadedModel(
         model=weights.model,
         tokenizer=tokenizer,
         default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
         eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),
+        rules=generation_rules(weights.generation_config),
         max_context=max_context(weights.model, settings.max_context),
         description=f"{weights.description}; model from {resolved.origins.get('model', 'settings')}",
     )
@@ -136,24 +141,6 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
     threads = settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))
     torch.set_num_threads(threads)
     return threads
-
-
-def generation_defaults(config: Any) -> dict[str, Any]:
-    """What a model's own generation config asks for, in request-parameter names.
-
-    transformers' defaults for what the file leaves out (top-k 50, …) are not the model's wishes. Without ``do_sample``
-    the model wants greedy decoding, and the other values would only take effect behind the user's back.
-    """
-    given = {key: value for key, value in config.to_diff_dict().items() if value is not None} if config else {}
-    defaults: dict[str, Any] = {}
-    if given.get("do_sample"):
-        defaults = {key: given[key] for key in _SAMPLED if key in given}
-        defaults.setdefault("temperature", 1.0)
-    if "repetition_penalty" in given:
-        defaults["repetition_penalty"] = given["repetition_penalty"]
-    if "max_new_tokens" in given:
-        defaults["max_tokens"] = given["max_new_tokens"]
-    return defaults
 
 
 def describe(name: str, model: Any) -> str:

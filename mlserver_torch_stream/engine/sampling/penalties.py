@@ -10,14 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from mlserver_torch_stream.engine.sampling.rules import GenerationRules, RowRules
 from mlserver_torch_stream.types import SamplingParameters
 
 
 class LogitAdjuster:
     """The per-row changes of one sequence, in transformers' order; ``active`` is False when there is nothing to do.
 
-    Bias, repetition penalty (prompt and answer), presence and frequency penalties (answer), bad words, and until
-    ``min_tokens`` are accepted no ``end_ids``. Ids at or above ``vocab_size`` are ignored.
+    Bias, repetition penalty (prompt and answer), presence and frequency penalties (answer), bad words, until
+    ``min_tokens`` are accepted no ``end_ids``, and the model's own ``rules``, for which ``max_tokens`` is. Ids at or
+    above ``vocab_size`` are ignored.
     """
 
     def __init__(
@@ -28,7 +30,11 @@ class LogitAdjuster:
         vocab_size: int,
         end_ids: Iterable[int],
         bad_words_ids: Sequence[Sequence[int]] = (),
+        rules: GenerationRules | None = None,
+        max_tokens: int | None = None,
     ) -> None:
+        rules = rules or GenerationRules()
+        bad_words_ids = (*bad_words_ids, *rules.bad_words_ids)
         end_ids = {token_id for token_id in end_ids if 0 <= token_id < vocab_size}
         self._min_tokens = params.min_tokens if end_ids else 0
         self._end_ids = sorted(end_ids)
@@ -41,11 +47,12 @@ class LogitAdjuster:
         counted = prompt_ids if self._repetition != 1.0 else ()
         self._seen = _SeenTokens(counted, vocab_size) if penalised else None
         self._lasting = any(part is not None for part in (self._bias, self._bad_words, self._seen))
+        self._rules = RowRules(rules, len(prompt_ids), max_tokens, vocab_size)
         self._accepted = 0
 
     @property
     def active(self) -> bool:
-        return self._lasting or self._accepted < self._min_tokens
+        return self._lasting or self._accepted < self._min_tokens or self._rules.active(self._accepted)
 
     def accept(self, token_id: int) -> None:
         """Counts a token of the answer."""
@@ -66,6 +73,7 @@ class LogitAdjuster:
             banned = banned + self._end_ids
         if banned:
             row.index_fill_(0, torch.tensor(banned, device=row.device), -torch.inf)
+        self._rules.apply(row, self._accepted)
 
     def _penalise(self, row: torch.Tensor, seen: _SeenTokens) -> None:
         ids, counts = seen.tensors(row.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 
+from mlserver_torch_stream.engine.sampling.rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -15,10 +16,17 @@ from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 class SamplerFactory:
     """Makes the sampling state of each new row."""
 
-    def __init__(self, codec: TextCodec, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        rules: GenerationRules | None = None,
+    ) -> None:
         self._codec = codec
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._rules = rules
 
     def begin(self, job: Job) -> list[RowSampler]:
         params = job.params
@@ -35,6 +43,8 @@ class SamplerFactory:
                 seed=seed,
                 sample_index=number,
                 bad_words_ids=bad_words,
+                rules=self._rules,
+                max_tokens=job.max_tokens,
             )
             samplers.append(answer.sampler)
         return samplers

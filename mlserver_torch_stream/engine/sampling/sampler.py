@@ -14,6 +14,7 @@ import torch
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
 from mlserver_torch_stream.engine.sampling.noise import derive_key
 from mlserver_torch_stream.engine.sampling.penalties import LogitAdjuster
+from mlserver_torch_stream.engine.sampling.rules import GenerationRules
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
 
@@ -30,7 +31,8 @@ class RowSampler:
     """One sequence's sampling state.
 
     ``eos_token_ids``: the ids that end this sequence, as resolved by the caller; ``seed``: any integer, taken modulo
-    2**64; ``sample_index``: which of the request's n sequences, so that they differ under one seed.
+    2**64; ``sample_index``: which of the request's n sequences, so that they differ under one seed; ``max_tokens``: of
+    the answer, for the model's ``rules``.
     """
 
     def __init__(
@@ -43,11 +45,19 @@ class RowSampler:
         seed: int,
         sample_index: int,
         bad_words_ids: Sequence[Sequence[int]] = (),
+        rules: GenerationRules | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         end_ids = params.stop_token_ids if params.ignore_eos else eos_token_ids + params.stop_token_ids
         self.vocab_size = vocab_size
         self.adjuster = LogitAdjuster(
-            params, prompt_ids=prompt_ids, vocab_size=vocab_size, end_ids=end_ids, bad_words_ids=bad_words_ids
+            params,
+            prompt_ids=prompt_ids,
+            vocab_size=vocab_size,
+            end_ids=end_ids,
+            bad_words_ids=bad_words_ids,
+            rules=rules,
+            max_tokens=max_tokens,
         )
         self.greedy = params.greedy
         self.temperature = params.temperature
