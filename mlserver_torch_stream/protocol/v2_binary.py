@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
@@ -35,8 +36,12 @@ _FORMATS = {
 }
 
 
-def with_elements(body: dict[str, Any], raw: bytes) -> dict[str, Any]:
-    """The request's object with the elements of its binary tensors, which stand in ``raw`` one after another."""
+def with_elements(body: dict[str, Any], raw: bytes, most: int) -> dict[str, Any]:
+    """The request's object with the elements of its binary tensors, which stand in ``raw`` one after another.
+
+    ``most``: elements that a tensor may have. More are refused before they are made: the four million empty strings
+    of 16 MiB would keep the event loop for seconds.
+    """
     inputs = body.get("inputs")
     tensors = []
     position = 0
@@ -48,7 +53,7 @@ def with_elements(body: dict[str, Any], raw: bytes) -> dict[str, Any]:
         if size > len(raw) - position:
             left = len(raw) - position
             raise InvalidInput(_name(tensor), f"{SIZE} is {values.shown(size)}, {left} bytes are left of the body")
-        tensors.append(_with_elements(tensor, raw[position : position + size]))
+        tensors.append(_with_elements(tensor, raw[position : position + size], most))
         position += size
     if position < len(raw):
         raise InvalidInput("body", f"{len(raw) - position} bytes belong to no input: none has a {SIZE} for them")
@@ -118,9 +123,14 @@ def _size(tensor: Any) -> int | None:
     return size
 
 
-def _with_elements(tensor: dict[str, Any], part: bytes) -> dict[str, Any]:
+def _with_elements(tensor: dict[str, Any], part: bytes, most: int) -> dict[str, Any]:
     name, datatype = _name(tensor), tensor.get("datatype")
-    elements = list(_texts(name, part)) if datatype == "BYTES" else _numbers(name, datatype, part)
+    if datatype == "BYTES":
+        elements: list[Any] = list(islice(_texts(name, part), most + 1))
+    else:
+        elements = _numbers(name, datatype, part, most)
+    if len(elements) > most:
+        raise InvalidInput(name, f"must have at most {most} elements")
     parameters = {key: value for key, value in tensor["parameters"].items() if key != SIZE}
     return {**tensor, "parameters": parameters, _DATA: elements}
 
@@ -135,14 +145,15 @@ def _texts(name: str, part: bytes) -> Iterator[bytes]:
         yield part[start:position]
 
 
-def _numbers(name: str, datatype: Any, part: bytes) -> list[Any]:
+def _numbers(name: str, datatype: Any, part: bytes, most: int) -> list[Any]:
+    """At most one more than ``most``."""
     if not isinstance(datatype, str) or datatype not in _FORMATS:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
     size = struct.calcsize("<" + _FORMATS[datatype])
     count, rest = divmod(len(part), size)
     if rest:
         raise InvalidInput(name, f"{SIZE} is {len(part)}, no multiple of the {size} bytes of one {datatype}")
-    return list(struct.unpack(f"<{count}{_FORMATS[datatype]}", part))
+    return list(struct.unpack_from(f"<{min(count, most + 1)}{_FORMATS[datatype]}", part))
 
 
 def _flag(holder: Any, name: str) -> bool | None:

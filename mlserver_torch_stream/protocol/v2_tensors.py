@@ -61,8 +61,13 @@ def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_cont
             refuse(given.name, ..., known, what="input tensor")
         if given.name in tensors:
             raise InvalidInput(given.name, "given twice")
-        tensors[given.name] = _read_tensor(given, max(max_context, _MOST_ELEMENTS))
+        tensors[given.name] = _read_tensor(given, most_elements(max_context))
     return tensors
+
+
+def most_elements(max_context: int) -> int:
+    """What a tensor may have for a model of this context."""
+    return max(max_context, _MOST_ELEMENTS)
 
 
 def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:

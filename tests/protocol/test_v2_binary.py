@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, split_off, with_elements
 
 _ALL = BinaryOutputs(True)
+_MOST = 1000
 
 
 def _tensor(name: str, datatype: str, size: Any, **more: Any) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def _tensor(name: str, datatype: str, size: Any, **more: Any) -> dict[str, Any]:
 
 
 def _read(*tensors: dict[str, Any], raw: bytes = b"") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = with_elements({"inputs": list(tensors)}, raw)["inputs"]
+    found: list[dict[str, Any]] = with_elements({"inputs": list(tensors)}, raw, _MOST)["inputs"]
     return found
 
 
@@ -81,11 +83,23 @@ def test_what_does_not_fit_is_refused_by_the_tensors_name(tensor: dict[str, Any]
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize(("datatype", "size"), [("BYTES", 4), ("INT8", 1), ("FP64", 8)])
+def test_no_more_elements_are_made_than_a_tensor_may_have(datatype: str, size: int) -> None:
+    assert len(_read(_tensor("a", datatype, _MOST * size), raw=bytes(_MOST * size))[0]["data"]) == _MOST
+    tensor = _tensor("a", datatype, 2**24)
+    tracemalloc.start()
+    with pytest.raises(InvalidInput, match=f"a: must have at most {_MOST} elements"):
+        _read(tensor, raw=bytes(2**24))
+    most_memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_memory < 3 * 2**24  # the body, and its copy without the other tensors
+
+
 @pytest.mark.parametrize("body", [{}, {"inputs": 3}, {"inputs": [3, {"parameters": 4}]}, {"text_input": "a"}])
 def test_what_is_no_request_is_left_to_those_who_read_it(body: dict[str, Any]) -> None:
-    assert with_elements(body, b"") == body
+    assert with_elements(body, b"", _MOST) == body
     with pytest.raises(InvalidInput, match="3 bytes belong to no input"):
-        with_elements(body, b"abc")
+        with_elements(body, b"abc", _MOST)
 
 
 def _wanted(parameters: dict[str, Any], *outputs: dict[str, Any]) -> BinaryOutputs:

@@ -91,7 +91,9 @@ def _read(messages: list[dict[str, Any]], most: int, *headers: tuple[bytes, byte
     async def receive() -> dict[str, Any]:
         return next(waiting)
 
-    return asyncio.run(read_object({"type": "http", "headers": list(headers)}, receive, most))
+    body, rest = asyncio.run(read_object({"type": "http", "headers": list(headers)}, receive, most))
+    assert rest == b""
+    return body
 
 
 def _in_parts(content: bytes, size: int) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
-from mlserver_torch_stream.protocol.v2_binary import with_elements
 
 JSON_LENGTH = "inference-header-content-length"
 _CODINGS = ("identity", "gzip", "x-gzip")
@@ -33,8 +32,8 @@ class ClientLeft(Exception):
     """The client was gone before its request was complete: nobody to answer."""
 
 
-async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises RequestError or ClientLeft."""
+async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> tuple[dict[str, Any], bytes]:
+    """The body as a JSON object, and what follows it. Raises RequestError or ClientLeft."""
     headers = Headers(scope=scope)
     _refuse_declared_size(headers, most_bytes)
     body = _decoder(headers, most_bytes)
@@ -47,7 +46,7 @@ async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> dict[s
         more = message.get("more_body", False)
     whole = body.whole()
     length = _json_length(headers, len(whole))
-    return with_elements(_parse(whole[:length]), whole[length:])
+    return _parse(whole[:length]), whole[length:]
 
 
 def _json_length(headers: Headers, size: int) -> int:

@@ -27,9 +27,10 @@ from starlette.types import Receive, Scope, Send
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
-from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, split_off
+from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, split_off, with_elements
 from mlserver_torch_stream.protocol.v2_outputs import Body
 from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.v2_tensors import most_elements
 from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
@@ -123,6 +124,7 @@ class _Visit:
         self.left = False
         self._model: TokenModel | None = None
         self._request_id = ""
+        self._raw = b""  # of tensors, behind the request's JSON object
         self._opened = False
         self._version: str | None = scope["path_params"].get("model_version")
         self._door = door
@@ -134,7 +136,7 @@ class _Visit:
         data_plane = self._door.data_plane
         # An unknown one is 404, and no metric bears its name.
         self._model = await data_plane._model_registry.get_model(self.name, self._version)
-        body = await read_object(self._scope, self._receive, self._door.options.max_body_bytes)
+        body, self._raw = await read_object(self._scope, self._receive, self._door.options.max_body_bytes)
         self._request_id = str(body.get("id") or "")
         async with data_plane._infer_contextmanager(self.name, self._version) as model:
             await (self._stream if self._door.streaming else self._unary)(model, body)
@@ -178,11 +180,13 @@ class _Visit:
         """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
         headers = dict(Headers(scope=self._scope))
         if hasattr(model, "open_answer"):
+            body = with_elements(body, self._raw, len(self._raw))  # a handler takes any number
             answer = cast(AnswersItself, model).open_answer(body, headers, self._door)
             self._opened = True
             return answer, False
         generator = model.generator(self._door.entrance)
         flat = self._door.flat and is_flat(body)
+        body = with_elements(body, self._raw, most_elements(generator.info.max_context))
         try:
             payload = as_v2_request(body) if flat else InferenceRequest.model_validate(body)
         except ValidationError as error:
