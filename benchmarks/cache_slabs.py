@@ -123,7 +123,7 @@ class SlabEngine:
         while pieces := self.scheduler.pieces(spent=spent):
             for piece in pieces:
                 self._prefill(piece)
-                spent += piece.count
+                spent += self.scheduler.limits.prefill_charge(piece.count)
         for group in [group for group in self.scheduler.groups if group.rows]:
             self._decode(group)
         self._retire()
