@@ -59,7 +59,7 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now:
             _, _, job, while_waiting = heapq.heappop(self._heap)
             if not job.finished and (not while_waiting or job.started_at is None):
-                yield job, job.started_at is None
+                yield job, job.sealed and job.started_at is None
 
 
 class Pace:

@@ -21,8 +21,8 @@ _LEAST_SLACK = 1.0625  # with that much to spare nothing is moved for a newcomer
 # two, a quarter to spare and a quarter left did, and move rows about as often (benchmarks/results/cache_layout.md).
 _SHRINK = 1 / 2
 
-# On a CPU a forward of few tokens reads all weights for them: in the time of one of 16, kernels prefill some 40 to 60
-# (0.33 ms for each further token and 14 ms for a single one: `--parts chunks` in benchmarks/LOG.md).
+# On a CPU a forward of few tokens reads all weights for them. The embedded model takes 14 ms for one token, and 0.33 ms
+# for each token that a long piece of a prompt has more (benchmarks/LOG.md): 16 alone take as long as 45 to 60 of those.
 _PREFILL_FLOOR = 64
 
 Cost = Callable[[int, int], int]

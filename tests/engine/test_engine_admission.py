@@ -154,16 +154,19 @@ def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
 
 
 def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -> None:
-    """Also for an open prompt, which may fill the context: admitted never, it would hang for ever."""
+    """Of a prompt that comes in pieces with the piece that is too much: admitted never, it would hang for ever."""
 
     async def scenario(engine: EngineWorker) -> None:
-        for job in (
-            PromptJob(prompt_of(100), greedy(100, n=4)),
-            PromptJob((), greedy(1, n=2), open=True),
+        opened = engine.submit([PromptJob((), greedy(1, n=2), open=True)])
+        opened.extend(prompt_of(20))
+        for refused in (
+            lambda: engine.submit([PromptJob(prompt_of(100), greedy(100, n=4))]),
+            lambda: opened.extend(prompt_of(130)),
         ):
             with pytest.raises(InvalidInput, match="never fit") as caught:
-                engine.submit([job])
+                refused()
             assert caught.value.field == "n"
+        opened.close()
         longest = engine.info.max_context
         assert len(await tokens_of(engine, prompt_of(longest - 1), SamplingParameters(ignore_eos=True))) == 1
 
@@ -173,25 +176,24 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
         run(scenario(engine))
 
 
-def test_open_prompts_of_any_accepted_n_are_admitted(model: PreTrainedModel) -> None:
-    """Whatever n the engine accepts for an open prompt runs, at budgets around the edge."""
+def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel) -> None:
+    """Whatever length the engine accepts for a prompt that came in pieces runs, at lengths around the edge."""
 
-    async def scenario(engine: EngineWorker) -> bool:
+    async def scenario(engine: EngineWorker, whole: tuple[int, ...]) -> bool:
+        stream = engine.submit([PromptJob((), greedy(2, n=2), open=True)])
         try:
-            stream = engine.submit([PromptJob((), greedy(2, n=2), open=True)])
+            stream.extend(whole[:-1])
+            stream.seal(whole)
         except InvalidInput:
+            stream.close()
             return False
-        stream.seal(prompt_of(4))
         events = [event async for event in stream]
         assert {event.index for event in events} == {0, 1}
         return True
 
-    accepted = set()
-    for extra in (0.0, 0.5, 1.0, 1.5):
-        budget = int(bytes_for(model, rows=2, length=CONTEXT) - (1 - extra) * 2 * bytes_for(model, 1, CONTEXT) / 4)
-        with running(model, cache_bytes=budget) as engine:
-            accepted.add(run(scenario(engine), timeout=20))
-    assert accepted == {True, False}
+    with running(model, cache_bytes=bytes_for(model, rows=2, length=100)) as engine:
+        accepted = [run(scenario(engine, prompt_of(length)), timeout=20) for length in range(90, 110)]
+    assert accepted[0] and not accepted[-1] and accepted == sorted(accepted, reverse=True)
 
 
 def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Watch) -> None:

@@ -186,9 +186,11 @@ def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
         run(scenario(engine))
 
 
-def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew() -> None:
+@pytest.mark.parametrize(("whole", "rows"), [("The end", 8), ("The ca", 8), ("The ca", 1)])
+def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(whole: str, rows: int) -> None:
+    """Or exactly with the piece; and where it has to wait for a row, too."""
     model = laid_out(tiny_model("llama"), 2)
-    ids = spelled("The end")
+    ids = spelled(whole)
     expected = reference(model, ids, 10)
     reached, gate = threading.Event(), threading.Event()
 
@@ -213,10 +215,13 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew()
         steps = engine.stats().decode_steps
         await until(lambda: engine.stats().decode_steps > steps + 1, "two steps, between which the seal is taken in")
         gate.set()
+        if rows == 1:
+            await until(lambda: engine.stats().waiting_jobs == 1, "the prompt in the queue")
+            other.close()
         assert [token async for event in stream for token in event.token_ids] == expected
         other.close()
 
-    with pipelined(model, prefill_tokens=8) as (engine, _):
+    with pipelined(model, prefill_tokens=8, max_rows=rows) as (engine, _):
         assert isinstance(engine._backend, PipelinedBackend)
         engine._backend._prefill_forward = hold(engine._backend._prefill_forward)
         try:

@@ -21,11 +21,15 @@ SMALL_BODY = 20_000  # bytes that ``slow`` takes
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``tiny`` has a version, ``other`` none and the other spelling of our class, ``narrow`` a queue of one."""
+    """``tiny`` has a version, ``other`` none and the other spelling of our class, ``narrow`` a queue of one.
+
+    ``tight`` has two rows, and memory for little more than one.
+    """
     models = [
         Model("tiny", str(tiny_model), version="v1"),
         Model("other", str(tiny_model), implementation=MODULE_SPELLING),
         Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_batch_rows": 1}),
+        Model("tight", str(tiny_model), extra={"max_batch_rows": 2, "kv_cache_memory": "1MiB"}),
     ]
     with serve(tmp_path_factory.mktemp("server") / "models", models, settings=QUIET) as running:
         yield running

@@ -113,14 +113,14 @@ def test_refusals_are_counted_by_their_status(observed: Server, observed_stub: S
     assert _histogram(after, "request") - _histogram(before, "request") == 1  # the good one's
 
 
-def test_rejections_are_counted(observed: Server, observed_stub: Stub) -> None:
-    before = on_rest_port(observed)
-    with queue_filled(observed, observed_stub):
+def test_rejections_are_counted(slow: Server) -> None:
+    before = on_rest_port(slow)
+    with queue_filled(slow):
         for _ in range(3):
             body = v2.rest_body("Hello", max_tokens=2)
-            assert httpx.post(f"{observed.url}/v2/models/narrow/infer", json=body).status_code == 429
-        assert on_rest_port(observed).value("torch_stream_waiting_jobs", model="narrow") == 1
-    after = settled(observed, lambda now: not now.value("torch_stream_running_rows", model="narrow"))
+            assert httpx.post(f"{slow.url}/v2/models/narrow/infer", json=body).status_code == 429
+        assert on_rest_port(slow).value("torch_stream_waiting_jobs", model="narrow") == 1
+    after = settled(slow, lambda now: not now.value("torch_stream_running_rows", model="narrow"))
     assert _growth(_errors(after, "narrow"), _errors(before, "narrow")) == {"429": 3}
     assert _growth(_requests(after, "narrow"), _requests(before, "narrow"))["refused"] == 3
 
@@ -151,7 +151,7 @@ def test_clients_that_leave_are_counted_and_leave_nothing_behind(observed: Serve
     assert _growth(_errors(after), _errors(before)) == {}
     assert _histogram(after, "request") == _histogram(before, "request")
     idle = settled(observed, lambda now: not now.value("torch_stream_running_rows", **_TINY))
-    for gauge in ("waiting_jobs", "waiting_tokens", "prefilling_jobs"):
+    for gauge in ("waiting_jobs", "waiting_tokens", "prefilling_jobs", "open_prompts"):
         assert idle.value(f"torch_stream_{gauge}", **_TINY) == 0
     reserved, budget = (idle.value(f"torch_stream_kv_cache_{each}", **_TINY) for each in ("bytes", "budget_bytes"))
     assert idle.value("torch_stream_kv_cache_use_ratio", **_TINY) == reserved / budget < 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
 import httpx
 import pytest
-from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 from mlserver.grpc.utils import _grpc_status_code
 
@@ -20,36 +18,34 @@ from tests.server.harness import Server
 
 
 @contextmanager
-def queue_filled(server: Server, stub: Stub) -> Iterator[None]:
-    """A prompt that waits for its second piece holds the only row of ``narrow``, another prompt its queue of one."""
-    release = threading.Event()
-
-    def pieces() -> Iterator[pb.ModelInferRequest]:
-        yield v2.grpc_request("narrow", "The quick brown fox ", stream_mode="prompt", max_tokens=2)
-        release.wait(v2.TIMEOUT_S)
-
-    calls = [stub.ModelStreamInfer(pieces(), timeout=v2.TIMEOUT_S)]
-    try:
-        server.wait_for("narrow", lambda now: now["prefilling_jobs"] == 1)
-        calls.append(stub.ModelStreamInfer(iter([v2.grpc_request("narrow", "x", max_tokens=2)]), timeout=v2.TIMEOUT_S))
-        server.wait_for("narrow", lambda now: now["waiting_jobs"] == 1)
-        yield
-    finally:
-        release.set()
-        assert all(v2.grpc_reply(list(call)[-1]).final for call in calls)
+def queue_filled(slow: Server) -> Iterator[Stub]:
+    """A long answer holds the only row of ``narrow``, another prompt its queue of one."""
+    request = v2.grpc_request("narrow", "The quick brown fox ", max_tokens=900, ignore_eos=True)
+    with grpc.insecure_channel(slow.grpc_target) as channel:
+        stub = Stub(channel)
+        calls = []
+        try:
+            for gauge in ("running_rows", "waiting_jobs"):
+                calls.append(stub.ModelInfer.future(request))
+                slow.wait_for("narrow", lambda now, gauge=gauge: now[gauge] == 1)
+            yield stub
+        finally:
+            for call in calls:
+                call.cancel()
+            slow.wait_for("narrow", lambda now: now["running_rows"] == now["waiting_jobs"] == 0)
 
 
-def test_a_full_queue_is_429_and_resource_exhausted(server: Server, stub: Stub) -> None:
+def test_a_full_queue_is_429_and_resource_exhausted(slow: Server) -> None:
     request = v2.grpc_request("narrow", "Hello", max_tokens=2)
-    with queue_filled(server, stub):
-        rest = httpx.post(f"{server.url}/v2/models/narrow/infer", json=v2.rest_body("Hello", max_tokens=2))
+    with queue_filled(slow) as stub:
+        rest = httpx.post(f"{slow.url}/v2/models/narrow/infer", json=v2.rest_body("Hello", max_tokens=2))
         with pytest.raises(grpc.RpcError) as unary:
             stub.ModelInfer(request, timeout=v2.TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as stream:
             list(stub.ModelStreamInfer(iter([request]), timeout=v2.TIMEOUT_S))
     assert rest.status_code == 429 and "waiting" in rest.json()["error"]
     assert unary.value.code() is stream.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert v2.rest_unary(server.url, "/v2/models/narrow/infer", v2.rest_body("Hello", max_tokens=2)).final
+    assert v2.rest_unary(slow.url, "/v2/models/narrow/infer", v2.rest_body("Hello", max_tokens=2)).final
 
 
 @pytest.mark.parametrize(
