@@ -6,14 +6,18 @@ Knows the options and the model; how announcements are worked on is the room ``c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from mlserver_torch_stream.cli import cloud as options
 from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, write_metrics
 from mlserver_torch_stream.cli.interrupt import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import summary
-from mlserver_torch_stream.cloud.faults import CloudError, Refused
+from mlserver_torch_stream.cloud.faults import CloudError, InUse, Refused
+from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.polling import Poller
@@ -88,15 +92,17 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
     kind = None if arguments.kind is None else Kind(arguments.kind)
     identity = options.identity(arguments, name)
     limits = options.make_limits(arguments)
-    watcher = Watcher(store, output, infer, identity, kind, limits, retry, meter=meter, told=_say)
-    watcher.created = options.created() or watcher.created
+    watcher = Watcher(
+        *(store, output, infer, identity, kind, limits, retry), meter=meter, told=_say, created=options.created()
+    )
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
-        poller = Poller(store, output, pattern, arguments.poll, retry)
-        try:
-            await watcher.watch(poller.announcements(), arguments.limit)
-        finally:
-            await poller.save()
+        async with _turn(WriterLease(output, 1, 1, retry), arguments.poll) as lease:
+            poller = Poller(store, output, pattern, arguments.poll, retry, lease.require)
+            try:
+                await watcher.watch(poller.announcements(), arguments.limit)
+            finally:
+                await poller.save()
         return
     bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
     credentials = Credentials.read(os.environ)
@@ -105,6 +111,23 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
         await watcher.watch(queue.announcements(), arguments.limit)
     finally:
         await queue.aclose()
+
+
+@asynccontextmanager
+async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
+    """Two that poll would both infer everything: the second one stands by until the first has ended."""
+    async with AsyncExitStack() as stack:
+        standing_by = False
+        while True:
+            try:
+                await stack.enter_async_context(lease)
+                break
+            except InUse as error:
+                if not standing_by:
+                    _say(f"standing by: {error.message}")
+                standing_by = True
+                await asyncio.sleep(every)
+        yield lease
 
 
 async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: Meter) -> None:

@@ -57,7 +57,7 @@ def run_to_end(work: Awaitable[T]) -> T:
 
 
 class _Unstoppable(threading.Thread):
-    """A thread whose end nobody waits for."""
+    """A thread that the command does not wait for."""
 
     at_work = True
 

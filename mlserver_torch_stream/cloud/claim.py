@@ -21,7 +21,7 @@ _OWN = ("format", "run", "created")  # keys of a manifest that are not the confi
 
 
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
-    """The run that the output belongs to, if that is the one of ``config``; None if it is nobody's yet.
+    """The run that the output belongs to, if that is the one of ``config``; None if it belongs to no run yet.
 
     Raises Refused where it is another's.
     """
@@ -46,7 +46,7 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
 
 
 async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
-    """Makes the output this run's if it is nobody's yet. Raises Refused where it is another's."""
+    """Makes the output this run's if it belongs to no run yet. Raises Refused where it is another's."""
     run = identify(config, created)
     manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"

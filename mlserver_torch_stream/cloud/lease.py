@@ -1,6 +1,6 @@
 """An object beside the parts that says which command is writing them, so that a second one does not infer them too.
 
-Knows nothing of parts. They are safe without it, as none is written twice: it only saves what the second would spend.
+Knows nothing of parts. They are safe without it, as none is written twice: it saves what the second one would spend.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
 class WriterLease:
-    """Held while its block runs. A writer that died on this machine is found dead at once, by its process; one that
-    died elsewhere when it was silent for ``silence`` seconds. Clocks that differ by more than that see no one alive."""
+    """Held while its block runs. A writer that died on this machine is found dead at once, by its process. One of
+    another machine is taken for dead after ``silence`` seconds without a sign, or if the clocks differ by more."""
 
     def __init__(
         self,

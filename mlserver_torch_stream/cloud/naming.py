@@ -157,6 +157,6 @@ def _option(path: tuple[str, ...]) -> str:
 
 
 def _told(verb: str, value: Any) -> str:
-    if value is None:
+    if value is None or value == []:
         return f"{verb} not given"
     return f"{verb} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"

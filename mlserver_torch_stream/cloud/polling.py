@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from mlserver_torch_stream.cloud.faults import Missing, Refused
 from mlserver_torch_stream.cloud.retry import Retry
@@ -21,14 +21,24 @@ _MOST_OPEN = 10_000
 
 
 class Poller:
-    """``every``: seconds between two looks. The cursor is the last key of which all before it are done, too."""
+    """``every``: seconds between two looks; ``check`` may raise CloudError before each, to end
+    them. The cursor is the last key of which all before it are done, too."""
 
-    def __init__(self, store: Store, output: Store, pattern: re.Pattern[str], every: float, retry: Retry) -> None:
+    def __init__(
+        self,
+        store: Store,
+        output: Store,
+        pattern: re.Pattern[str],
+        every: float,
+        retry: Retry,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
         self._output = output
         self._pattern = pattern
         self._every = every
         self._retry = retry
+        self._check = check
         self._open: dict[str, bool] = {}  # announced, in the order of their keys: done or not
         self._cursor: str | None = None
         self._saved: str | None = None
@@ -37,6 +47,7 @@ class Poller:
         """For ever. Raises CloudError."""
         self._cursor = self._saved = await self._load()
         while True:
+            self._check()
             for key in await self._retry.run(self._new):
                 self._open[key] = False
                 yield Announced(key, lambda key=key: self._done(key))  # type: ignore[misc]

@@ -37,7 +37,8 @@ class Announced:
 @dataclass
 class Watcher:
     """At most ``objects`` of them at a time; of each, the stages of a run with ``limits``. ``told`` hears of those that
-    have gone, and of those that failed as a whole. ``created``: the time that the rows bear."""
+    have gone, and of those that failed as a whole. ``created``: the time that the rows bear, in
+    seconds since the epoch; None: that at which their object was begun."""
 
     store: Store
     output: Store
@@ -49,7 +50,7 @@ class Watcher:
     objects: int = 8
     meter: Meter = field(default_factory=Meter)
     told: Callable[[str], None] = lambda message: None
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int | None = None
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:
@@ -106,7 +107,8 @@ class Watcher:
     async def _inferred(self, listed: Listed) -> bytes:
         """All its rows; of an object with more results than are kept in memory, one row that says so."""
         info, data = listed.info, bytearray()
-        run = RunIdentity(self.result_name(info), self.created)
+        created = int(time.time()) if self.created is None else self.created
+        run = RunIdentity(self.result_name(info), created)
         async with aclosing(self._results(listed)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:

@@ -136,6 +136,20 @@ def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over(
     asyncio.run(asyncio.wait_for(act(), 60))
 
 
+def test_a_second_watcher_that_polls_stands_by_until_the_first_has_ended(tmp_path: Path, server: ModelServer) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("abc")
+    output = Store.open(str(tmp_path / "out"))
+    asyncio.run(_hold(output))
+    where = ("--input", tmp_path / "in", "--output", tmp_path / "out", "--url", server.url)
+    process = start("watch", *where, "--poll", "0.05", "--limit", "1")
+    assert process.stderr is not None
+    lines = [process.stderr.readline() for _ in range(2)]
+    assert any(b"standing by" in line and b"process 1 on h" in line for line in lines) and not server.asked
+    asyncio.run(_hold(output, ended=True))
+    assert finish(process)[0] == 0 and server.asked == ["abc"]
+
+
 def test_a_second_command_on_an_output_says_so_and_a_killed_one_is_followed_at_once(
     tmp_path: Path, server: ModelServer, capsys: Any
 ) -> None:
