@@ -100,7 +100,7 @@ def test_the_environment_names_the_file_where_the_model_does_not(
     for name in ("server", "own"):
         text = f"model_metrics: {{gauge: [{{name: {name}, unit: ms, dimensions: []}}]}}"
         (tmp_path / f"{name}.yaml").write_text(text)
-    monkeypatch.setenv("TSMETRICS_CONFIG", str(tmp_path / "server.yaml"))
+    monkeypatch.setenv("TS_METRICS_CONFIG", str(tmp_path / "server.yaml"))
 
     def names(**extra: str) -> list[str]:
         config = read_worker_settings(extra, str(tmp_path)).metrics
@@ -108,7 +108,7 @@ def test_the_environment_names_the_file_where_the_model_does_not(
 
     assert names() == ["server"]
     assert names(metrics_config="own.yaml") == ["own"]
-    monkeypatch.delenv("TSMETRICS_CONFIG")
+    monkeypatch.delenv("TS_METRICS_CONFIG")
     assert names() == ["HandlerTime", "PredictionTime"]
 
 

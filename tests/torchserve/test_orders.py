@@ -42,6 +42,9 @@ def _settings(**parameters: Any) -> ModelSettings:
             for how in ("continuousBatching", "asyncCommunication")
         ),
         ({"uri": "HANDLER", "extra": {"batchSise": 2}}, "unknown key 'batchSise'; did you mean 'batchSize'"),
+        ({"uri": "HANDLER", "extra": {"metric_config": "m"}}, "'metric_config'; did you mean 'metrics_config'"),
+        ({"uri": "HANDLER", "extra": {"python": 3.8}}, "parameters.extra.python: must be the path of a file, got 3.8"),
+        ({"uri": "HANDLER", "extra": {"python": "none"}}, "parameters.extra.python: no such interpreter: none"),
     ],
 )
 def test_settings_that_are_wrong_are_named(tmp_path: Path, parameters: dict[str, Any], said: str) -> None:
