@@ -22,6 +22,7 @@ from mlserver_torch_stream.torchserve.crew import rank_environments
 from mlserver_torch_stream.torchserve.figures import FIGURES
 from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.process import Order
+from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")
 _TS = ("auto", "shim", "package")
@@ -48,7 +49,7 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     which = extra.pop("ts", "auto")
     if which not in _TS:
         raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")
-    archive = open_archive(uri, folder)
+    archive = open_archive(uri, folder, take_bounds(extra))
     try:
         config = read_config(archive.yaml, extra)
         for line in not_honoured(archive.yaml, config):
