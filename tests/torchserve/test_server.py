@@ -136,6 +136,10 @@ def test_an_error_before_the_first_piece_is_a_status(server: Server, stub: GRPCI
         assert refused.status_code == 503
         assert refused.json() == {"error": "the handler raised ValueError: before the first piece"}
         assert _post(server, f"wrong/{door}", _body("memory")).status_code == 507
+        escaped = _post(server, f"wrong/{door}", _body("surrogate"))
+        assert escaped.status_code == 503 and escaped.json() == {
+            "error": "the handler raised ValueError: lone \\ud800 surrogate"
+        }
         assert _post(server, f"wrong/{door}", _body("not found")).status_code == 422
     with pytest.raises(grpc.RpcError) as failed:
         stub.ModelInfer(_grpc("wrong", "raise before"), timeout=_TIMEOUT_S)
