@@ -152,6 +152,8 @@ def test_a_lone_surrogate_reaches_the_server_as_its_escape_wherever_it_stands(ca
 
 
 def test_what_a_handler_has_done_to_its_context_fails_its_own_request_alone(call: _Call) -> None:
+    from mlserver_torch_stream.torchserve.worker.context import values
+
     call.context.request_ids.clear()
     call.context.request_processor[1] = None
     assert call.context.piece(0, "mine", True).request_id == "r0"

@@ -1,4 +1,4 @@
-"""The body of one REST request: read within a bound, decompressed within the same bound, parsed as a JSON object.
+"""The body of one REST request: read within a bound, decompressed within the same bound; and as a JSON object.
 
 Knows nothing of what the object says. How slowly a client may send is the HTTP server's affair.
 """
@@ -29,8 +29,8 @@ class ClientLeft(Exception):
     """The client was gone before its request was complete: nobody to answer."""
 
 
-async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises RequestError or ClientLeft."""
+async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
+    """Raises RequestError or ClientLeft."""
     headers = Headers(scope=scope)
     _refuse_declared_size(headers, most_bytes)
     body = _decoder(headers, most_bytes)
@@ -41,17 +41,32 @@ async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> dict[s
             raise ClientLeft
         body.feed(message.get("body", b""))
         more = message.get("more_body", False)
-    return _parse(body.whole())
+    return body.whole()
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        parsed = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput("body", f"is not valid JSON ({error})") from None
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Raises InvalidInput."""
+    parsed = parse_json(raw)
     if not isinstance(parsed, dict):
         raise InvalidInput("body", f"must be a JSON object, got a {type(parsed).__name__}")
     return parsed
+
+
+def parse_json(raw: bytes) -> Any:
+    """Raises InvalidInput."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        reason = error if _is_text(raw) else "it is not UTF-8 text"
+        raise InvalidInput("body", f"is not valid JSON ({reason})") from None
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:

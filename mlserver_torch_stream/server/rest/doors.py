@@ -33,7 +33,7 @@ from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.body import ClientLeft, read_object
+from mlserver_torch_stream.server.rest.body import ClientLeft, parse_object, read_body
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input, as_refusal, send_json
 from mlserver_torch_stream.server.rest.sse import EventStream
@@ -75,7 +75,10 @@ class Answer(Protocol):
 class AnswersItself(Protocol):
     """A model of ours that is no token model, and makes its answers itself."""
 
-    def open_answer(self, body: dict[str, Any], headers: Mapping[str, str], door: Door) -> Answer:
+    def parse(self, raw: bytes, headers: Mapping[str, str], door: Door) -> Any:
+        """A body as ``open_answer`` takes it: a JSON object is a dict. Raises RequestError."""
+
+    def open_answer(self, body: Any, headers: Mapping[str, str], door: Door) -> Answer:
         """The answer, not begun. Raises RequestError."""
 
 
@@ -131,8 +134,9 @@ class _Visit:
         data_plane = self._door.data_plane
         # An unknown one is 404, and no metric bears its name.
         self._model = await data_plane._model_registry.get_model(self.name, self._version)
-        body = await read_object(self._scope, self._receive, self._door.options.max_body_bytes)
-        self._request_id = str(body.get("id") or "")
+        body = self._parse(await read_body(self._scope, self._receive, self._door.options.max_body_bytes))
+        if isinstance(body, dict):
+            self._request_id = str(body.get("id") or "")
         async with data_plane._infer_contextmanager(self.name, self._version) as model:
             await (self._stream if self._door.streaming else self._unary)(model, body)
 
@@ -142,7 +146,13 @@ class _Visit:
             watcher = RequestWatcher(self._model.name, self._model.version, self._door.entrance)
             watcher.refused(self._request_id, error)
 
-    async def _unary(self, model: TokenModel, body: dict[str, Any]) -> None:
+    def _parse(self, raw: bytes) -> Any:
+        """A JSON object, or what else a model that makes its answers itself makes of it. Raises RequestError."""
+        if hasattr(self._model, "open_answer"):
+            return cast(AnswersItself, self._model).parse(raw, dict(Headers(scope=self._scope)), self._door)
+        return parse_object(raw)
+
+    async def _unary(self, model: TokenModel, body: Any) -> None:
         answer, flat = self._open(model, body)
         try:
             async with watched(self._receive, partial(self._leave, answer)):
@@ -153,7 +163,7 @@ class _Visit:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send_json(self._send, 200, _speller(flat)(whole), encoded)
 
-    async def _stream(self, model: TokenModel, body: dict[str, Any]) -> None:
+    async def _stream(self, model: TokenModel, body: Any) -> None:
         answer, flat = self._open(model, body)
         try:
             notice_lag_early(self._scope)
@@ -164,7 +174,7 @@ class _Visit:
         if answer.error is not None:
             raise _Told from answer.error
 
-    def _open(self, model: TokenModel, body: dict[str, Any]) -> tuple[Answer, bool]:
+    def _open(self, model: TokenModel, body: Any) -> tuple[Answer, bool]:
         """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
         headers = dict(Headers(scope=self._scope))
         if hasattr(model, "open_answer"):
