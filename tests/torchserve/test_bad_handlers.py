@@ -220,6 +220,35 @@ def test_each_wrong_request_is_told_why_and_the_next_one_is_served(tmp_path: Pat
     run(scenario())
 
 
+@pytest.mark.parametrize("how", ["continuousBatching", "asyncCommunication"])
+def test_no_exception_and_no_change_of_the_context_ends_the_worker_in_other_modes(tmp_path: Path, how: str) -> None:
+    source = """
+        class Handler:
+            def initialize(self, context): ...
+            PREFIX def handle(self, data, context):
+                what = data[0]["body"].decode()
+                if what == "interrupt":
+                    raise KeyboardInterrupt("not an Exception")
+                if what == "no ids":
+                    context.request_ids.clear()
+                if what == "odd status":
+                    context.set_response_status("soon", "", 0)
+                return ["fine"]
+    """.replace("PREFIX def", "async def" if how == "asyncCommunication" else "def")
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, {how: True})) as pool:
+            for text, said in (("interrupt", "KeyboardInterrupt: not an Exception"), ("odd status", "cannot be sent")):
+                failed = await outcome(pool.submit(request(text)))
+                assert isinstance(failed, HandlerFailed) and said in failed.message
+                await _fine(pool)
+            assert await ask(pool, "no ids") == ["fine"]
+            await _fine(pool)
+            assert pool._crew.restarts == 0
+
+    run(scenario())
+
+
 def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG, {"minWorkers": 2})) as pool:
