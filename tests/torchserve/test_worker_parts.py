@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,25 +15,6 @@ from mlserver_torch_stream.torchserve.frames import FrameReader
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel
 from mlserver_torch_stream.torchserve.worker.wire import parse
-
-_SHIM = Path(values.__file__).parent.parent / "shim"
-
-
-@pytest.fixture
-def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``import ts`` is the shim's, for this test only."""
-    kept = {name: module for name, module in sys.modules.items() if _uses_ts(name)}
-    for name in kept:
-        del sys.modules[name]
-    monkeypatch.syspath_prepend(str(_SHIM))
-    yield
-    for name in [name for name in sys.modules if _uses_ts(name)]:
-        del sys.modules[name]
-    sys.modules.update(kept)
-
-
-def _uses_ts(name: str) -> bool:
-    return name.partition(".")[0] == "ts" or name.startswith("mlserver_torch_stream.torchserve.worker.")
 
 
 class _Call:
