@@ -15,7 +15,7 @@ LOAD_MSG, PREDICT_MSG = b"L", b"I"
 
 def retrieve_msg(conn: Any) -> tuple[bytearray, Any]:
     """The command, and what it says. Raises ValueError, or EOFError where the connection ends."""
-    reader = _Reader(conn)
+    reader = _MessageReader(conn)
     command = reader.take(1)
     if command == LOAD_MSG:
         return command, reader.load()
@@ -24,7 +24,7 @@ def retrieve_msg(conn: Any) -> tuple[bytearray, Any]:
     raise ValueError(f"Invalid command: {command!r}")
 
 
-class _Reader:
+class _MessageReader:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
