@@ -24,6 +24,7 @@ class InvalidInput(RequestError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.reason = message
 
 
 class UnknownModel(RequestError):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from mlserver_torch_stream.cli.numbers import positive
+
 if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.archive import Archive
 
@@ -26,11 +28,17 @@ _METRICS = "metrics.yaml"
 
 def main(argv: Sequence[str]) -> int:
     from mlserver_torch_stream.errors import LoadFailed, SettingsError
+    from mlserver_torch_stream.torchserve.unpacking import BYTES_KEY, FILES_KEY
 
     arguments = _parser().parse_args(argv)
     try:
         properties = Path(arguments.properties) if arguments.properties else None
-        lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties)
+        bounds = {
+            BYTES_KEY: arguments.max_unpacked_bytes,
+            FILES_KEY: arguments.max_unpacked_files,
+        }
+        bounds = {key: number for key, number in bounds.items() if number is not None}
+        lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties, bounds)
     except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -38,16 +46,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def import_mar(uri: str, into: Path, name: str | None, force: bool, properties: Path | None) -> list[str]:
+def import_mar(
+    uri: str, into: Path, name: str | None, force: bool, properties: Path | None, bounds: Mapping[str, int]
+) -> list[str]:
     """What is to be told. Raises SettingsError or LoadFailed, before anything is written, or OSError.
 
-    ``properties``: TorchServe's config.properties.
+    ``properties``: TorchServe's config.properties. ``bounds``: what the archive may unpack to,
+    by the keys of ``parameters.extra``.
     """
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import open_archive
     from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties
+    from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
-    archive = open_archive(uri, None)
+    archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
         chosen = name or str(archive.model.get("modelName") or archive.folder.name)
         if not _NAME.fullmatch(chosen):
@@ -62,7 +74,7 @@ def import_mar(uri: str, into: Path, name: str | None, force: bool, properties: 
         if METRICS_CONFIG in given:
             copied[_METRICS] = _metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
             extra[METRICS_CONFIG] = f"./{_METRICS}"
-        _write(folder, copied, _settings(chosen, source, archive, version, extra), force)
+        _write(folder, copied, _settings(chosen, source, archive, version, {**extra, **bounds}), force)
     finally:
         archive.close()
     return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *told]
@@ -171,6 +183,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="TorchServe's config.properties: what it says of the model goes into parameters.extra, what else is named",
     )
+    for what in ("bytes", "files"):
+        parser.add_argument(
+            f"--max-unpacked-{what}",
+            type=positive,
+            metavar="N",
+            help=f"{what} that the archive may unpack to; goes into parameters.extra",
+        )
     parser.add_argument(
         "--force", action="store_true", help="replace the settings and the archive in a folder that is there already"
     )

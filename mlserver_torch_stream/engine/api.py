@@ -113,11 +113,11 @@ class Engine(Protocol):
     def alive(self) -> bool:
         """False once the engine's thread has died, or was shut down."""
 
-    def drain(self) -> None:
-        """From now on ``submit`` raises NotServing; what runs goes on."""
+    def drain(self, why: str) -> None:
+        """From now on ``submit`` raises NotServing with the reason ``why``; what runs goes on."""
 
-    def abort_all(self) -> None:
-        """Ends every stream with the reason ``abort`` and the text it has."""
+    def abort_all(self, why: str) -> None:
+        """Ends every stream with the finish reason ``abort``, the text it has, and the reason ``why``."""
 
     def shutdown(self) -> None:
         """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""

@@ -80,13 +80,13 @@ class ReplicatedEngine:
             **{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(EngineStats)}
         )
 
-    def drain(self) -> None:
+    def drain(self, why: str) -> None:
         for replica in self._replicas:
-            replica.drain()
+            replica.drain(why)
 
-    def abort_all(self) -> None:
+    def abort_all(self, why: str) -> None:
         for replica in self._replicas:
-            replica.abort_all()
+            replica.abort_all(why)
 
     def shutdown(self) -> None:
         for replica in self._replicas:

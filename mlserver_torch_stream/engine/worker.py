@@ -76,7 +76,7 @@ class EngineWorker:
         self._cancelled = 0  # sequences
         self._timed_out = 0
         self._before = EngineStats()  # what backends counted that died
-        self._draining = False
+        self._draining: str | None = None  # why
         self._stopping = False
         self._last_word = threading.Lock()  # between who posts and the thread that ends
         self._ended = False
@@ -92,8 +92,8 @@ class EngineWorker:
     def submit(self, jobs: Sequence[PromptJob]) -> Mailbox:
         if not self.alive:
             raise NotServing("the engine is not running" if self._dead is None else f"the engine died: {self._dead}")
-        if self._draining:
-            raise NotServing("the server is shutting down")
+        if self._draining is not None:
+            raise NotServing(self._draining)
         self._admission.check(jobs, self._backend.refusal)
         stats = self._backend.stats()
         waiting = self._submitted - self._taken + stats.waiting_jobs
@@ -155,11 +155,11 @@ class EngineWorker:
         stats = self._backend.stats().counting_on(self._before)
         return replace(stats, cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
 
-    def drain(self) -> None:
-        self._draining = True
+    def drain(self, why: str) -> None:
+        self._draining = why
 
-    def abort_all(self) -> None:
-        self._post(lambda: self._end_all(FinishReason.ABORT, NotServing("the server is shutting down")))
+    def abort_all(self, why: str) -> None:
+        self._post(lambda: self._end_all(FinishReason.ABORT, NotServing(why)))
 
     def fail(self, error: BaseException, patience: float | None = None) -> None:
         """Has the engine's thread die of ``error`` before its next step. From any thread.

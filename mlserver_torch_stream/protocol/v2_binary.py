@@ -68,9 +68,9 @@ class BinaryOutputs:
     chosen: Mapping[str, bool] | None = None
 
     @classmethod
-    def wanted_by(cls, body: Mapping[str, Any]) -> BinaryOutputs:
+    def wanted_by(cls, body: Any) -> BinaryOutputs:
         """Raises InvalidInput. What is no V2 request wants none."""
-        if not isinstance(body.get("inputs"), list):
+        if not isinstance(body, Mapping) or not isinstance(body.get("inputs"), list):
             return cls()
         outputs = body.get("outputs")
         chosen = {}

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import find_path
 from mlserver_torch_stream.torchserve.unpacked import OwnFolder
+from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS, UnpackBounds, unpack
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 _CONFIG = "model-config.yaml"
 _HANDLER_URI = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w+))?")
 _MOST_MANIFEST_BYTES = 1 << 20
-_CHUNK = 1 << 20
 # RuntimeError: an encrypted zip, or (NotImplementedError) a strange compression; ValueError: a name no file can have.
 _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error)
 
@@ -60,7 +58,7 @@ class Archive:
             self.unpacked.remove()
 
 
-def open_archive(uri: str, source_folder: str | None) -> Archive:
+def open_archive(uri: str, source_folder: str | None, bounds: UnpackBounds = DEFAULT_BOUNDS) -> Archive:
     """Raises SettingsError where there is nothing by that name, LoadFailed where it is no model of TorchServe's."""
     plain = uri.removeprefix("file://")
     match = _HANDLER_URI.fullmatch(plain)
@@ -73,7 +71,7 @@ def open_archive(uri: str, source_folder: str | None) -> Archive:
         function = f":{match['function']}" if match["function"] else ""
         return _bare_handler(path, path.name + function)
     if path.suffix == ".mar" or path.name.endswith((".tar.gz", ".tgz")):
-        return _unpack(path)
+        return _unpack(path, bounds)
     raise SettingsError(f"parameters.uri: {path} is no .mar, .tar.gz, folder or handler.py[:function]")
 
 
@@ -84,66 +82,20 @@ def _bare_handler(path: Path, handler: str) -> Archive:
     return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model))
 
 
-def _unpack(path: Path) -> Archive:
+def _unpack(path: Path, bounds: UnpackBounds) -> Archive:
     try:
         unpacked = OwnFolder()
     except OSError as error:
         raise LoadFailed(f"cannot unpack {path}: {error}") from None
     folder = unpacked.path
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                _extract(_of_zip(archive), folder, path)
-        else:
-            with tarfile.open(path, mode="r:gz") as packed:
-                _extract(_of_tar(packed), folder, path)
+        unpack(path, folder, bounds)
         return _read(folder, unpacked)
     except BaseException as error:
         unpacked.remove()
         if isinstance(error, _UNREADABLE):
             raise LoadFailed(f"cannot unpack {path}: {error}") from None
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    name: str
-    size: int
-    plain: bool  # a file or a folder
-    content: IO[bytes] | None  # None: a folder
-
-
-def _of_zip(archive: zipfile.ZipFile) -> Iterator[_Member]:
-    for info in archive.infolist():
-        kind = stat.S_IFMT(info.external_attr >> 16)
-        plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
-        with archive.open(info) as content:
-            yield _Member(info.filename, info.file_size, plain, None if info.is_dir() else content)
-
-
-def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
-    for info in archive:
-        content = archive.extractfile(info) if info.isfile() else None
-        yield _Member(info.name, info.size, info.isfile() or info.isdir(), content)
-
-
-def _extract(members: Iterator[_Member], folder: Path, archive: Path) -> None:
-    """Raises LoadFailed at the first member that is no plain file or folder below ``folder``, or that has no room."""
-    for member in members:
-        parts = PurePosixPath(member.name.replace("\\", "/")).parts
-        if not member.plain:
-            raise LoadFailed(f"{archive}: {member.name!r} is a link or a device, which is not unpacked")
-        if member.name.startswith("/") or ".." in parts or any(":" in part for part in parts[:1]):
-            raise LoadFailed(f"{archive}: {member.name!r} leads out of the archive")
-        target = folder.joinpath(*parts)
-        if member.content is None:
-            target.mkdir(parents=True, exist_ok=True)
-            continue
-        if member.size > shutil.disk_usage(folder).free:
-            raise LoadFailed(f"{archive}: no room on disk for {member.name!r} ({member.size} bytes)")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as file:
-            shutil.copyfileobj(member.content, file, _CHUNK)
 
 
 def _read(folder: Path, unpacked: OwnFolder | None = None) -> Archive:

@@ -6,12 +6,14 @@ Knows nothing of what a message says. Nothing that a worker sends is unpickled; 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 from collections.abc import Mapping
 from typing import Any
 
 _LENGTHS = struct.Struct("!II")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_BYTES = 1 << 30  # of one message, header and body each: what needs more is told so before it is sent
 
 
@@ -20,13 +22,15 @@ class BrokenFrame(Exception):
 
 
 def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    encoded = json.dumps(header).encode()
+    """A lone surrogate in a text, which no encoding of the server's can carry, arrives as its escape: ``\\ud800``."""
+    text = json.dumps(header, ensure_ascii=False)
+    encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
     return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
 
 
 def bytes_in_frame(value: bytes, *texts: str) -> int:
-    """What a value and texts about it take of a frame, at most: JSON makes up to 12 bytes of a character."""
-    return len(value) + 12 * sum(map(len, texts)) + 100
+    """What a value and texts about it take of a frame, at most: JSON makes up to 7 bytes of a character."""
+    return len(value) + 7 * sum(map(len, texts)) + 100
 
 
 class FrameReader:

@@ -62,12 +62,12 @@ class Pool:
     def trouble(self) -> str | None:
         return self._crew.trouble
 
-    def drain(self) -> None:
-        self._refusing = "the model is being unloaded or the server is shutting down"
+    def drain(self, why: str) -> None:
+        self._refusing = why
 
-    def abort_all(self) -> None:
+    def abort_all(self, why: str) -> None:
         for job in list(self._jobs.values()):
-            job.fail(NotServing("the server is shutting down"))
+            job.fail(NotServing(why))
             self.cancel(job)
 
     def shutdown(self) -> None:

@@ -39,9 +39,11 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
     return _request(request_id, parts, _transport_headers(payload), parameters, config)
 
 
-def read_body(body: Mapping[str, Any], headers: Mapping[str, str], request_id: str, config: HandlerConfig) -> Any:
-    """A JSON object that is no V2 request: the handler's own body. Its ``parameters`` stay where they are."""
-    part = Part("body", JSON, orjson.dumps(body))
+def read_body(
+    body: Mapping[str, Any] | Part, headers: Mapping[str, str], request_id: str, config: HandlerConfig
+) -> HandlerRequest:
+    """The handler's own body. ``parameters`` of a JSON object stay where they are."""
+    part = body if isinstance(body, Part) else Part("body", JSON, orjson.dumps(body))
     return _request(request_id, [part], headers, {}, config)
 
 

@@ -112,13 +112,14 @@ def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
         short = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(5))]))
         long = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(200))]))
         await asyncio.sleep(0.05)
-        engine.drain()
-        with pytest.raises(NotServing):
+        engine.drain("drained")
+        with pytest.raises(NotServing, match="drained"):
             engine.submit([PromptJob(tuple(PROMPT), greedy(5))])
         assert (await short)[0].finish_reason is FinishReason.LENGTH
-        engine.abort_all()
+        engine.abort_all("aborted")
         event = (await long)[0]
         assert event.finish_reason is FinishReason.ABORT and isinstance(event.error, NotServing)
+        assert str(event.error) == "aborted"
         assert list(event.token_ids) == reference(model, PROMPT, 200)[: len(event.token_ids)]
 
     try:

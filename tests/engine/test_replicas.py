@@ -176,10 +176,10 @@ def test_the_last_ones_death_is_everybodys(three: BuiltEngine, deaths: list[Base
 def test_a_draining_engine_drains_all(three: BuiltEngine) -> None:
     async def scenario() -> None:
         stream = three.engine.submit([PromptJob(prompt_of(5), greedy(900))])
-        three.engine.drain()
+        three.engine.drain("drained")
         with pytest.raises(NotServing):
             three.engine.submit([PromptJob(prompt_of(3))])
-        three.engine.abort_all()
+        three.engine.abort_all("aborted")
         events = [event async for event in stream]
         assert events[-1].finish_reason is FinishReason.ABORT
 

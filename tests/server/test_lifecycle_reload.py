@@ -121,6 +121,9 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
     with flights(server) as start, ThreadPoolExecutor() as pool:
         short = start.rest_stream(_MODEL, max_tokens=30, ignore_eos=True)
         long = start.grpc_stream(_MODEL, max_tokens=1000, ignore_eos=True)
+        body = {"text_input": "x", "max_tokens": 1000, "ignore_eos": True}
+        whole = pool.submit(httpx.post, f"{server.url}/v2/models/{_MODEL}/generate", json=body, timeout=60)
+        server.wait_for(_MODEL, lambda now: now["running_rows"] == 3)
         unload = pool.submit(repository, server, "unload")
         wait_until(lambda: rest_unary(server, _MODEL, max_tokens=1).code == 404)
         assert httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200, "the loop is not blocked"
@@ -129,6 +132,7 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
         load = pool.submit(repository, server, "load")
         assert short.end().reason == "length"
         assert long.end().reason == "abort"
+        assert whole.result(60).json() == {"error": f"model '{_MODEL}' is being unloaded"}
         unload.result(60)
         load.result(60)
         assert rest_unary(server, _MODEL, max_tokens=1).code == 200, "the load that came meanwhile took its turn"

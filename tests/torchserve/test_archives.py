@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import stat
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlserver import ModelSettings
+from mlserver.settings import ModelParameters
 
+from mlserver_torch_stream import TorchServeRuntime
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.torchserve.runtime.build import build
+from mlserver_torch_stream.torchserve.unpacking import UnpackBounds
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
 
 _MODEL = {"modelName": "hello", "handler": "hello.py", "configFile": "model-config.yaml"}
@@ -72,7 +79,10 @@ def test_a_relative_uri_starts_at_the_settings_folder(tmp_path: Path) -> None:
     assert open_archive("./models/handler.py", str(tmp_path)).folder == tmp_path / "models"
 
 
-@pytest.mark.parametrize("name", ["../outside.py", "/etc/outside", "a/../../outside", "..\\outside", "C:/outside"])
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.py", "/etc/outside", "a/../../outside", "..\\outside", "\\outside", "C:/outside", "C:\\outside"],
+)
 def test_a_path_that_escapes_is_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
     for uri in (
@@ -82,6 +92,75 @@ def test_a_path_that_escapes_is_refused_by_name(tmp_path: Path, name: str) -> No
         with pytest.raises(LoadFailed, match="leads out of the archive"):
             open_archive(uri, None)
     assert not list(tmp_path.rglob("outside*"))
+
+
+def test_a_name_with_a_colon_is_a_name_like_any_other(tmp_path: Path) -> None:
+    files = {**_FILES, "layer:0.weight": "w", "a:b/c": "x"}
+    for uri in (write_mar(tmp_path / "m.mar", files, _MODEL), _as_tar(tmp_path / "m.tar.gz", files, _MODEL)):
+        archive = open_archive(uri, None)
+        assert (archive.folder / "layer:0.weight").read_text() == "w" and (archive.folder / "a:b/c").is_file()
+        archive.close()
+
+
+_WRITERS = [("m.mar", write_mar), ("m.tar.gz", _as_tar)]
+
+
+@pytest.mark.parametrize(("name", "write"), _WRITERS)
+@pytest.mark.parametrize(
+    ("files", "bounds", "said"),
+    [
+        ({"zeros": "0" * 3000, "more": "0" * 3000}, UnpackBounds(bytes=5000), "than 5000 bytes: .*maxUnpackedBytes"),
+        ({f"file{n}": "" for n in range(60)}, UnpackBounds(files=50), "more than 50 files .*maxUnpackedFiles"),
+        ({"/".join("a" * 60) + "/file": ""}, UnpackBounds(files=50), "more than 50 files .*maxUnpackedFiles"),
+    ],
+)
+def test_what_an_archive_unpacks_to_is_bounded_and_nothing_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    write: Any,
+    files: dict[str, str],
+    bounds: UnpackBounds,
+    said: str,
+) -> None:
+    (tmp_path / "unpacked").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "unpacked"))
+    uri = write(tmp_path / name, {**_FILES, **files}, _MODEL)
+    with pytest.raises(LoadFailed, match=said):
+        open_archive(uri, None, bounds)
+    assert not list((tmp_path / "unpacked").iterdir())
+    open_archive(uri, None, UnpackBounds(bytes=10_000, files=100)).close()
+
+
+def test_without_settings_an_archive_may_unpack_to_a_hundred_times_its_size_and_to_a_gibibyte(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"x")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(20 << 30)
+    assert UnpackBounds().bytes_of(tmp_path / "small") == 1 << 30
+    assert UnpackBounds().bytes_of(tmp_path / "large") == 100 * 20 << 30
+
+
+def test_the_bounds_are_settings_of_the_model_and_checked(tmp_path: Path) -> None:
+    uri = write_mar(tmp_path / "m.mar", _FILES, _MODEL)
+
+    def load(**extra: Any) -> None:
+        settings = ModelSettings(
+            name="m", implementation=TorchServeRuntime, parameters=ModelParameters(uri=uri, extra=extra)
+        )
+
+        async def scenario() -> None:
+            await asyncio.to_thread(build, settings, asyncio.get_running_loop())
+
+        run(scenario())
+
+    for most in (100, "100"):  # Seldon's parameters are strings
+        with pytest.raises(LoadFailed, match="unpacks to more than 100 bytes"):
+            load(maxUnpackedBytes=most)
+    with pytest.raises(LoadFailed, match="more than 2 files and folders"):
+        load(maxUnpackedFiles=2)
+    for wrong in (0, -1, 1.5, True, "many"):
+        with pytest.raises(SettingsError, match="maxUnpackedBytes: must be a whole number above 0"):
+            load(maxUnpackedBytes=wrong)
 
 
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,16 @@ _CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self
         ("import sys; sys.exit(3)", "importing handler.py raised SystemExit: 3"),
         ("def handle(: pass", "importing handler.py raised SyntaxError"),
         (_CLASS.format("One") + _CLASS.format("Two"), "exactly one class .*it has One, Two"),
-        ("x = 1", "it has none"),
+        ("x = 1", "exactly one class .*it defines neither a class nor a function"),
+        ("class Mine:\n    def handle(self, data, context): ...", "its class Mine has no initialize"),
+        ("class Mine: ...\nclass More: ...", "its class Mine has no initialize and no handle; More has no initialize"),
+        ("def predict(data, context): ...", "has no class, and the functions predict: name one as handler.py:predict"),
+        ("raise KeyboardInterrupt('at import')", "importing handler.py raised KeyboardInterrupt: at import"),
+        (
+            "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
+            r"importing handler.py raised Mute: \(its __str__ raised ValueError\)",
+        ),
+        ("raise RuntimeError('lone \\ud800')", r"importing handler.py raised RuntimeError: lone \\ud800"),
         (_CLASS.format("One").replace("...", "raise ValueError('no weights')"), "initialize raised ValueError: no wei"),
         ("import os; os._exit(7)", "exited with status 7 before it was ready"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV before it was ready"),
@@ -95,6 +104,10 @@ import os, sys, time
 from ts.handler_utils.utils import send_intermediate_predict_response
 from ts.service import PredictionException
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
 def handle(data, context):
     if data is None:
         return None
@@ -118,6 +131,18 @@ def handle(data, context):
         raise RuntimeError("CUDA out of memory. Tried to allocate")
     if what == "exit":
         sys.exit(1)
+    if what == "interrupt":
+        raise KeyboardInterrupt("not an Exception")
+    if what == "mute":
+        raise Mute
+    if what == "surrogate":
+        raise ValueError("lone \\ud800 surrogate")
+    if what == "no ids":
+        context.request_ids.clear()
+        return ["nobody's"]
+    if what == "odd status":
+        context.set_response_status("soon", "", 0)
+        return ["fine"]
     if what == "too many":
         return ["a", "b"]
     if what == "no list":
@@ -166,6 +191,10 @@ def test_each_wrong_request_is_told_why_and_the_next_one_is_served(tmp_path: Pat
         "memory": (507, "the handler raised MemoryError"),
         "cuda": (507, "CUDA out of memory"),
         "exit": (503, "the handler raised SystemExit: 1"),
+        "interrupt": (503, "the handler raised KeyboardInterrupt: not an Exception"),
+        "mute": (503, "the handler raised Mute: (its __str__ raised ValueError)"),
+        "surrogate": (503, "the handler raised ValueError: lone \\ud800 surrogate"),
+        "odd status": (503, "the handler's result cannot be sent: ValueError: invalid literal"),
         "too many": (503, "the handler returned 2 results for 1 requests"),
         "no list": (503, "the handler returned a str instead of a list"),
         "unserialisable": (503, "Unsupported model output data type."),
@@ -180,12 +209,43 @@ def test_each_wrong_request_is_told_why_and_the_next_one_is_served(tmp_path: Pat
                 assert isinstance(failed, HandlerFailed), text
                 assert (failed.status, said in failed.message) == (status, True), failed.message
                 await _fine(pool)
+            assert await ask(pool, "no ids") == ["nobody's"]
+            await _fine(pool)
             job = pool.submit(request("raise after"))
             assert (await anext(job)).value == b"first"
             with pytest.raises(HandlerFailed, match="after the first piece"):
                 await anext(job)
             await _fine(pool)
             assert pool._crew.restarts == 0  # none of it ended the worker
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["continuousBatching", "asyncCommunication"])
+def test_no_exception_and_no_change_of_the_context_ends_the_worker_in_other_modes(tmp_path: Path, how: str) -> None:
+    source = """
+        class Handler:
+            def initialize(self, context): ...
+            PREFIX def handle(self, data, context):
+                what = data[0]["body"].decode()
+                if what == "interrupt":
+                    raise KeyboardInterrupt("not an Exception")
+                if what == "no ids":
+                    context.request_ids.clear()
+                if what == "odd status":
+                    context.set_response_status("soon", "", 0)
+                return ["fine"]
+    """.replace("PREFIX def", "async def" if how == "asyncCommunication" else "def")
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, {how: True})) as pool:
+            for text, said in (("interrupt", "KeyboardInterrupt: not an Exception"), ("odd status", "cannot be sent")):
+                failed = await outcome(pool.submit(request(text)))
+                assert isinstance(failed, HandlerFailed) and said in failed.message
+                await _fine(pool)
+            assert await ask(pool, "no ids") == ["fine"]
+            await _fine(pool)
+            assert pool._crew.restarts == 0
 
     run(scenario())
 

@@ -373,3 +373,24 @@ def test_one_that_is_run_again_stays_with_the_worker_of_its_sequence_and_leaves_
 
 def test_without_a_number_of_its_own_each_worker_holds_a_batch_of_sequences() -> None:
     assert HandlerConfig(sequenceBatching=True, batchSize=3, minWorkers=2).most_sequences == 6
+
+
+def test_a_wrong_number_of_results_fails_only_the_request_that_it_comes_of(tmp_path: Path) -> None:
+    """Whose the results of the batch are cannot be told: each request is run again alone."""
+    source = """
+        def handle(data, context):
+            if data is None:
+                return None
+            asked = [row["body"].decode() for row in data]
+            return [text for text in asked for _ in range(2 if text == "twice" else 1)]
+    """
+
+    async def scenario() -> None:
+        config = {"batchSize": 3, "maxBatchDelay": 5000}
+        async with running(write_handler(tmp_path, textwrap.dedent(source), config)) as pool:
+            jobs = [pool.submit(request(text, text)) for text in ("a", "twice", "b")]
+            first, wrong, last = await asyncio.gather(*map(outcome, jobs))
+            assert (first, last) == (["a"], ["b"])
+            assert isinstance(wrong, HandlerFailed) and "returned 2 results for 1 requests" in wrong.message
+
+    run(scenario())

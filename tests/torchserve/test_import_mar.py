@@ -44,6 +44,19 @@ def test_an_archive_becomes_a_folder_and_what_is_not_honoured_is_named(
     assert "mine" not in said
 
 
+def test_bounds_of_what_an_archive_unpacks_to_hold_for_the_import_and_go_along_with_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"modelName": "hello", "handler": "hello.py"}
+    mar = write_mar(tmp_path / "h.mar", {"hello.py": HELLO}, model)
+    command = ["import-mar", mar, "--into", str(tmp_path / "models"), "--max-unpacked-bytes", "100000"]
+    assert main([*command, "--max-unpacked-files", "2"]) == 1
+    assert "more than 2 files and folders" in capsys.readouterr().err
+    assert main([*command, "--max-unpacked-files", "20"]) == 0
+    settings = json.loads((tmp_path / "models/hello/model-settings.json").read_text())
+    assert settings["parameters"]["extra"] == {"maxUnpackedBytes": 100_000, "maxUnpackedFiles": 20}
+
+
 def test_a_bare_handler_stays_where_it_is_and_a_built_in_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

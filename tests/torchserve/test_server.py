@@ -6,7 +6,8 @@ import base64
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         Model("wrong", write_handler(folder / "wrong", _WRONG), implementation=_TS, extra=_SHIM),
         Model("facts", write_handler(folder / "facts", _FACTS), implementation=_TS, extra=_SHIM),
         Model("own", write_handler(folder / "own", HANDLER), implementation=_TS, extra=own),
+        Model("kind", write_handler(folder / "kind", _KIND), implementation=_TS, extra=_SHIM),
         Model("double", write_mar(folder / "d.mar", {"double.py": _DOUBLE}, envelope), implementation=_TS, extra=_SHIM),
     ]
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
@@ -157,6 +159,10 @@ def test_an_error_before_the_first_piece_is_a_status(server: Server, stub: GRPCI
         assert refused.status_code == 503
         assert refused.json() == {"error": "the handler raised ValueError: before the first piece"}
         assert _post(server, f"wrong/{door}", _body("memory")).status_code == 507
+        escaped = _post(server, f"wrong/{door}", _body("surrogate"))
+        assert escaped.status_code == 503 and escaped.json() == {
+            "error": "the handler raised ValueError: lone \\ud800 surrogate"
+        }
         assert _post(server, f"wrong/{door}", _body("not found")).status_code == 422
     with pytest.raises(grpc.RpcError) as failed:
         stub.ModelInfer(_grpc("wrong", "raise before"), timeout=_TIMEOUT_S)
@@ -244,6 +250,61 @@ def test_what_a_handler_sees_of_a_v2_request(server: Server) -> None:
     parameters = answer["parameters"]
     assert parameters["content_type"] == "application/json" and parameters["header.x-mine"] == "yes"
     assert parameters["sequence_id"] == "7"
+
+
+_KIND = """
+def handle(data, context):
+    if data is None:
+        return None
+    body = data[0]["body"]
+    shown = list(body) if isinstance(body, bytearray) else body
+    return [[type(body).__name__, shown, context.get_request_header(0, "body")["content-type"]]]
+"""
+_PNG = b"\x89PNG\r\n\x1a\n\x00\xff"
+
+
+@pytest.mark.parametrize(
+    ("raw", "content_type", "expected"),
+    [
+        (b'{"a": 1}', "application/json", ["dict", {"a": 1}]),
+        (b"[1, [2]]", "application/json", ["list", [1, [2]]]),
+        (b'"text"', "application/json; charset=utf-8", ["str", "text"]),
+        ("Grüße".encode(), "text/plain", ["str", "Grüße"]),
+        (b'{"a": 1}', "text/plain", ["str", '{"a": 1}']),
+        (_PNG, "image/png", ["bytearray", list(_PNG)]),
+        (_PNG, "application/octet-stream", ["bytearray", list(_PNG)]),
+        (_PNG, None, ["bytearray", list(_PNG)]),
+        (b"", None, ["bytearray", []]),
+        (b'{"a": 1}', None, ["dict", {"a": 1}]),
+        (b'{"a": 1}', "application/x-www-form-urlencoded", ["dict", {"a": 1}]),  # curl -d
+    ],
+)
+def test_behind_generate_a_handler_gets_any_body_by_its_content_type(
+    server: Server, raw: bytes, content_type: str | None, expected: list[Any]
+) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    for door in ("generate", "generate_stream"):
+        answer = httpx.post(f"{server.url}/v2/models/kind/{door}", content=raw, headers=headers, timeout=_TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        body = answer.json() if door == "generate" else _events(answer)[0]
+        assert json.loads(body["outputs"][0]["data"][0])[:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "content_type", "status", "said"),
+    [
+        (_PNG, "application/json", 422, "body: is not valid JSON (it is not UTF-8 text): name its content type"),
+        (b"{", "application/json", 422, "body: is not valid JSON (unexpected end of data"),
+        (_PNG, "application/x-www-form-urlencoded", 415, "or send it as the tensor `body` to infer"),
+        (b"--x--", "multipart/form-data; boundary=x", 415, "multipart/form-data is not implemented: send each field"),
+    ],
+)
+def test_a_body_that_no_handler_is_given_is_refused_with_the_other_way(
+    server: Server, raw: bytes, content_type: str, status: int, said: str
+) -> None:
+    url = f"{server.url}/v2/models/kind/generate"
+    refused = httpx.post(url, content=raw, headers={"content-type": content_type}, timeout=_TIMEOUT_S)
+    assert refused.status_code == status and said in refused.json()["error"]
 
 
 def test_behind_generate_an_object_of_the_handlers_own_is_its_body(server: Server) -> None:
@@ -338,24 +399,35 @@ def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> Non
     assert httpx.get(f"{server.url}/v2/models/hello/ready").status_code == 200
 
 
+def _last_event(server: Server, model: str, end: Callable[[], object]) -> dict[str, Any]:
+    """Of an endless stream that ``end`` brings to its end, from another thread, once it has begun."""
+    url = f"{server.url}/v2/models/{model}/infer_stream"
+    parser = EventParser()
+    events: list[dict[str, Any]] = []
+    with httpx.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response, ThreadPoolExecutor() as pool:
+        ending = None
+        for chunk in response.iter_raw():
+            ending = ending or pool.submit(end)
+            events += [json.loads(event) for event in parser.feed(chunk)]
+    assert ending is not None
+    ending.result(_TIMEOUT_S)
+    return events[-1]
+
+
 @pytest.mark.slow
-def test_at_sigterm_a_stream_in_flight_has_a_proper_end_and_no_worker_is_left(tmp_path: Path) -> None:
+def test_at_unload_and_at_sigterm_a_stream_in_flight_is_told_why_it_ends_and_no_worker_is_left(tmp_path: Path) -> None:
     uri = write_mar(tmp_path / "facts.mar", {"facts.py": _FACTS}, {"modelName": "facts", "handler": "facts.py"})
-    models = [Model("facts", uri, implementation=_TS, extra=_SHIM)]
+    models = [Model(name, uri, implementation=_TS, extra=_SHIM) for name in ("facts", "other")]
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
     (tmp_path / "unpacked").mkdir()
     environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5", "TMPDIR": str(tmp_path / "unpacked")}
     with serve(tmp_path / "models", models, settings=settings, environment=environment) as running:
         workers = psutil.Process(running.process.pid).children(recursive=True)
-        url = f"{running.url}/v2/models/facts/infer_stream"
-        parser = EventParser()
-        events: list[dict[str, Any]] = []
-        with httpx.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response:
-            for chunk in response.iter_raw():
-                if not events:
-                    running.process.terminate()
-                events += [json.loads(event) for event in parser.feed(chunk)]
-        assert "shutting down" in events[-1]["error"] and events[-1]["parameters"]["triton_final_response"]
+        unload = f"{running.url}/v2/repository/models/other/unload"
+        last = _last_event(running, "other", lambda: httpx.post(unload, timeout=_TIMEOUT_S).raise_for_status())
+        assert last["error"] == "model 'other' is being unloaded" and last["parameters"]["triton_final_response"]
+        last = _last_event(running, "facts", running.process.terminate)
+        assert last["error"] == "the server is shutting down" and last["parameters"]["triton_final_response"]
         running.process.wait(20)
         assert running.process.returncode == 0
         _, alive = psutil.wait_procs(workers, timeout=20)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,32 +17,13 @@ from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel
 from mlserver_torch_stream.torchserve.worker.wire import parse
 
-_SHIM = Path(values.__file__).parent.parent / "shim"
-
-
-@pytest.fixture
-def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``import ts`` is the shim's, for this test only."""
-    kept = {name: module for name, module in sys.modules.items() if _uses_ts(name)}
-    for name in kept:
-        del sys.modules[name]
-    monkeypatch.syspath_prepend(str(_SHIM))
-    yield
-    for name in [name for name in sys.modules if _uses_ts(name)]:
-        del sys.modules[name]
-    sys.modules.update(kept)
-
-
-def _uses_ts(name: str) -> bool:
-    return name.partition(".")[0] == "ts" or name.startswith("mlserver_torch_stream.torchserve.worker.")
-
 
 class _Call:
     """One call's context, and what the server's end hears of it."""
 
     def __init__(self, count: int) -> None:
         from mlserver_torch_stream.torchserve.worker.channel import Channel
-        from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
+        from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
         from mlserver_torch_stream.torchserve.worker.metrics import Metrics
         from mlserver_torch_stream.torchserve.worker.stop import Alone
 
@@ -53,7 +33,8 @@ class _Call:
         metrics = Metrics(self.channel, "model", DEFAULT)
         self.context: Any = HandlerContext("model", "/", {}, count, None, "0", True, metrics, {})
         requests = [Request(f"r{index}", {}, ()) for index in range(count)]
-        self.outlet = self.context.for_call(requests, self.channel, Alone())
+        self.outlet = Outlet(requests, self.channel, Alone())
+        self.context.for_call(requests, self.outlet)
 
     def send(self, ret: Any, request_ids: dict[int, str] | None = None) -> None:
         from ts.handler_utils.utils import send_intermediate_predict_response
@@ -135,6 +116,30 @@ def test_pieces_go_in_as_many_messages_as_they_need_and_one_that_fits_in_none_fa
     assert request_id == "r0" and "a piece of 3000 bytes is too large" in str(message)
     assert [call.heard() for _ in range(2)] == [[("r1", b"b", False)]] * 2
     assert call.outlet.ended == {"r0"}
+
+
+def test_a_lone_surrogate_reaches_the_server_as_its_escape_wherever_it_stands(call: _Call) -> None:
+    from ts.metrics.dimension import Dimension
+
+    call.context.set_response_header(0, "x-a", "\ud800 \U0001f600")
+    call.context.set_response_content_type(0, "text/\udfff")
+    call.channel.pieces([call.context.piece(0, "text", True)])
+    header, _ = call._reader.read() or ({}, b"")
+    (item,) = header["items"]
+    assert item["headers"] == {"x-a": "\\ud800 \U0001f600"} and item["ct"] == "text/\\udfff"
+    call.context.metrics.add_counter("Counter", 1, dimensions=[Dimension("host", "\ud800")])
+    header, _ = call._reader.read() or ({}, b"")
+    assert header["labels"]["host"] == "\\ud800"
+
+
+def test_what_a_handler_has_done_to_its_context_fails_its_own_request_alone(call: _Call) -> None:
+    from mlserver_torch_stream.torchserve.worker.context import values
+
+    call.context.request_ids.clear()
+    call.context.request_processor[1] = None
+    assert call.context.piece(0, "mine", True).request_id == "r0"
+    with pytest.raises(values.Unserialisable, match="the handler's result cannot be sent: AttributeError"):
+        call.context.piece(1, "other", True)
 
 
 def test_other_ranks_send_nothing(call: _Call, monkeypatch: pytest.MonkeyPatch) -> None:

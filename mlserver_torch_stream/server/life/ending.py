@@ -21,6 +21,7 @@ from mlserver_torch_stream.server.life.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
 
 _MARK = "_torch_stream_ending"
+_WHY = "the server is shutting down"
 # Seconds after the aborts, for clients that do not read their last response, where only models of ours are served.
 _GRPC_TAIL = 0.5
 _REST_TAIL = 0.5
@@ -72,10 +73,10 @@ def _leave_it_to_the_loop(*_: object) -> None:
 async def _end(server: MLServer, why: str) -> None:
     options = read_options()
     members = LIFECYCLE.members()
-    LIFECYCLE.leave("the server is shutting down")
+    LIFECYCLE.leave(_WHY)
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")
     await LIFECYCLE.linger(options.drain_delay)
-    await LIFECYCLE.see_off(members, options.drain_grace)
+    await LIFECYCLE.see_off(members, options.drain_grace, _WHY)
     await LIFECYCLE.silence(members)
     logger.info("Every stream has ended: closing the listeners")
     rest = server._rest_server._server

@@ -28,11 +28,11 @@ class Drainable(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def drain(self) -> None:
-        """New requests are refused; what runs goes on."""
+    def drain(self, why: str) -> None:
+        """New requests are refused, with the reason; what runs goes on."""
 
-    def abort_all(self) -> None:
-        """What still runs ends now."""
+    def abort_all(self, why: str) -> None:
+        """What still runs ends now, with the reason."""
 
     def shutdown(self) -> None:
         """Blocks; call it off the loop."""
@@ -117,11 +117,14 @@ class Lifecycle:
         if seconds:
             await _at_most(seconds, self._impatient.wait())
 
-    async def see_off(self, members: Collection[Member], grace: float) -> None:
-        """Lets the members' requests finish for ``grace`` seconds, then ends the rest, each with its final response."""
+    async def see_off(self, members: Collection[Member], grace: float, why: str) -> None:
+        """Lets the members' requests finish for ``grace`` seconds, then ends the rest, each with its final response.
+
+        ``why`` is what the clients of those are told, and those of requests that come too late.
+        """
         for member in members:
             if member.engine is not None:
-                member.engine.drain()
+                member.engine.drain(why)
             member.visits.refusing.come()
         everybody = _all_gone(members)
         try:
@@ -131,7 +134,7 @@ class Lifecycle:
             for member in members:
                 member.visits.aborting.come()
                 if member.engine is not None:
-                    member.engine.abort_all()
+                    member.engine.abort_all(why)
             await _at_most(_LAST_WORDS, asyncio.shield(everybody))
         finally:
             everybody.cancel()

@@ -95,7 +95,8 @@ class Stay(Generic[B]):
         built = self._built
         if built is None or not built.give_back():
             return None
-        await LIFECYCLE.see_off([self, *LIFECYCLE.members(built.engine)], grace)
+        why = LIFECYCLE.leaving or f"model '{self.name}' is being unloaded"
+        await LIFECYCLE.see_off([self, *LIFECYCLE.members(built.engine)], grace, why)
         await in_thread(built.shutdown)
         self._built = None
         return built

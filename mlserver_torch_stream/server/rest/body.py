@@ -1,4 +1,4 @@
-"""The body of one REST request: read within a bound, decompressed within the same bound, parsed as a JSON object.
+"""The body of one REST request: read within a bound, decompressed within the same bound; and as a JSON object.
 
 Raw bytes of tensors may follow the object: the header ``Inference-Header-Content-Length`` says where they begin.
 
@@ -32,8 +32,8 @@ class ClientLeft(Exception):
     """The client was gone before its request was complete: nobody to answer."""
 
 
-async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> tuple[dict[str, Any], bytes]:
-    """The body as a JSON object, and what follows it. Raises RequestError or ClientLeft."""
+async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
+    """Raises RequestError or ClientLeft."""
     headers = Headers(scope=scope)
     _refuse_declared_size(headers, most_bytes)
     body = _decoder(headers, most_bytes)
@@ -44,29 +44,46 @@ async def read_object(scope: Scope, receive: Receive, most_bytes: int) -> tuple[
             raise ClientLeft
         body.feed(message.get("body", b""))
         more = message.get("more_body", False)
-    whole = body.whole()
-    length = _json_length(headers, len(whole))
-    return _parse(whole[:length]), whole[length:]
+    return body.whole()
 
 
-def _json_length(headers: Headers, size: int) -> int:
-    """How many bytes of a body of this size are its JSON object."""
+def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
+    """The JSON of a body, and the raw bytes of tensors behind it. Raises InvalidInput."""
     declared = headers.get(JSON_LENGTH)
-    if declared is None:
-        return size
+    length = len(body) if declared is None else _json_length(declared, len(body))
+    return body[:length], body[length:]
+
+
+def _json_length(declared: str, size: int) -> int:
+    """How many bytes of a body of this size are its JSON object."""
     if not declared.isdecimal() or not 0 < int(declared[:20]) <= size:
         raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {size} bytes, got {declared[:20]!r}")
     return int(declared)
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        parsed = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput("body", f"is not valid JSON ({error})") from None
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Raises InvalidInput."""
+    parsed = parse_json(raw)
     if not isinstance(parsed, dict):
         raise InvalidInput("body", f"must be a JSON object, got a {type(parsed).__name__}")
     return parsed
+
+
+def parse_json(raw: bytes) -> Any:
+    """Raises InvalidInput."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        reason = error if _is_text(raw) else "it is not UTF-8 text"
+        raise InvalidInput("body", f"is not valid JSON ({reason})") from None
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:

@@ -35,7 +35,7 @@ from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, read_object
+from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import Headers as EncodedHeaders
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input, as_refusal, send_json, send_whole
@@ -79,7 +79,10 @@ class Answer(Protocol):
 class AnswersItself(Protocol):
     """A model of ours that is no token model, and makes its answers itself."""
 
-    def open_answer(self, body: dict[str, Any], headers: Mapping[str, str], door: Door) -> Answer:
+    def parse(self, raw: bytes, headers: Mapping[str, str], door: Door) -> Any:
+        """A body as ``open_answer`` takes it: a JSON object is a dict. Raises RequestError."""
+
+    def open_answer(self, body: Any, headers: Mapping[str, str], door: Door) -> Answer:
         """The answer, not begun. Raises RequestError."""
 
 
@@ -136,8 +139,12 @@ class _Visit:
         data_plane = self._door.data_plane
         # An unknown one is 404, and no metric bears its name.
         self._model = await data_plane._model_registry.get_model(self.name, self._version)
-        body, self._raw = await read_object(self._scope, self._receive, self._door.options.max_body_bytes)
-        self._request_id = str(body.get("id") or "")
+        whole = await read_body(self._scope, self._receive, self._door.options.max_body_bytes)
+        headers = Headers(scope=self._scope)
+        spelled, self._raw = split_binary(headers, whole)
+        body = self._parse(spelled, headers)
+        if isinstance(body, dict):
+            self._request_id = str(body.get("id") or "")
         async with data_plane._infer_contextmanager(self.name, self._version) as model:
             await (self._stream if self._door.streaming else self._unary)(model, body)
 
@@ -147,7 +154,13 @@ class _Visit:
             watcher = RequestWatcher(self._model.name, self._model.version, self._door.entrance)
             watcher.refused(self._request_id, error)
 
-    async def _unary(self, model: TokenModel, body: dict[str, Any]) -> None:
+    def _parse(self, raw: bytes, headers: Headers) -> Any:
+        """A JSON object, or what else a model that makes its answers itself makes of it. Raises RequestError."""
+        if hasattr(self._model, "open_answer") and JSON_LENGTH not in headers:
+            return cast(AnswersItself, self._model).parse(raw, dict(headers), self._door)
+        return parse_object(raw)
+
+    async def _unary(self, model: TokenModel, body: Any) -> None:
         binary = BinaryOutputs.wanted_by(body)
         answer, flat = self._open(model, body)
         try:
@@ -162,7 +175,7 @@ class _Visit:
         else:
             await send_json(self._send, 200, _speller(flat)(whole), encoded)
 
-    async def _stream(self, model: TokenModel, body: dict[str, Any]) -> None:
+    async def _stream(self, model: TokenModel, body: Any) -> None:
         asked = BinaryOutputs.wanted_by(body).asked
         if asked:
             raise InvalidInput(asked, "a stream of events has no binary outputs; use an endpoint that answers once")
@@ -176,11 +189,12 @@ class _Visit:
         if answer.error is not None:
             raise _Told from answer.error
 
-    def _open(self, model: TokenModel, body: dict[str, Any]) -> tuple[Answer, bool]:
+    def _open(self, model: TokenModel, body: Any) -> tuple[Answer, bool]:
         """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
         headers = dict(Headers(scope=self._scope))
         if hasattr(model, "open_answer"):
-            body = with_elements(body, self._raw, len(self._raw))  # a handler takes any number
+            if isinstance(body, dict):
+                body = with_elements(body, self._raw, len(self._raw))  # a handler takes any number
             answer = cast(AnswersItself, model).open_answer(body, headers, self._door)
             self._opened = True
             return answer, False

@@ -24,13 +24,15 @@ from mlserver_torch_stream.server.observe.request_log import join_mlservers_log
 from mlserver_torch_stream.server.observe.request_record import Entrance
 from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.doors import Door
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.torchserve.figures import FIGURES
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest
+from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
 from mlserver_torch_stream.torchserve.runtime.answer import HandlerAnswer
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build, envelope_of
+from mlserver_torch_stream.torchserve.runtime.posted import read_posted
 from mlserver_torch_stream.torchserve.runtime.session import HandlerSession
 from mlserver_torch_stream.torchserve.runtime.watch import Watch
 from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body, read_request
@@ -86,10 +88,14 @@ class TorchServeRuntime(Resident):
             if session is not None:
                 session.close()
 
-    def open_answer(self, body: dict[str, Any], headers: Mapping[str, str], door: Door) -> HandlerAnswer:
-        """For the REST doors: a V2 request, or behind ``generate`` any object that is the handler's own body."""
-        request_id = str(body.get("id") or uuid4())
-        if door.flat and not is_v2(body):
+    def parse(self, raw: bytes, headers: Mapping[str, str], door: Door) -> dict[str, Any] | Part:
+        """For the REST doors: behind ``generate`` a body may be anything that TorchServe would give the handler."""
+        return read_posted(raw, headers.get("content-type", "")) if door.flat else parse_object(raw)
+
+    def open_answer(self, body: dict[str, Any] | Part, headers: Mapping[str, str], door: Door) -> HandlerAnswer:
+        """For the REST doors: a V2 request, or behind ``generate`` the handler's own body."""
+        request_id = str((body.get("id") if isinstance(body, dict) else None) or uuid4())
+        if isinstance(body, Part) or (door.flat and not is_v2(body)):
             request = read_body(body, headers, request_id, self._stay.built.engine.config)
             return self._answer(request, None, door.entrance)
         try:

@@ -25,6 +25,7 @@ from mlserver_torch_stream.torchserve.interpreter import not_installed
 from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.process import Order
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
+from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")
 _PICKLE = 4  # what Python 3.8 reads, too
@@ -49,7 +50,7 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     """Raises SettingsError or LoadFailed."""
     uri, extra, folder = _given(settings)
     workers = read_worker_settings(extra, folder)
-    archive = open_archive(uri, folder)
+    archive = open_archive(uri, folder, take_bounds(extra))
     try:
         config = read_config(archive.yaml, extra)
         for line in not_honoured(archive.yaml, config):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, answer
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
+from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
 from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft
@@ -50,10 +50,11 @@ class Tasks:
 
     async def _answer(self, request: Request) -> None:
         context, channel = self._context.copy(), self._channel
-        outlet = context.for_call([request], channel, Alone())
+        outlet = Outlet([request], channel, Alone())
         pieces: list[Piece] = []
         began = time.monotonic()
         try:
+            context.for_call([request], outlet)
             returned = await self._entry([request.data()], context)
             add_prediction_time(context, began)
             pieces = answer(context, channel, returned, [request], outlet.ended)
@@ -62,7 +63,7 @@ class Tasks:
         except asyncio.CancelledError:
             if not channel.gone(request.id):
                 channel.failed([request.id], FAILED, "the handler cancelled its own task")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             logger.error("The handler failed", exc_info=error)
             status, message = failure(error)
             channel.failed([request.id] if request.id not in outlet.ended else [], status, message)

@@ -14,7 +14,7 @@ from typing import Any
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
 from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
-from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
+from mlserver_torch_stream.torchserve.worker.failures import FAILED, WrongResults, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
 from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft, Never
 
@@ -33,23 +33,26 @@ class Caller:
 
     def call(self, requests: Sequence[Request]) -> None:
         """Never raises but for what ends the process."""
-        context, channel = self.context, self.channel
-        outlet = context.for_call(requests, channel, self.stop)
+        outlet = Outlet(requests, self.channel, self.stop)
         self.stop.begin()
         pieces: list[Piece] = []
-        began = time.monotonic()
         try:
-            returned = self.entry([request.data() for request in requests], context)
+            pieces = self._results(requests, outlet)
         except ClientsLeft:
             pass
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._failed(error, outlet, requests)
-        else:
-            add_prediction_time(context, began)
-            if self.speaks:
-                pieces = answer(context, channel, returned, requests, outlet.ended)
         self.stop.end()
-        channel.pieces(pieces, ended=[request.id for request in requests])
+        self.channel.pieces(pieces, ended=[request.id for request in requests])
+
+    def _results(self, requests: Sequence[Request], outlet: Outlet) -> list[Piece]:
+        """The last pieces. Raises whatever the handler does, and WrongResults."""
+        context = self.context
+        context.for_call(requests, outlet)
+        began = time.monotonic()
+        returned = self.entry([request.data() for request in requests], context)
+        add_prediction_time(context, began)
+        return answer(context, self.channel, returned, requests, outlet.ended) if self.speaks else []
 
     def _failed(self, error: BaseException, outlet: Outlet, requests: Sequence[Request]) -> None:
         logger.error("The handler failed", exc_info=error)
@@ -62,12 +65,11 @@ class Caller:
 def answer(
     context: HandlerContext, channel: Channel, returned: Any, requests: Sequence[Request], ended: Collection[str]
 ) -> list[Piece]:
-    """The last pieces out of what a handler returned; what cannot be sent has failed, alone."""
+    """The last pieces out of what a handler returned; what cannot be sent has failed, alone. Raises WrongResults."""
     left = [index for index, request in enumerate(requests) if request.id not in ended]
     trouble = mismatch(returned, len(requests))
     if trouble is not None:
-        channel.failed([requests[index].id for index in left], FAILED, trouble)
-        return []
+        raise WrongResults(trouble)
     pieces = []
     for index in left:
         try:

@@ -14,6 +14,7 @@ from ts.context import Context, RequestProcessor
 
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.handler import described
 from mlserver_torch_stream.torchserve.worker.stop import Never
 from mlserver_torch_stream.torchserve.worker.wire import Prediction, parse
 
@@ -40,15 +41,15 @@ class Request:
 class HandlerContext(Context):  # type: ignore[misc]
     """``ts_stream_next`` set to "false" by the handler itself, before it sends a piece, makes that piece the last."""
 
-    def for_call(self, requests: Sequence[Request], channel: Channel, stop: Never) -> Outlet:
+    def for_call(self, requests: Sequence[Request], outlet: Outlet) -> None:
         """Prepares for one call; what it gives goes through the outlet."""
-        self.request_ids = {index: request.id for index, request in enumerate(requests)}
+        self._ids = [request.id for request in requests]  # the handler may do with its own ones what it likes
+        self.request_ids = dict(enumerate(self._ids))
         self.request_processor = [request.processor() for request in requests]
         self.metrics.request_ids = self.request_ids
         self.stopping_criteria = None
-        self.cl_socket = outlet = Outlet(self, channel, stop)
+        self.cl_socket = outlet
         self._ending: set[int] = set()
-        return outlet
 
     def copy(self) -> HandlerContext:
         """For a call beside others; free attributes are shared."""
@@ -63,27 +64,26 @@ class HandlerContext(Context):  # type: ignore[misc]
         super().set_response_header(idx, key, value)
 
     def piece(self, index: int, value: Any, last: bool) -> Piece:
-        """Raises values.Unserialisable."""
-        status, _ = self.get_response_status(index)
-        headers = self.get_response_headers(index)
-        return Piece(
-            self.request_ids[index],
-            values.encode(value),
-            last,
-            str(self.get_response_content_type(index) or ""),
-            int(status or 200),
-            _told(headers),
-        )
+        """Raises values.Unserialisable, whatever the handler has made of its context and its values."""
+        try:
+            status, _ = self.get_response_status(index)
+            headers = self.get_response_headers(index)
+            content_type = str(self.get_response_content_type(index) or "")
+            encoded = values.encode(value)
+            return Piece(self._ids[index], encoded, last, content_type, int(status or 200), _told(headers))
+        except values.Unserialisable:
+            raise
+        except BaseException as error:
+            raise values.Unserialisable(f"the handler's result cannot be sent: {described(error)}") from error
 
 
 class Outlet:
     """``context.cl_socket``: understands what TorchServe would send to its frontend."""
 
-    def __init__(self, context: HandlerContext, channel: Channel, stop: Never) -> None:
-        self._context = context
+    def __init__(self, requests: Sequence[Request], channel: Channel, stop: Never) -> None:
         self._channel = channel
         self._stop = stop
-        self._ids = frozenset(context.request_ids.values())
+        self._ids = frozenset(request.id for request in requests)
         self.ended: set[str] = set()  # have had their last piece
 
     def sendall(self, message: bytes | bytearray | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, mismatch
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Request
+from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
 from mlserver_torch_stream.torchserve.worker.stop import Never
@@ -95,18 +95,19 @@ class Continuous:
     def _call(self, batch: Sequence[Request]) -> BaseException | None:
         """The members that are left of a batch stay; those that are not in it are not touched."""
         context = self._context
-        outlet = context.for_call(batch, self._channel, Never())
+        outlet = Outlet(batch, self._channel, Never())
         began = time.monotonic()
         try:
+            context.for_call(batch, outlet)
             returned = self._entry([request.data() for request in batch], context)
             trouble = mismatch(returned, len(batch))
             if trouble is None:
                 add_prediction_time(context, began)
                 pieces = [self._piece(index, request, returned[index]) for index, request in enumerate(batch)]
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             logger.error("The handler failed", exc_info=error)
             return error
-        if trouble is not None:
+        if trouble is not None:  # not made again: the step has advanced members that it has no results for
             for request in batch:
                 self._channel.failed([request.id], FAILED, trouble)
                 self._over(request)

@@ -19,6 +19,7 @@ from typing import Any, Callable
 
 Entry = Callable[[Any, Any], Any]
 ENVELOPES = ("body", "json", "kserve", "kservev2")
+_METHODS = ("initialize", "handle")
 _SHIM = Path(__file__).parent.parent / "shim"
 _PACKAGE = "mlserver-torch-stream[torchserve]"
 # The handlers that TorchServe 0.12 brings, and what to install for each.
@@ -99,7 +100,7 @@ def _import(name: str, folder: Path, spelled: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         more = f" (install {_PACKAGE}: its package may have it)" if _shim_lacks(error) else ""
         raise HandlerRefused(f"importing {path.name} raised {described(error)}{more}") from error
     return module
@@ -134,17 +135,37 @@ def _in_module(module: ModuleType, function: str) -> Handler:
     own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
     classes = [each for each in own if hasattr(each, "initialize") and hasattr(each, "handle")]
     if len(classes) != 1:
-        names = _names(each.__name__ for each in classes) or "none"
         raise HandlerRefused(
             f"{module.__name__} must have a function `handle` or exactly one class with initialize and handle; "
-            f"it has {names}"
+            f"{_instead(module, own, classes)}"
         )
     make: Callable[[], Any] = classes[0]
     try:
         made = make()
-    except Exception as error:
+    except BaseException as error:
         raise HandlerRefused(f"{classes[0].__name__}() raised {described(error)}") from error
     return Handler(made.handle, made.initialize)
+
+
+def _instead(module: ModuleType, own: list[type], classes: list[type]) -> str:
+    """What a module without an entry point has."""
+    if classes:
+        return f"it has {_names(each.__name__ for each in classes)}"
+    if own:
+        lacks = (
+            f"{each.__name__} has no {' and no '.join(name for name in _METHODS if not hasattr(each, name))}"
+            for each in own
+        )
+        return f"its class {'; '.join(lacks)}"
+    functions = [
+        name
+        for name, each in inspect.getmembers(module, inspect.isfunction)
+        if each.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if functions:
+        file = Path(str(module.__file__)).name
+        return f"it has no class, and the functions {_names(functions)}: name one as {file}:{functions[0]}"
+    return "it defines neither a class nor a function"
 
 
 def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
@@ -166,5 +187,13 @@ def _shim_lacks(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    text = str(error)
+    text = text_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def text_of(value: object) -> str:
+    """Of anything that a handler made: its ``__str__`` may raise."""
+    try:
+        return str(value)
+    except BaseException as error:
+        return f"(its __str__ raised {type(error).__name__})"

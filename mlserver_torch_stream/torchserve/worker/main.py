@@ -92,7 +92,7 @@ class Worker:
     def _initialize(self) -> None:
         try:
             self._found.initialize(self._context)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise handlers.HandlerRefused(f"initialize raised {handlers.described(error)}") from error
         if self._channel.forked:
             os._exit(0)

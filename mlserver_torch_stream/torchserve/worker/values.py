@@ -17,10 +17,7 @@ UNSUPPORTED = "Unsupported model output data type."
 
 
 class Unserialisable(Exception):
-    """A value that no client can be sent."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__(f"{UNSUPPORTED} The handler returned a {type(value).__name__}")
+    """A value that no client can be sent: the reason."""
 
 
 def decode(value: bytes, content_type: str) -> Any:
@@ -51,4 +48,4 @@ def encode(value: Any) -> bytes:
     try:
         return json.dumps(value, indent=2).encode()
     except (TypeError, ValueError, RecursionError):
-        raise Unserialisable(value) from None
+        raise Unserialisable(f"{UNSUPPORTED} The handler returned a {type(value).__name__}") from None

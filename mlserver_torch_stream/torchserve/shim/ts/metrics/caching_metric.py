@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
+import time
 from collections.abc import Sequence
 
 from ts.metrics.metric_type_enum import MetricTypes
+from ts.metrics.unit import Units
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +24,7 @@ class CachingMetric:
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> None:
         self.metric_name = metric_name
-        self.unit = unit
+        self.unit = Units().units.get(unit, unit)
         self.dimension_names = dimension_names or []
         self.metric_type = metric_type
 
@@ -35,4 +38,5 @@ class CachingMetric:
             self.emit_metrics(request_id, value, ",".join(f"{name}:{text}" for name, text in pairs))
 
     def emit_metrics(self, request_id: str, value: float, dimension_string: str) -> None:
-        logger.info("%s.%s:%s|#%s", self.metric_name, self.unit, value, dimension_string)
+        line = f"[METRICS]{self.metric_name}.{self.unit}:{value}|#{dimension_string}|#type:{self.metric_type.name}"
+        logger.info("%s|#hostname:%s,%d%s", line, socket.gethostname(), time.time(), request_id and f",{request_id}")

@@ -12,3 +12,6 @@ class Dimension:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.value}"
+
+    def to_dict(self) -> dict[str, str]:
+        return {"Name": self.name, "Value": self.value}

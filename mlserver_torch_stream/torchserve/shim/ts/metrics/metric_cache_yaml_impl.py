@@ -126,8 +126,8 @@ class MetricsCacheYamlImpl:
         self._add(name, value, "percent", idx, dimensions, metric_type)
 
     def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] = ()) -> None:
-        given = [*dimensions, Dimension("Level", "Error")]
-        self._update(name, value, "", given, MetricTypes.COUNTER)
+        levels = [] if any(each.name == "Level" for each in dimensions) else [Dimension("Level", "Error")]
+        self._update(name, value, "", [*dimensions, *levels], MetricTypes.COUNTER)
 
     def _add(
         self,

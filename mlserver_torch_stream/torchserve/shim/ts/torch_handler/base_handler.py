@@ -15,6 +15,7 @@ from ts.handler_utils.timer import timed
 from ts.utils.util import list_classes_from_module, load_label_mapping
 
 logger = logging.getLogger(__name__)
+PROFILER_AVAILABLE = False  # traces of ENABLE_TORCH_PROFILER need the package
 
 
 class BaseHandler(abc.ABC):  # noqa: B024
@@ -36,6 +37,8 @@ class BaseHandler(abc.ABC):  # noqa: B024
     def initialize(self, context: Any) -> None:
         """Raises RuntimeError where the archive has no model that can be loaded."""
         self.model_yaml_config = context.model_yaml_config or {}
+        if os.environ.get("ENABLE_TORCH_PROFILER"):
+            logger.warning("ENABLE_TORCH_PROFILER is not implemented here: install torchserve")
         properties = context.system_properties
         gpu = properties.get("gpu_id")
         on_gpu = gpu is not None and torch.cuda.is_available()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
 import os
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
+CLEANUP_REGEX = re.compile(r"<.*?>|&(?:[a-z0-9]+|#\d{1,6}|#x[\da-f]{1,6});")  # HTML's tags and entities
 
 
 class PredictionException(Exception):
@@ -25,10 +29,37 @@ class PredictionException(Exception):
         return f"{self.message} : {self.error_code}"
 
 
+def deprecated(
+    version: object, replacement: str = "", klass: type[Warning] = PendingDeprecationWarning
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a function that goes with ``version``: each call of it warns."""
+
+    def mark(func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def warned(*args: Any, **kwargs: Any) -> Any:
+            instead = f", use {replacement}" if replacement else ""
+            warnings.warn(f"{func.__name__} is deprecated and goes with {version}{instead}", klass, stacklevel=2)
+            return func(*args, **kwargs)
+
+        return warned
+
+    return mark
+
+
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
     """The classes that are defined in a module itself."""
     own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
     return [each for each in own if parent_class is None or issubclass(each, parent_class)]
+
+
+def check_valid_pt2_backend(backend: str) -> bool:
+    """Whether ``torch.compile`` has this backend; one that it does not have is logged."""
+    from torch._dynamo import list_backends
+
+    known = backend in list_backends(exclude_tags=())
+    if not known:
+        logger.warning("torch.compile has no backend %r", backend)
+    return known
 
 
 def get_yaml_config(yaml_file_path: str) -> Any:

@@ -1,0 +1,152 @@
+"""The members of a ``.mar`` (a zip) or a ``.tar.gz``, written below one folder and within bounds.
+
+Knows nothing of what the files mean. What is written is counted while it is written: nothing relies on the sizes that
+an archive claims.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import tarfile
+import zipfile
+from collections.abc import Generator, Iterator, MutableMapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+
+BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
+# Weights hardly shrink when they are packed, and text shrinks to a tenth; DEFLATE makes a thousandth of zeros.
+_MOST_RATIO = 100
+_LEAST_BYTES = 1 << 30  # that any archive may unpack to, however small it is
+_FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
+_CHUNK = 1 << 20
+_DRIVE = re.compile(r"[A-Za-z]:/")
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackBounds:
+    """What an archive may unpack to. ``bytes`` None: 100 times the archive's own size, and at least 1 GiB."""
+
+    bytes: int | None = None
+    files: int = _FILES  # files and folders
+
+    def bytes_of(self, archive: Path) -> int:
+        return self.bytes or max(_LEAST_BYTES, _MOST_RATIO * archive.stat().st_size)
+
+
+DEFAULT_BOUNDS = UnpackBounds()
+
+
+def take_bounds(extra: MutableMapping[str, Any]) -> UnpackBounds:
+    """Takes the two keys out of ``parameters.extra``. Raises SettingsError."""
+    return UnpackBounds(_taken(extra, BYTES_KEY, None), _taken(extra, FILES_KEY, _FILES))
+
+
+def _taken(extra: MutableMapping[str, Any], key: str, default: Any) -> Any:
+    given = extra.pop(key, default)
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given  # Seldon's parameters are strings
+    if given is not default and (type(number) is not int or number <= 0):
+        raise SettingsError(f"parameters.extra: {key}: must be a whole number above 0, got {given!r}")
+    return number
+
+
+def unpack(archive: Path, folder: Path, bounds: UnpackBounds) -> None:
+    """Raises LoadFailed at the first member that may not be unpacked, or what reading a damaged archive raises."""
+    target = _Target(archive, folder, bounds)
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
+            target.write(members)
+    else:
+        with tarfile.open(archive, mode="r:gz") as tar:
+            target.write(_of_tar(tar))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: str
+    size: int  # as the archive claims it
+    plain: bool  # a file or a folder
+    content: IO[bytes] | None  # None: a folder
+
+
+def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
+    for info in archive.infolist():
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
+        with archive.open(info) as content:
+            yield _Member(info.filename, info.file_size, plain, None if info.is_dir() else content)
+
+
+def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
+    for info in archive:
+        content = archive.extractfile(info) if info.isfile() else None
+        yield _Member(info.name, info.size, info.isfile() or info.isdir(), content)
+
+
+class _Target:
+    """A folder that the members of one archive are written to."""
+
+    def __init__(self, archive: Path, folder: Path, bounds: UnpackBounds) -> None:
+        self._archive = archive
+        self._folder = folder
+        self._most_bytes = bounds.bytes_of(archive)
+        self._most_files = bounds.files
+        self._bytes = 0
+        self._files = 0
+        self._made = {folder}
+
+    def write(self, members: Iterator[_Member]) -> None:
+        for member in members:
+            path = self._path(member)
+            if member.content is None:
+                self._make(path)
+                continue
+            if member.size > shutil.disk_usage(self._folder).free:
+                raise LoadFailed(f"{self._archive}: no room on disk for {member.name!r} ({member.size} bytes)")
+            self._make(path.parent)
+            self._count_file()
+            self._copy(member.content, path)
+
+    def _path(self, member: _Member) -> Path:
+        if not member.plain:
+            raise LoadFailed(f"{self._archive}: {member.name!r} is a link or a device, which is not unpacked")
+        name = member.name.replace("\\", "/")  # as archives that were made on Windows have it
+        parts = PurePosixPath(name).parts
+        if name.startswith("/") or ".." in parts or _DRIVE.match(name):
+            raise LoadFailed(f"{self._archive}: {member.name!r} leads out of the archive")
+        if member.content is not None and not parts:
+            raise LoadFailed(f"{self._archive}: {member.name!r} is no name for a file")
+        return self._folder.joinpath(*parts)
+
+    def _make(self, folder: Path) -> None:
+        """With the folders above it, each of which counts."""
+        if folder in self._made:
+            return
+        self._make(folder.parent)
+        self._count_file()
+        folder.mkdir()
+        self._made.add(folder)
+
+    def _count_file(self) -> None:
+        self._files += 1
+        if self._files > self._most_files:
+            raise LoadFailed(
+                f"{self._archive}: has more than {self._most_files} files and folders: "
+                f"if they are all meant, set parameters.extra.{FILES_KEY}"
+            )
+
+    def _copy(self, content: IO[bytes], path: Path) -> None:
+        with path.open("xb") as file:
+            while chunk := content.read(_CHUNK):
+                self._bytes += len(chunk)
+                if self._bytes > self._most_bytes:
+                    raise LoadFailed(
+                        f"{self._archive}: unpacks to more than {self._most_bytes} bytes: "
+                        f"if that is meant, set parameters.extra.{BYTES_KEY}"
+                    )
+                file.write(chunk)

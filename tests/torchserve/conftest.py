@@ -1,0 +1,30 @@
+"""What several tests of handlers' parts need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mlserver_torch_stream.torchserve as torchserve
+
+_SHIM = Path(torchserve.__file__).parent / "shim"
+
+
+@pytest.fixture
+def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``import ts`` is the shim's, for this test only."""
+    kept = {name: module for name, module in sys.modules.items() if _uses_ts(name)}
+    for name in kept:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(_SHIM))
+    yield
+    for name in [name for name in sys.modules if _uses_ts(name)]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def _uses_ts(name: str) -> bool:
+    return name.partition(".")[0] == "ts" or name.startswith("mlserver_torch_stream.torchserve.worker.")
