@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.progress import Progress
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 
@@ -18,6 +19,9 @@ Deliver = Callable[[Sequence[Answer]], None]
 
 class Backend(Protocol):
     """What a worker steps. All methods run on its thread, but for ``refusal`` and ``stats``."""
+
+    progress: Progress
+    """It says here what its steps are at."""
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         """Why a job of this size could never run; None if it can."""
@@ -42,6 +46,7 @@ class Remains:
     def __init__(self, last: EngineStats) -> None:
         gone = dict.fromkeys(("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "kv_cache_bytes"), 0)
         self._stats = replace(last, **gone)
+        self.progress = Progress()
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None

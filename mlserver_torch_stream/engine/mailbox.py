@@ -8,8 +8,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from mlserver_torch_stream.types import TokenEvent
+
+
+@dataclass(slots=True)
+class Heard:
+    """What has been delivered of one sequence."""
+
+    tokens: int = 0
+    first_at: float | None = None
+    cumulative_logprob: float | None = None
+    ended: bool = False
+
+    def take(self, event: TokenEvent) -> None:
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+        self.tokens += len(event.token_ids)
+        self.cumulative_logprob = event.cumulative_logprob
+        self.ended = event.finish_reason is not None
 
 
 class Mailbox:
@@ -20,6 +38,7 @@ class Mailbox:
         self.closed_at: float | None = None
         self._unfinished = sequences
         self._pending: dict[int, TokenEvent] = {}
+        self._heard: dict[int, Heard] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._wake = wake
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
@@ -28,9 +47,15 @@ class Mailbox:
         """Where the ids of an open job go: ``extend(prompt_ids, whole)``."""
         self._on_extend = extend
 
+    def heard(self, index: int) -> Heard:
+        return self._heard.setdefault(index, Heard())
+
     def deliver(self, event: TokenEvent) -> None:
-        if self.closed_at is not None:
+        """Whatever comes after a sequence's last event is dropped: it has been ended without the engine's thread."""
+        heard = self.heard(event.index)
+        if self.closed_at is not None or heard.ended:
             return
+        heard.take(event)
         earlier = self._pending.get(event.index)
         self._pending[event.index] = event if earlier is None else earlier.merge(event)
         if self._arrival is not None and not self._arrival.done():

@@ -1,0 +1,227 @@
+"""Sees to what the engine's thread owes its clients while that does not come back from a step.
+
+Knows nothing of backends or event loops: it is given what asks the thread, what does without it, and what it is at.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlserver_torch_stream.engine.bounds import FAR, Bounds, Deadlines
+from mlserver_torch_stream.engine.progress import Work
+from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.errors import TimedOut
+from mlserver_torch_stream.types import FinishReason
+
+# Seconds for the engine's thread to end a job itself, with the text that it holds back: most steps are much shorter.
+PATIENCE = 0.5
+_LEAST = 0.01  # seconds between two looks, whatever was set
+
+
+class StepTimeout(RuntimeError):
+    """A step has not come back in time. Its thread cannot be ended, so the process has to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Jobs that are to end, as the engine's thread was asked at that time."""
+
+    jobs: tuple[Job, ...]
+    reason: FinishReason
+    error: Exception
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Doom:
+    """What the engine's thread is to die of, and until when it is waited for; None: as long as it takes."""
+
+    error: BaseException
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``ask``: the engine's thread is to end these. ``without``: it was asked and has not, so they end without it.
+
+    ``overdue``: work of which that is to be said, once. ``lost``: why the thread is given up. ``seconds``: until there
+    can be something new to decide.
+    """
+
+    ask: Sequence[End]
+    without: Sequence[End]
+    overdue: Sequence[Work]
+    lost: BaseException | None
+    seconds: float
+
+
+class Vigil:
+    """Decides. All of it follows from what it was told and from the time that it is given."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._deadlines = Deadlines()
+        self._asked: list[End] = []
+        self._overdue: list[Work] = []
+
+    def watch(self, jobs: Sequence[Job], timeouts: Sequence[float | None]) -> None:
+        """``timeouts``: of the whole of each job; the bound of its wait is the settings'."""
+        for job, timeout in zip(jobs, timeouts, strict=True):
+            self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
+            self._deadlines.add(job, timeout, while_waiting=False)
+
+    def asked(self, end: End) -> None:
+        """The engine's thread has been asked to end these."""
+        self._asked.append(end)
+
+    def next_deadline(self, now: float) -> float:
+        """Seconds until then."""
+        left = self._deadlines.seconds_left(now)
+        return math.inf if left is None else left
+
+    def decide(self, now: float, works: Sequence[Work], doom: Doom | None = None) -> Decision:
+        ask = [_out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
+        self._asked += ask
+        without = [end for end in self._asked if end.asked_at + PATIENCE <= now]
+        self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
+        overdue = [work for work in works if is_overdue(work, self._bounds, now)]
+        said, self._overdue = self._overdue, overdue
+        fresh = [work for work in overdue if work not in said]
+        return Decision(ask, without, fresh, self._lost(now, works, doom), self._seconds(now, works, doom))
+
+    def _lost(self, now: float, works: Sequence[Work], doom: Doom | None) -> BaseException | None:
+        if doom is not None and doom.until is not None and doom.until <= now:
+            return doom.error
+        for work in works:
+            if now - work.since >= self._bounds.step_limit(work.tokens):
+                return StepTimeout(f"{not_back(work, now)} (step_timeout)")
+        return None
+
+    def _seconds(self, now: float, works: Sequence[Work], doom: Doom | None) -> float:
+        """Work that begins from now on is looked at before it can be overdue."""
+        bounds = self._bounds
+        moments = [end.asked_at + PATIENCE for end in self._asked]
+        moments += [now + _overdue_limit(1, bounds)]
+        moments += [work.since + bounds.step_limit(work.tokens) for work in works]
+        moments += [
+            work.since + _overdue_limit(work.tokens, bounds) for work in works if not is_overdue(work, bounds, now)
+        ]
+        moments += [] if doom is None or doom.until is None else [doom.until]
+        return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
+
+
+def _out_of_time(job: Job, waited: bool, now: float) -> End:
+    what = "waited too long in the queue" if waited else "took too long"
+    return End((job,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
+
+
+def trouble(works: Sequence[Work], bounds: Bounds, now: float) -> str | None:
+    """Why an engine that is at this is not ready, in words; None if it is."""
+    return next((not_back(work, now) for work in works if is_overdue(work, bounds, now)), None)
+
+
+def is_overdue(work: Work, bounds: Bounds, now: float) -> bool:
+    return now - work.since >= _overdue_limit(work.tokens, bounds)
+
+
+def _overdue_limit(tokens: int, bounds: Bounds) -> float:
+    """Half of what ends the process, so that routers look away before; or when no request could be in time."""
+    return min(bounds.step_limit(tokens) / 2, math.inf if bounds.request_timeout is None else bounds.request_timeout)
+
+
+def not_back(work: Work, now: float) -> str:
+    return f"{work.what} has not come back for {now - work.since:.0f} s"
+
+
+class Watched(Protocol):
+    """An engine, as far as its watchdog has to do with it. Called by the watchdog's thread."""
+
+    def works(self) -> Sequence[Work]: ...
+
+    @property
+    def doom(self) -> Doom | None: ...
+
+    def ask(self, end: End) -> None:
+        """The engine's thread is to end these jobs when it comes back."""
+
+    def end_without_thread(self, end: End) -> None:
+        """Tells the jobs' readers, where they have not been told."""
+
+    def say_overdue(self, work: Work) -> None: ...
+
+    def give_up(self, error: BaseException) -> None:
+        """The engine's thread is not waited for any more."""
+
+
+class Watchdog:
+    """Does what a ``Vigil`` decides, in a thread of its own. Its methods may be called from any thread."""
+
+    def __init__(self, engine: Watched, bounds: Bounds, name: str) -> None:
+        self._engine = engine
+        self._vigil = Vigil(bounds)
+        self._changed = threading.Condition()
+        self._over = False
+        self._news = False
+        self._wakes_at = math.inf
+        self._thread = threading.Thread(target=self._run, name=f"watchdog-{name}", daemon=True)
+        self._thread.start()
+
+    def watch(self, jobs: Sequence[Job], timeouts: Sequence[float | None]) -> None:
+        with self._changed:
+            self._vigil.watch(jobs, timeouts)
+            if self._vigil.next_deadline(now := time.monotonic()) < self._wakes_at - now:
+                self._tell()
+
+    def asked(self, end: End) -> None:
+        with self._changed:
+            self._vigil.asked(end)
+            self._tell()
+
+    def look(self) -> None:
+        """Something that the engine says of itself has changed."""
+        with self._changed:
+            self._tell()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        with self._changed:
+            self._over = True
+            self._tell()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _tell(self) -> None:
+        self._news = True
+        self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._over:
+                    return
+                self._news = False
+                now = time.monotonic()
+                decision = self._vigil.decide(now, self._engine.works(), self._engine.doom)
+                self._wakes_at = now + decision.seconds
+            self._do(decision)
+            if decision.lost is not None:
+                return
+            with self._changed:
+                if not self._news:
+                    self._changed.wait(self._wakes_at - time.monotonic())
+
+    def _do(self, decision: Decision) -> None:
+        for work in decision.overdue:
+            self._engine.say_overdue(work)
+        for end in decision.ask:
+            self._engine.ask(end)
+        for end in decision.without:
+            self._engine.end_without_thread(end)
+        if decision.lost is not None:
+            self._engine.give_up(decision.lost)
