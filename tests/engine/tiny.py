@@ -133,6 +133,7 @@ def running(
     max_rows: int = 8,
     max_queue: int = 64,
     max_queue_tokens: int | None = None,
+    step_timeout: float | None = None,
     context: int = CONTEXT,
     turns: Turns | None = None,
     eos_token_ids: tuple[int, ...] = (),
@@ -158,7 +159,7 @@ def running(
         )
         context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    bounds = Bounds(max_queue, max_queue_tokens)
+    bounds = Bounds(max_queue, max_queue_tokens, step_timeout=step_timeout)
     engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
     try:
         yield engine
