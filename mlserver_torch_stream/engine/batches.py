@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, JointForward, ModelForward
-from mlserver_torch_stream.engine.progress import Progress
+from mlserver_torch_stream.engine.progress import StepProgress
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
 from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler, joint_limits
@@ -77,7 +77,7 @@ class RowBatches:
         self._prefills: dict[Job, RowCache] = {}
         self._batches: dict[Group, RowCache] = {}
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
-        self.progress = Progress()
+        self.progress = StepProgress()
 
     def longest_row(self, max_context: int) -> int:
         """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""

@@ -28,9 +28,10 @@ class Inbox:
             return True
 
     def close(self) -> None:
-        """Nothing more is taken in."""
+        """Nothing more is taken in. Wakes the engine's thread, should it wait."""
         with self._last_word:
             self._closed = True
+            self._actions.put(lambda: None)
 
     def wait(self) -> None:
         """Sleeps until there is something, and does it."""

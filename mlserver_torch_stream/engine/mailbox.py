@@ -14,7 +14,7 @@ from mlserver_torch_stream.types import TokenEvent
 
 
 @dataclass(slots=True)
-class Heard:
+class Delivered:
     """What has been delivered of one sequence."""
 
     tokens: int = 0
@@ -38,7 +38,7 @@ class Mailbox:
         self.closed_at: float | None = None
         self._unfinished = sequences
         self._pending: dict[int, TokenEvent] = {}
-        self._heard: dict[int, Heard] = {}
+        self._delivered: dict[int, Delivered] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._wake = wake
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
@@ -47,15 +47,15 @@ class Mailbox:
         """Where the ids of an open job go: ``extend(prompt_ids, whole)``."""
         self._on_extend = extend
 
-    def heard(self, index: int) -> Heard:
-        return self._heard.setdefault(index, Heard())
+    def delivered(self, index: int) -> Delivered:
+        return self._delivered.setdefault(index, Delivered())
 
     def deliver(self, event: TokenEvent) -> None:
         """Whatever comes after a sequence's last event is dropped: it has been ended without the engine's thread."""
-        heard = self.heard(event.index)
-        if self.closed_at is not None or heard.ended:
+        delivered = self.delivered(event.index)
+        if self.closed_at is not None or delivered.ended:
             return
-        heard.take(event)
+        delivered.take(event)
         earlier = self._pending.get(event.index)
         self._pending[event.index] = event if earlier is None else earlier.merge(event)
         if self._arrival is not None and not self._arrival.done():

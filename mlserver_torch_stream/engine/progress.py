@@ -19,7 +19,7 @@ class Work:
     since: float
 
 
-class Progress:
+class StepProgress:
     """The engine's thread is at one piece of work, or at none; forwards in threads of their own are told by a key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -197,14 +197,14 @@ class Job:
         The sequences are the engine's thread's, which does not come back to end them.
         """
         for sequence in self.sequences:
-            heard = self.mailbox.heard(sequence.index)
-            if heard.ended:
+            delivered = self.mailbox.delivered(sequence.index)
+            if delivered.ended:
                 continue
-            usage = self.usage(heard.tokens, heard.first_at)
+            usage = self.usage(delivered.tokens, delivered.first_at)
             self.mailbox.deliver(
                 TokenEvent(
                     sequence.index,
-                    cumulative_logprob=heard.cumulative_logprob,
+                    cumulative_logprob=delivered.cumulative_logprob,
                     finish_reason=reason,
                     usage=usage,
                     error=error,

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.forward import input_device
-from mlserver_torch_stream.engine.progress import Progress
+from mlserver_torch_stream.engine.progress import StepProgress
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sequence import Job
@@ -55,7 +55,7 @@ class SerialBackend:
         self._growing: list[Job] = []  # open prompts: nobody waits for them
         self._running = 0
         self._stats = EngineStats()
-        self.progress = Progress()
+        self.progress = StepProgress()
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"

@@ -1,10 +1,11 @@
 """Sees to what the engine's thread owes its clients while that does not come back from a step.
 
-Knows nothing of backends or event loops: it is given what asks the thread, what does without it, and what it is at.
+Knows nothing of backends: it is told what the thread is at, and asks it before it does without it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -13,10 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlserver_torch_stream.engine.bounds import FAR, Bounds, Deadlines
+from mlserver_torch_stream.engine.posting import end_for_readers
 from mlserver_torch_stream.engine.progress import Work
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 # Seconds for the engine's thread to end a job itself, with the text that it holds back: most steps are much shorter.
 PATIENCE = 0.5
@@ -28,7 +32,7 @@ class StepTimeout(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRequest:
     """Jobs that are to end, as the engine's thread was asked at that time."""
 
     jobs: tuple[Job, ...]
@@ -38,7 +42,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Doom:
+class PendingDeath:
     """What the engine's thread is to die of, and until when it is waited for; None: as long as it takes."""
 
     error: BaseException
@@ -53,20 +57,20 @@ class Decision:
     can be something new to decide.
     """
 
-    ask: Sequence[End]
-    without: Sequence[End]
+    ask: Sequence[EndRequest]
+    without: Sequence[EndRequest]
     overdue: Sequence[Work]
     lost: BaseException | None
     seconds: float
 
 
-class Vigil:
+class WatchdogState:
     """Decides. All of it follows from what it was told and from the time that it is given."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._deadlines = Deadlines()
-        self._asked: list[End] = []
+        self._asked: list[EndRequest] = []
         self._overdue: list[Work] = []
 
     def watch(self, jobs: Sequence[Job], timeouts: Sequence[float | None]) -> None:
@@ -75,7 +79,7 @@ class Vigil:
             self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
             self._deadlines.add(job, timeout, while_waiting=False)
 
-    def asked(self, end: End) -> None:
+    def asked(self, end: EndRequest) -> None:
         """The engine's thread has been asked to end these."""
         self._asked.append(end)
 
@@ -84,7 +88,7 @@ class Vigil:
         left = self._deadlines.seconds_left(now)
         return math.inf if left is None else left
 
-    def decide(self, now: float, works: Sequence[Work], doom: Doom | None = None) -> Decision:
+    def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
         ask = [_out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
         self._asked += ask
         without = [end for end in self._asked if end.asked_at + PATIENCE <= now]
@@ -92,17 +96,19 @@ class Vigil:
         overdue = [work for work in works if is_overdue(work, self._bounds, now)]
         said, self._overdue = self._overdue, overdue
         fresh = [work for work in overdue if work not in said]
-        return Decision(ask, without, fresh, self._lost(now, works, doom), self._seconds(now, works, doom))
+        return Decision(
+            ask, without, fresh, self._lost(now, works, pending_death), self._seconds(now, works, pending_death)
+        )
 
-    def _lost(self, now: float, works: Sequence[Work], doom: Doom | None) -> BaseException | None:
-        if doom is not None and doom.until is not None and doom.until <= now:
-            return doom.error
+    def _lost(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> BaseException | None:
+        if pending_death is not None and pending_death.until is not None and pending_death.until <= now:
+            return pending_death.error
         for work in works:
             if now - work.since >= self._bounds.step_limit(work.tokens):
                 return StepTimeout(f"{not_back(work, now)} (step_timeout)")
         return None
 
-    def _seconds(self, now: float, works: Sequence[Work], doom: Doom | None) -> float:
+    def _seconds(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> float:
         """Work that begins from now on is looked at before it can be overdue."""
         bounds = self._bounds
         moments = [end.asked_at + PATIENCE for end in self._asked]
@@ -111,13 +117,13 @@ class Vigil:
         moments += [
             work.since + _overdue_limit(work.tokens, bounds) for work in works if not is_overdue(work, bounds, now)
         ]
-        moments += [] if doom is None or doom.until is None else [doom.until]
+        moments += [] if pending_death is None or pending_death.until is None else [pending_death.until]
         return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
 
 
-def _out_of_time(job: Job, waited: bool, now: float) -> End:
+def _out_of_time(job: Job, waited: bool, now: float) -> EndRequest:
     what = "waited too long in the queue" if waited else "took too long"
-    return End((job,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
+    return EndRequest((job,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
 
 def trouble(works: Sequence[Work], bounds: Bounds, now: float) -> str | None:
@@ -144,26 +150,22 @@ class Watched(Protocol):
     def works(self) -> Sequence[Work]: ...
 
     @property
-    def doom(self) -> Doom | None: ...
+    def pending_death(self) -> PendingDeath | None: ...
 
-    def ask(self, end: End) -> None:
+    def ask(self, end: EndRequest) -> None:
         """The engine's thread is to end these jobs when it comes back."""
-
-    def end_without_thread(self, end: End) -> None:
-        """Tells the jobs' readers, where they have not been told."""
-
-    def say_overdue(self, work: Work) -> None: ...
 
     def give_up(self, error: BaseException) -> None:
         """The engine's thread is not waited for any more."""
 
 
 class Watchdog:
-    """Does what a ``Vigil`` decides, in a thread of its own. Its methods may be called from any thread."""
+    """Does what a ``WatchdogState`` decides, in a thread of its own. Its methods may be called from any thread."""
 
     def __init__(self, engine: Watched, bounds: Bounds, name: str) -> None:
         self._engine = engine
-        self._vigil = Vigil(bounds)
+        self._name = name
+        self._state = WatchdogState(bounds)
         self._changed = threading.Condition()
         self._over = False
         self._news = False
@@ -173,13 +175,13 @@ class Watchdog:
 
     def watch(self, jobs: Sequence[Job], timeouts: Sequence[float | None]) -> None:
         with self._changed:
-            self._vigil.watch(jobs, timeouts)
-            if self._vigil.next_deadline(now := time.monotonic()) < self._wakes_at - now:
+            self._state.watch(jobs, timeouts)
+            if self._state.next_deadline(now := time.monotonic()) < self._wakes_at - now:
                 self._tell()
 
-    def asked(self, end: End) -> None:
+    def asked(self, end: EndRequest) -> None:
         with self._changed:
-            self._vigil.asked(end)
+            self._state.asked(end)
             self._tell()
 
     def look(self) -> None:
@@ -207,7 +209,7 @@ class Watchdog:
                     return
                 self._news = False
                 now = time.monotonic()
-                decision = self._vigil.decide(now, self._engine.works(), self._engine.doom)
+                decision = self._state.decide(now, self._engine.works(), self._engine.pending_death)
                 self._wakes_at = now + decision.seconds
             self._do(decision)
             if decision.lost is not None:
@@ -218,10 +220,10 @@ class Watchdog:
 
     def _do(self, decision: Decision) -> None:
         for work in decision.overdue:
-            self._engine.say_overdue(work)
+            logger.warning("The engine of %s is not ready: %s", self._name, not_back(work, time.monotonic()))
         for end in decision.ask:
             self._engine.ask(end)
         for end in decision.without:
-            self._engine.end_without_thread(end)
+            end_for_readers(end.jobs, end.reason, end.error)
         if decision.lost is not None:
             self._engine.give_up(decision.lost)

@@ -27,7 +27,7 @@ from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.watchdog import Doom, End, Watchdog, not_back, trouble
+from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, trouble
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, ModelInfo
 
@@ -83,8 +83,7 @@ class EngineWorker:
         self._stopping = False
         self._burying = threading.Lock()
         self._dead: BaseException | None = None
-        self.doom: Doom | None = None
-        self._name = name
+        self.pending_death: PendingDeath | None = None
         self._watchdog = Watchdog(self, self._bounds, name)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -158,7 +157,7 @@ class EngineWorker:
 
     def abort_all(self) -> None:
         error = NotServing("the server is shutting down")
-        end = End(tuple(self._all_jobs()), FinishReason.ABORT, error, time.monotonic())
+        end = EndRequest(tuple(self._all_jobs()), FinishReason.ABORT, error, time.monotonic())
         if self._inbox.post(lambda: self._end_all(FinishReason.ABORT, error)):
             self._watchdog.asked(end)
 
@@ -167,7 +166,7 @@ class EngineWorker:
 
         ``patience``: seconds after which the streams are told without it, should it not come back from a device.
         """
-        self.doom = Doom(error, None if patience is None else time.monotonic() + patience)
+        self.pending_death = PendingDeath(error, None if patience is None else time.monotonic() + patience)
         self._inbox.post(lambda: None)
         self._watchdog.look()
 
@@ -183,14 +182,8 @@ class EngineWorker:
     def works(self) -> Sequence[Work]:
         return self._backend.progress.works()
 
-    def ask(self, end: End) -> None:
+    def ask(self, end: EndRequest) -> None:
         self._inbox.post(lambda: self._time_out(end))
-
-    def end_without_thread(self, end: End) -> None:
-        end_for_readers(end.jobs, end.reason, end.error)
-
-    def say_overdue(self, work: Work) -> None:
-        logger.warning("The engine of %s is not ready: %s", self._name, not_back(work, time.monotonic()))
 
     def give_up(self, error: BaseException) -> None:
         if self._bury(error):
@@ -221,7 +214,7 @@ class EngineWorker:
         if jobs is not None:
             self._cancelled += self._end(jobs, FinishReason.ABORT, None)
 
-    def _time_out(self, end: End) -> None:
+    def _time_out(self, end: EndRequest) -> None:
         self._timed_out += self._end(end.jobs, end.reason, end.error)
 
     def _end(self, jobs: Sequence[Job], reason: FinishReason, error: Exception | None) -> int:
@@ -315,9 +308,9 @@ class EngineWorker:
         if self._dead is not None:
             self._end_all(FinishReason.ERROR, GenerationFailed("the engine died"))  # its readers know: it frees rows
             return True
-        if (doom := self.doom) is not None and not stopping:
-            self.doom = None
-            raise doom.error
+        if (pending_death := self.pending_death) is not None and not stopping:
+            self.pending_death = None
+            raise pending_death.error
         if stopping:
             self._end_all(FinishReason.ABORT, NotServing("the engine was shut down"))
         return stopping

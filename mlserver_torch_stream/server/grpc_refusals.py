@@ -19,7 +19,7 @@ from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.status import Refused
+from mlserver_torch_stream.server.status import RefusedCall
 
 _MARK = "_torch_stream_refusals"
 Unary = Callable[[InferenceServicer, Any, grpc.ServicerContext], Awaitable[Any]]
@@ -92,14 +92,14 @@ async def _with_first(
 
 def _is_ours(servicer: InferenceServicer, name: str, error: MLServerError) -> bool:
     """What a model of ours has refused, and names that no model has."""
-    if isinstance(error, Refused):
+    if isinstance(error, RefusedCall):
         return True
     return name not in servicer._data_plane._model_registry._models
 
 
 def _refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
     code = utils._grpc_status_code(error)
-    if not isinstance(error, Refused):  # else the request has its line in the log
+    if not isinstance(error, RefusedCall):  # else the request has its line in the log
         logger.info(f"A gRPC call was refused with {code.name}: {error}")
     context.set_code(code)
     context.set_details(str(error))

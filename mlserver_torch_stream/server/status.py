@@ -45,10 +45,10 @@ def extend_grpc_codes() -> None:
     utils.STATUS_CODE_MAPPING.update(_CODES)
 
 
-class Refused(MLServerError):  # type: ignore[misc]
+class RefusedCall(MLServerError):  # type: ignore[misc]
     """What a model of ours raises where MLServer waits for an answer. The request has its line in the log."""
 
 
-def as_server_error(error: RequestError, *, streaming: bool) -> Refused:
+def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
     status = StreamStatus(error.status) if streaming and isinstance(error, NotServing) else error.status
-    return Refused(error.message, status)
+    return RefusedCall(error.message, status)

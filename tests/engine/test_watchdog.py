@@ -15,11 +15,18 @@ from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.backend import Backend
 from mlserver_torch_stream.engine.bounds import Bounds
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.progress import Progress, Work
+from mlserver_torch_stream.engine.progress import StepProgress, Work
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.watchdog import PATIENCE, Doom, End, StepTimeout, Vigil, trouble
+from mlserver_torch_stream.engine.watchdog import (
+    PATIENCE,
+    EndRequest,
+    PendingDeath,
+    StepTimeout,
+    WatchdogState,
+    trouble,
+)
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
@@ -63,56 +70,56 @@ class TestWhatIsDecided:
     """By a function of what was told and of ``now``: no clock, no thread."""
 
     def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(self, job: Job) -> None:
-        vigil = Vigil(BOUNDS)
-        vigil.watch([job], [5.0])
-        assert vigil.decide(4.9, []).ask == []
-        assert vigil.decide(4.9, []).seconds == pytest.approx(0.1)
-        decision = vigil.decide(5.0, [])
+        state = WatchdogState(BOUNDS)
+        state.watch([job], [5.0])
+        assert state.decide(4.9, []).ask == []
+        assert state.decide(4.9, []).seconds == pytest.approx(0.1)
+        decision = state.decide(5.0, [])
         (end,) = decision.ask
         assert end.jobs == (job,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
         assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
-        assert vigil.decide(5.0 + PATIENCE, []).without == [end]
-        assert vigil.decide(6.0, []).without == [], "once"
+        assert state.decide(5.0 + PATIENCE, []).without == [end]
+        assert state.decide(6.0, []).without == [], "once"
 
     def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, job: Job) -> None:
-        vigil = Vigil(Bounds(queue_timeout=1.0))
-        vigil.watch([job], [None])
+        state = WatchdogState(Bounds(queue_timeout=1.0))
+        state.watch([job], [None])
         job.started_at = 0.5
-        assert vigil.decide(2.0, []).ask == []
+        assert state.decide(2.0, []).ask == []
 
     def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, job: Job) -> None:
-        vigil = Vigil(BOUNDS)
-        end = End((job,), FinishReason.ABORT, NotServing("the end"), 10.0)
-        vigil.asked(end)
-        assert vigil.decide(10.0 + PATIENCE / 2, []).without == []
-        assert vigil.decide(10.0 + PATIENCE, []).without == [end]
+        state = WatchdogState(BOUNDS)
+        end = EndRequest((job,), FinishReason.ABORT, NotServing("the end"), 10.0)
+        state.asked(end)
+        assert state.decide(10.0 + PATIENCE / 2, []).without == []
+        assert state.decide(10.0 + PATIENCE, []).without == [end]
 
     def test_a_step_is_overdue_at_half_its_time_and_lost_at_all_of_it(self) -> None:
-        vigil, work = Vigil(BOUNDS), Work("the decode step of 3 rows", 1, since=100.0)
-        assert vigil.decide(129.9, [work]).overdue == []
-        assert vigil.decide(130.0, [work]).overdue == [work]
-        later = vigil.decide(131.0, [work])
+        state, work = WatchdogState(BOUNDS), Work("the decode step of 3 rows", 1, since=100.0)
+        assert state.decide(129.9, [work]).overdue == []
+        assert state.decide(130.0, [work]).overdue == [work]
+        later = state.decide(131.0, [work])
         assert later.overdue == [] and later.lost is None, "it is said once"
         assert later.seconds <= 29.0
-        lost = vigil.decide(160.0, [work]).lost
+        lost = state.decide(160.0, [work]).lost
         assert isinstance(lost, StepTimeout)
         assert str(lost) == "the decode step of 3 rows has not come back for 60 s (step_timeout)"
 
     def test_work_that_begins_later_is_looked_at_before_it_can_be_overdue(self) -> None:
-        assert Vigil(BOUNDS).decide(0.0, []).seconds <= 30.0
+        assert WatchdogState(BOUNDS).decide(0.0, []).seconds <= 30.0
 
     def test_a_prompt_that_is_not_cut_may_take_as_long_as_its_chunks(self) -> None:
-        vigil, whole = Vigil(BOUNDS), Work("the prefill of 5000 tokens", 5000, since=0.0)
-        assert vigil.decide(599.0, [whole]).lost is None
-        assert vigil.decide(600.0, [whole]).lost is not None
+        state, whole = WatchdogState(BOUNDS), Work("the prefill of 5000 tokens", 5000, since=0.0)
+        assert state.decide(599.0, [whole]).lost is None
+        assert state.decide(600.0, [whole]).lost is not None
 
     def test_each_of_several_works_is_looked_at(self) -> None:
         """A flight of the pipeline that hangs beside others that land."""
         stuck, fresh = Work("the decode step of 1 row", 1, since=0.0), Work("the decode step of 2 rows", 1, since=59.0)
-        assert "1 row" in str(Vigil(BOUNDS).decide(60.0, [fresh, stuck]).lost)
+        assert "1 row" in str(WatchdogState(BOUNDS).decide(60.0, [fresh, stuck]).lost)
 
     def test_without_a_bound_nothing_is_ever_overdue(self) -> None:
-        decision = Vigil(Bounds()).decide(1e9, [Work("a step", 1, since=0.0)])
+        decision = WatchdogState(Bounds()).decide(1e9, [Work("a step", 1, since=0.0)])
         assert decision.lost is None and decision.overdue == [] and decision.seconds <= 3600
 
     def test_a_step_within_which_no_request_can_be_in_time_is_overdue(self) -> None:
@@ -122,16 +129,18 @@ class TestWhatIsDecided:
         assert trouble([work], bounds, 5.1) == "the decode step of 3 rows has not come back for 5 s"
 
     def test_a_thread_that_is_to_die_is_waited_for_only_so_long(self) -> None:
-        doom = Doom(RuntimeError("a rank is lost"), until=5.0)
-        assert Vigil(BOUNDS).decide(4.0, [], doom).lost is None
-        assert Vigil(BOUNDS).decide(4.0, [], doom).seconds <= 1.0
-        assert Vigil(BOUNDS).decide(5.0, [], doom).lost is doom.error
-        assert Vigil(BOUNDS).decide(math.inf, [], Doom(RuntimeError("whenever"), until=None)).lost is None
+        pending_death = PendingDeath(RuntimeError("a rank is lost"), until=5.0)
+        assert WatchdogState(BOUNDS).decide(4.0, [], pending_death).lost is None
+        assert WatchdogState(BOUNDS).decide(4.0, [], pending_death).seconds <= 1.0
+        assert WatchdogState(BOUNDS).decide(5.0, [], pending_death).lost is pending_death.error
+        assert (
+            WatchdogState(BOUNDS).decide(math.inf, [], PendingDeath(RuntimeError("whenever"), until=None)).lost is None
+        )
 
 
 def test_progress_says_all_that_is_under_way() -> None:
     moments = iter([1.0, 2.0, 3.0])
-    progress = Progress(lambda: next(moments))
+    progress = StepProgress(lambda: next(moments))
     progress.at("a step")
     progress.launched("a", "a forward", 7)
     progress.launched("b", "another forward")
@@ -298,6 +307,25 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
         watch.let_go()
         for engine in (hung, behind):
             engine.shutdown()
+
+
+def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedModel) -> None:
+    """It would wait for work that nobody can post any more."""
+    backend, gate = backend_of("batched", model), threading.Event()
+    backend.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
+    engine = engine_of(backend, Bounds(step_timeout=1.0))
+
+    async def scenario() -> None:
+        events = await asyncio.wait_for(events_of(engine.submit([PromptJob(prompt_of(3), greedy(3))])), 20)
+        assert events[-1].finish_reason is FinishReason.ERROR
+        gate.set()
+        engine._thread.join(_HANGS_S)
+        assert not engine._thread.is_alive()
+
+    try:
+        run(scenario())
+    finally:
+        gate.set()
 
 
 def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
