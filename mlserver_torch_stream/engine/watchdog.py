@@ -88,8 +88,12 @@ class WatchdogState:
         left = self._deadlines.seconds_left(now)
         return math.inf if left is None else left
 
+    def due(self, now: float) -> list[EndRequest]:
+        """Takes out the jobs whose time is over."""
+        return [_out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
+
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
-        ask = [_out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
+        ask = self.due(now)
         self._asked += ask
         without = [end for end in self._asked if end.asked_at + PATIENCE <= now]
         self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
@@ -178,6 +182,11 @@ class Watchdog:
             self._state.watch(jobs, timeouts)
             if self._state.next_deadline(now := time.monotonic()) < self._wakes_at - now:
                 self._tell()
+
+    def due(self) -> Sequence[EndRequest]:
+        """For the engine's thread, which ends these now."""
+        with self._changed:
+            return self._state.due(time.monotonic())
 
     def asked(self, end: EndRequest) -> None:
         with self._changed:

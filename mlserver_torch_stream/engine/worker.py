@@ -116,10 +116,10 @@ class EngineWorker:
         self._submitted += len(accepted)
         self._submitted_tokens += tokens
         self._open[mailbox] = accepted  # at once: the watchdog ends it too, should the thread not come to take it in
-        if not self._inbox.post(lambda: self._accept(mailbox, accepted, tokens)):
-            del self._open[mailbox]
-            raise NotServing("the engine has just stopped")
         self._watchdog.watch(accepted, timeouts)
+        if not self._inbox.post(lambda: self._accept(mailbox, accepted, tokens)):
+            self._open.pop(mailbox, None)
+            raise NotServing("the engine has just stopped")
         return mailbox
 
     def _open_prompt(self, mailbox: Mailbox, jobs: list[Job]) -> None:
@@ -311,6 +311,8 @@ class EngineWorker:
         if (pending_death := self.pending_death) is not None and not stopping:
             self.pending_death = None
             raise pending_death.error
+        for end in self._watchdog.due():
+            self._time_out(end)
         if stopping:
             self._end_all(FinishReason.ABORT, NotServing("the engine was shut down"))
         return stopping
