@@ -126,6 +126,7 @@ class EngineSettings(BaseModel):
     max_queue_tokens: int | None = Field(default=None, gt=0)  # tokens of the prompts that wait; None: no bound
     queue_timeout: float | None = Field(default=None, gt=0)  # seconds that a prompt may wait
     request_timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
+    step_timeout: float = Field(default=1800.0, gt=0)  # seconds for the forward of a chunk; then the process ends
     prefill_chunk: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
     kv_cache_memory: Bytes | None = None
     prefix_cache_memory: BytesOrNone | None = None  # of it, for prompts that later ones begin with; 0: none

@@ -113,6 +113,10 @@ class Engine(Protocol):
     def alive(self) -> bool:
         """False once the engine's thread has died, or was shut down."""
 
+    @property
+    def trouble(self) -> str | None:
+        """Why new requests had better go elsewhere: it is dead, or does not come back from a step; None if neither."""
+
     def drain(self, why: str) -> None:
         """From now on ``submit`` raises NotServing with the reason ``why``; what runs goes on."""
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.progress import StepProgress
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 
@@ -20,6 +21,9 @@ Deliver = Callable[[Sequence[Answer]], None]
 
 class Backend(Protocol):
     """What a worker steps. All methods run on its thread, but for ``refusal`` and ``stats``."""
+
+    progress: StepProgress
+    """It says here what its steps are at."""
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         """Why a job of this size could never run; None if it can."""
@@ -44,6 +48,7 @@ class Remains:
     def __init__(self, last: EngineStats) -> None:
         gone = dict.fromkeys(_WORK, 0)
         self._stats = replace(last, **gone)
+        self.progress = StepProgress()
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None

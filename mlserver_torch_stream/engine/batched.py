@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from mlserver_torch_stream.engine.backend import Deliver
-from mlserver_torch_stream.engine.batches import RowBatches
+from mlserver_torch_stream.engine.batches import RowBatches, decode_of, prefill_of
 from mlserver_torch_stream.engine.forward import JointForward
 from mlserver_torch_stream.engine.scheduler import Group, Piece
 
@@ -56,6 +56,7 @@ class BatchedBackend(RowBatches):
         try:
             ids = self._take_up(piece)
             work = len(ids) + (job.prefilled - known) // _COPIED_PER_PREFILLED
+            self.progress.at(prefill_of(ids), len(ids))
             logits = self._prefill_forward([ids], self._prefills[job])
             self._advance(job, ids)
             started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
@@ -74,6 +75,7 @@ class BatchedBackend(RowBatches):
             self._sweep(group)
         groups = [group for group in groups if group.rows]
         parts = [([[answer.tokens[-1]] for answer in group.rows], self._batches[group]) for group in groups]
+        self.progress.at(decode_of(sum(len(group.rows) for group in groups)))
         try:
             found = forward.together(parts) if parts else []
         except Exception as error:
@@ -90,6 +92,7 @@ class BatchedBackend(RowBatches):
         self._sweep(group)
         if not group.rows:
             return
+        self.progress.at(decode_of(len(group.rows)))
         try:
             logits = self._decode_forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
         except Exception as error:

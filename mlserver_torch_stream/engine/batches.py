@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, JointForward, ModelForward
+from mlserver_torch_stream.engine.progress import StepProgress
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
 from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler, joint_limits
@@ -76,6 +77,7 @@ class RowBatches:
         self._prefills: dict[Job, RowCache] = {}
         self._batches: dict[Group, RowCache] = {}
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
+        self.progress = StepProgress()
 
     def longest_row(self, max_context: int) -> int:
         """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""
@@ -279,6 +281,7 @@ class RowBatches:
         deliver(answers)
 
     def _try_alone(self, group: Group, batch: RowCache, row: int) -> Exception | None:
+        self.progress.at("the decode step of a row alone")
         try:
             self._decode_forward([[group.rows[row].tokens[-1]]], batch.extract(row))
         except Exception as error:
@@ -327,3 +330,11 @@ class RowBatches:
             kv_cache_bytes=scheduler.reserved_bytes,
             prefix_cache_bytes=self._prefixes.bytes,
         )
+
+
+def prefill_of(ids: Sequence[int]) -> str:
+    return f"the prefill of {len(ids)} tokens"
+
+
+def decode_of(rows: int) -> str:
+    return f"the decode step of {rows} row{'s' if rows > 1 else ''}"

@@ -14,7 +14,7 @@ from itertools import count
 from mlserver_torch_stream.engine.sequence import Job
 
 _FEW = 64
-_FAR = 3600.0  # seconds; a thread cannot wait for the 300 years that somebody may set
+FAR = 3600.0  # seconds; a thread cannot wait for the 300 years that somebody may set
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,12 @@ class Bounds:
     max_queue_tokens: int | None = None  # of the prompts that wait
     queue_timeout: float | None = None  # from submit to the start of the prefill
     request_timeout: float | None = None  # from submit to the last token, where the request says nothing
+    step_timeout: float | None = None  # for the forward of up to ``chunk`` tokens
+    chunk: int = 512
+
+    def step_limit(self, tokens: int) -> float:
+        """Seconds that the forward of so many tokens may take: a prompt that cannot be cut counts as its chunks."""
+        return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
 
 
 class Deadlines:
@@ -52,7 +58,7 @@ class Deadlines:
 
     def seconds_left(self, now: float) -> float | None:
         """Until the next deadline, as far as it is worth planning; None without one."""
-        return min(_FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
+        return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[Job, bool]]:
         """Takes out the jobs whose time is over and that have not met it, each with whether it was still waiting."""

@@ -179,7 +179,14 @@ def _start(
         codec,
         info,
         loaded.eos_token_ids,
-        bounds=Bounds(settings.max_queue, settings.max_queue_tokens, settings.queue_timeout, settings.request_timeout),
+        bounds=Bounds(
+            settings.max_queue,
+            settings.max_queue_tokens,
+            settings.queue_timeout,
+            settings.request_timeout,
+            settings.step_timeout,
+            settings.prefill_chunk,
+        ),
         # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
         threads=1 if isinstance(prepared.forward, NativeForward) else threads,
         turns=prepared.turns,

@@ -10,8 +10,26 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from mlserver_torch_stream.types import TokenEvent, add_event
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What has been delivered of one sequence."""
+
+    tokens: int = 0
+    first_at: float | None = None
+    cumulative_logprob: float | None = None
+    ended: bool = False
+
+    def take(self, event: TokenEvent) -> None:
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+        self.tokens += len(event.token_ids)
+        self.cumulative_logprob = event.cumulative_logprob
+        self.ended = event.finish_reason is not None
 
 
 class Mailbox:
@@ -22,6 +40,7 @@ class Mailbox:
         self.closed_at: float | None = None
         self._unfinished = sequences
         self._pending: dict[int, deque[TokenEvent]] = {}  # by sequence
+        self._delivered: dict[int, Delivered] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._wake = wake
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
@@ -30,9 +49,15 @@ class Mailbox:
         """Where the ids of an open job go: ``extend(prompt_ids, whole)``."""
         self._on_extend = extend
 
+    def delivered(self, index: int) -> Delivered:
+        return self._delivered.setdefault(index, Delivered())
+
     def deliver(self, event: TokenEvent) -> None:
-        if self.closed_at is not None:
+        """Whatever comes after a sequence's last event is dropped: it has been ended without the engine's thread."""
+        delivered = self.delivered(event.index)
+        if self.closed_at is not None or delivered.ended:
             return
+        delivered.take(event)
         add_event(self._pending.setdefault(event.index, deque()), event)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

@@ -13,6 +13,7 @@ from threading import Lock
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineStats, PromptJob, TokenStream
+from mlserver_torch_stream.engine.watchdog import StepTimeout
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import EngineSettings
 
@@ -48,6 +49,12 @@ class ReplicatedEngine:
     def alive(self) -> bool:
         return any(replica.alive for replica in self._replicas)
 
+    @property
+    def trouble(self) -> str | None:
+        """One that is fine serves for all."""
+        troubles = [replica.trouble for replica in self._replicas]
+        return None if None in troubles else troubles[0]
+
     def submit(self, jobs: Sequence[PromptJob]) -> TokenStream:
         """All jobs of a request go to one replica: the least loaded that lives and has room for them.
 
@@ -68,7 +75,11 @@ class ReplicatedEngine:
         """Those that live, or all, for what the dead have to say, if none does."""
         numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
         numbers = numbers or list(range(len(self._replicas)))
-        return sorted(numbers, key=lambda number: (self._replicas[number].load, self._taken[number]))
+        return sorted(numbers, key=self._rank)
+
+    def _rank(self, number: int) -> tuple[bool, int, int]:
+        replica = self._replicas[number]
+        return replica.trouble is not None, replica.load, self._taken[number]
 
     @property
     def load(self) -> int:
@@ -94,7 +105,11 @@ class ReplicatedEngine:
 
 
 class Deaths:
-    """Of ``count`` replicas: tells only of the last one's, for until then there is somebody to serve."""
+    """Of ``count`` replicas: tells only of the last one's, for until then there is one that serves.
+
+    A thread that hangs in a step is told of at once: only the end of the process ends it, and on CPUs the others wait
+    for the cores that it holds.
+    """
 
     def __init__(self, count: int, on_death: OnDeath | None) -> None:
         self._left = count
@@ -106,7 +121,7 @@ class Deaths:
         with self._lock:
             self._left -= 1
             left = self._left
-        if left > 0:
+        if left > 0 and not isinstance(error, StepTimeout):
             logger.error("A replica died (%s): %d are left", error, left)
         elif self._on_death is not None:
             self._on_death(error)

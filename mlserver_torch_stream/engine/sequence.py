@@ -118,19 +118,15 @@ class Sequence:
         if self.finish_reason is not None:
             self.told = True
             last = events.pop() if events else self._event()
-            events.append(replace(last, finish_reason=self.finish_reason, usage=self._usage(), error=self._error))
+            events.append(
+                replace(
+                    last,
+                    finish_reason=self.finish_reason,
+                    usage=self.job.usage(len(self.tokens), self._first_token_at),
+                    error=self._error,
+                )
+            )
         return events
-
-    def _usage(self) -> Usage:
-        job = self.job
-        started = job.started_at or time.monotonic()
-        first = self._first_token_at or started
-        return Usage(
-            num_input_tokens=len(job.prompt),
-            num_output_tokens=len(self.tokens),
-            queue_s=started - job.whole_at,
-            ttft_s=first - job.submitted_at,
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -213,3 +209,32 @@ class Job:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         for sequence in self.sequences:
             sequence.finish(reason, error)
+
+    def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
+        """Ends what has no end yet for its reader alone, with the tokens that were delivered. On the loop's thread.
+
+        The sequences are the engine's thread's, which does not come back to end them.
+        """
+        for sequence in self.sequences:
+            delivered = self.mailbox.delivered(sequence.index)
+            if delivered.ended:
+                continue
+            usage = self.usage(delivered.tokens, delivered.first_at)
+            self.mailbox.deliver(
+                TokenEvent(
+                    sequence.index,
+                    cumulative_logprob=delivered.cumulative_logprob,
+                    finish_reason=reason,
+                    usage=usage,
+                    error=error,
+                )
+            )
+
+    def usage(self, tokens: int, first_token_at: float | None) -> Usage:
+        started = self.started_at or time.monotonic()
+        return Usage(
+            num_input_tokens=len(self.prompt),
+            num_output_tokens=tokens,
+            queue_s=started - self.whole_at,
+            ttft_s=(first_token_at or started) - self.submitted_at,
+        )

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.forward import input_device
+from mlserver_torch_stream.engine.progress import StepProgress
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sequence import Job
@@ -54,6 +55,7 @@ class SerialBackend:
         self._open: list[Job] = []  # prompts whose end has not come: nobody waits for them
         self._running = 0
         self._stats = EngineStats()
+        self.progress = StepProgress()
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
@@ -117,6 +119,7 @@ class SerialBackend:
     def _answer(self, answer: Answer, deliver: Deliver, poll: Callable[[], object]) -> None:
         job, sampler = answer.job, answer.sampler
         assert sampler is not None
+        self.progress.at(f"the prefill of {len(job.prompt)} tokens by generate", len(job.prompt))
         try:
             prompt = torch.tensor([job.prompt], device=self._device)
             generate = partial(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,14 +18,18 @@ import torch
 from mlserver_torch_stream.engine.admission import Admission
 from mlserver_torch_stream.engine.api import EngineStats, PromptJob
 from mlserver_torch_stream.engine.backend import Backend, Remains
-from mlserver_torch_stream.engine.bounds import Bounds, Deadlines, Pace
+from mlserver_torch_stream.engine.bounds import Bounds, Pace
+from mlserver_torch_stream.engine.inbox import Inbox
 from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.posting import end_for_readers, post_events
+from mlserver_torch_stream.engine.progress import Work
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
-from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
+from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, trouble
+from mlserver_torch_stream.errors import GenerationFailed, NotServing
+from mlserver_torch_stream.types import FinishReason, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,8 @@ class EngineWorker:
     """An ``Engine`` (see ``engine.api``) over any backend.
 
     ``rebuild`` makes a backend in the place of one that died; without it, or after too many deaths, the engine stays
-    dead and ``on_death`` is called on its thread. ``turns`` is None for an engine whose device is its own.
+    dead and ``on_death`` is called on its thread. ``turns`` is None for an engine whose device is its own. While its
+    thread does not come back from a step its watchdog keeps the deadlines, and gives it up at last.
     """
 
     def __init__(
@@ -66,9 +70,8 @@ class EngineWorker:
         self._turns = turns
         self._rebuild = rebuild
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._open: dict[Mailbox, list[Job]] = {}
-        self._deadlines = Deadlines()
         self._deaths: list[float] = []
         self._pace = Pace()
         self._submitted = self._submitted_tokens = 0  # jobs and their prompts, written by the loop's thread
@@ -78,16 +81,20 @@ class EngineWorker:
         self._before = EngineStats()  # what backends counted that died
         self._draining: str | None = None  # why
         self._stopping = False
-        self._last_word = threading.Lock()  # between who posts and the thread that ends
-        self._ended = False
+        self._burying = threading.Lock()
         self._dead: BaseException | None = None
-        self._doom: BaseException | None = None
+        self.pending_death: PendingDeath | None = None
+        self._watchdog = Watchdog(self, self._bounds, name)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self._dead is None and not self._stopping
+
+    @property
+    def trouble(self) -> str | None:
+        return trouble(self.works(), self._bounds, time.monotonic()) if self.alive else "its engine died"
 
     def submit(self, jobs: Sequence[PromptJob]) -> Mailbox:
         if not self.alive:
@@ -110,17 +117,12 @@ class EngineWorker:
         tokens = sum(len(job.prompt_ids) for job in jobs)
         self._submitted += len(accepted)
         self._submitted_tokens += tokens
-        if not self._post(lambda: self._accept(mailbox, accepted, timeouts, tokens)):
+        self._open[mailbox] = accepted  # at once: the watchdog ends it too, should the thread not come to take it in
+        self._watchdog.watch(accepted, timeouts)
+        if not self._inbox.post(lambda: self._accept(mailbox, accepted, tokens)):
+            self._open.pop(mailbox, None)
             raise NotServing("the engine has just stopped")
         return mailbox
-
-    def _post(self, action: Callable[[], None]) -> bool:
-        """Has the engine's thread do something before its next step; False if it will not step again."""
-        with self._last_word:
-            if self._ended:
-                return False
-            self._inbox.put(action)
-            return True
 
     def _open_prompt(self, mailbox: Mailbox, given: Sequence[PromptJob], jobs: list[Job]) -> None:
         if len(jobs) != 1:
@@ -135,7 +137,7 @@ class EngineWorker:
             self._admission.check_ids(prompt_ids)
             self._admission.check_size(given[0], known, self._backend.refusal)
             ids = list(prompt_ids)
-            self._post(lambda: self._extend(job, ids, whole))
+            self._inbox.post(lambda: self._extend(job, ids, whole))
 
         mailbox.feed_prompt_to(extend)
 
@@ -143,7 +145,7 @@ class EngineWorker:
         if job.mailbox in self._open:
             job.grow(prompt_ids, whole)
             if whole:
-                self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
+                self._watchdog.watch_wait(job)
 
     @property
     def load(self) -> int:
@@ -159,53 +161,66 @@ class EngineWorker:
         self._draining = why
 
     def abort_all(self, why: str) -> None:
-        self._post(lambda: self._end_all(FinishReason.ABORT, NotServing(why)))
+        error = NotServing(why)
+        end = EndRequest(tuple(self._all_jobs()), FinishReason.ABORT, error, time.monotonic())
+        if self._inbox.post(lambda: self._end_all(FinishReason.ABORT, error)):
+            self._watchdog.asked(end)
 
     def fail(self, error: BaseException, patience: float | None = None) -> None:
         """Has the engine's thread die of ``error`` before its next step. From any thread.
 
         ``patience``: seconds after which the streams are told without it, should it not come back from a device.
         """
-        self._doom = error
-        self._post(lambda: None)
-        if patience is not None:
-            threading.Thread(target=self._outwait, args=(error, patience), daemon=True).start()
-
-    def _outwait(self, error: BaseException, patience: float) -> None:
-        self._thread.join(patience)
-        if self._thread.is_alive() and self._doom is error:
-            logger.error("the engine's thread does not come back: its streams end without it")
-            self._bury(error)
+        self.pending_death = PendingDeath(error, None if patience is None else time.monotonic() + patience)
+        self._inbox.post(lambda: None)
+        self._watchdog.look()
 
     def shutdown(self) -> None:
         self._stopping = True
-        self._post(lambda: None)
+        self._inbox.post(lambda: None)
         self._thread.join()
+        self._watchdog.stop()
+        self._watchdog.join()
+
+    # --- what its watchdog asks and does ---
+
+    def works(self) -> Sequence[Work]:
+        return self._backend.progress.works()
+
+    def ask(self, end: EndRequest) -> None:
+        self._inbox.post(lambda: self._time_out(end))
+
+    def give_up(self, error: BaseException) -> None:
+        if self._bury(error):
+            logger.error("The engine's thread is not waited for any more, its streams end without it: %s", error)
+            failure = GenerationFailed(f"the engine died: {error}")
+            end_for_readers(self._all_jobs(), FinishReason.ERROR, failure)
+            self._say_dead(error)
+
+    def _all_jobs(self) -> list[Job]:
+        return [job for jobs in list(self._open.values()) for job in jobs]
+
+    # --- on the engine's thread ---
 
     def _closed(self, mailbox: Mailbox) -> None:
-        self._post(lambda: self._cancel(mailbox))
+        self._inbox.post(lambda: self._cancel(mailbox))
 
-    def _accept(self, mailbox: Mailbox, jobs: list[Job], timeouts: list[float | None], tokens: int) -> None:
+    def _accept(self, mailbox: Mailbox, jobs: list[Job], tokens: int) -> None:
         self._taken += len(jobs)
         self._taken_tokens += tokens
         if mailbox.closed_at is not None:
-            return
-        self._open[mailbox] = jobs
-        for job, timeout in zip(jobs, timeouts, strict=True):
-            if job.sealed:
-                self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
-            self._deadlines.add(job, timeout, while_waiting=False)
-            self._backend.add(job)
+            self._open.pop(mailbox, None)
+        elif mailbox in self._open:  # and has not ended with all others
+            for job in jobs:
+                self._backend.add(job)
 
     def _cancel(self, mailbox: Mailbox) -> None:
         jobs = self._open.get(mailbox)
         if jobs is not None:
             self._cancelled += self._end(jobs, FinishReason.ABORT, None)
 
-    def _expire(self) -> None:
-        for job, waited in self._deadlines.due(time.monotonic()):
-            what = "waited too long in the queue" if waited else "took too long"
-            self._timed_out += self._end([job], FinishReason.TIMEOUT, TimedOut(f"the request {what}"))
+    def _time_out(self, end: EndRequest) -> None:
+        self._timed_out += self._end(end.jobs, end.reason, end.error)
 
     def _end(self, jobs: Sequence[Job], reason: FinishReason, error: Exception | None) -> int:
         """Ends jobs wherever they are, with the text they have; says how many sequences that were.
@@ -221,7 +236,7 @@ class EngineWorker:
         return ended
 
     def _end_all(self, reason: FinishReason, error: Exception) -> None:
-        self._end([job for jobs in self._open.values() for job in jobs], reason, error)
+        self._end(self._all_jobs(), reason, error)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -232,6 +247,8 @@ class EngineWorker:
                 self._backend.close()
                 return
             except BaseException as error:
+                if self._dead is not None:
+                    return  # it was given up before it came back
                 logger.exception("the engine's thread failed; every stream ends with an error")
                 if not self._revive(error):
                     return
@@ -241,6 +258,7 @@ class EngineWorker:
         now = time.monotonic()
         self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
         backend = None
+        self._backend.progress.at("the engine's fresh start")
         if self._rebuild is not None and len(self._deaths) <= _MOST_DEATHS:
             try:
                 backend = self._rebuild()
@@ -248,96 +266,87 @@ class EngineWorker:
                 logger.exception("the engine could not be started anew")
         dead = self._backend
         if backend is None:
-            self._bury(error)
+            if self._bury(error):
+                self._go_on_with(Remains(dead.stats()), error, last=True)
+                self._say_dead(error)
         else:
             logger.error("the engine was started anew")
             self._before = dead.stats().counting_on(self._before)
             self._go_on_with(backend, error)
+        self._backend.progress.at("the last forward of the engine that died")
         dead.close()
+        self._backend.progress.rest()
         return backend is not None
 
-    def _bury(self, error: BaseException) -> None:
-        """Ends every stream for good; done once, by the engine's thread or by one that has waited for it in vain."""
-        with self._last_word:
+    def _bury(self, error: BaseException) -> bool:
+        """Makes this the end, once: True for the first of the engine's thread and its watchdog."""
+        with self._burying:
             if self._dead is not None:
-                return
+                return False
             self._dead = error  # before the streams end: who is told of it finds `alive` false
-        self._go_on_with(Remains(self._backend.stats()), error, last=True)
+        self._inbox.close()
+        return True
+
+    def _say_dead(self, error: BaseException) -> None:
+        self._watchdog.stop()
         if self._on_death is not None:
             self._on_death(error)
 
     def _go_on_with(self, backend: Backend, error: BaseException, *, last: bool = False) -> None:
         self._backend = backend
-        self._take_in(last)
+        self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
 
     def _loop(self) -> None:
         busy = False
         while True:
             if not busy and not self._stopping:  # whose wake-up may have been taken in since it was looked at
-                self._wait()
+                self._inbox.wait()
             if self._poll():
                 return
             busy = self._step()
 
-    def _wait(self) -> None:
-        """Sleeps until something arrives or a deadline is due."""
-        with contextlib.suppress(queue.Empty):
-            self._inbox.get(timeout=self._deadlines.seconds_left(time.monotonic()))()
-
     def _poll(self) -> bool:
-        """Takes in what has arrived: jobs, closed streams, deadlines; True if it was the end."""
+        """Takes in what has arrived: jobs, closed streams, deadlines that are over; True if it was the end."""
         stopping = self._stopping  # read once: who posts after the last look must be told that it was the last
-        self._take_in(last=stopping)
-        if (doom := self._doom) is not None and not stopping:
-            self._doom = None
-            raise doom
-        self._expire()
+        self._inbox.take_in(last=stopping)
+        if self._dead is not None:
+            self._end_all(FinishReason.ERROR, GenerationFailed("the engine died"))  # its readers know: it frees rows
+            return True
+        if (pending_death := self.pending_death) is not None and not stopping:
+            self.pending_death = None
+            raise pending_death.error
+        for end in self._watchdog.due():
+            self._time_out(end)
         if stopping:
             self._end_all(FinishReason.ABORT, NotServing("the engine was shut down"))
         return stopping
-
-    def _take_in(self, last: bool) -> None:
-        with self._last_word if last else contextlib.nullcontext():
-            self._ended = self._ended or last
-            while not self._inbox.empty():
-                self._inbox.get()()
 
     def _step(self) -> bool:
         turn = self._turns.turn() if self._turns is not None else contextlib.nullcontext()
         with turn:
             began = time.monotonic()
+            self._backend.progress.at("a step")
             busy = self._backend.step(self._deliver, self._between_tokens)
+            self._backend.progress.rest()
             self._pace.note(time.monotonic() - began)
             return busy
 
     def _between_tokens(self) -> None:
         """In a long step: takes in what has arrived, and lets other engines on these cores have their turn."""
         self._poll()
+        self._backend.progress.rest()
         if self._turns is not None:
             self._turns.pass_on()
+        self._backend.progress.at("the next token of an answer alone")
 
     def _deliver(self, answers: Sequence[Answer]) -> None:
-        """Posts what the answers have to say with one wake-up per event loop, and forgets streams that ended."""
-        posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
+        """Posts what the answers have to say, and forgets streams that ended."""
+        post_events(answers)
         for answer in answers:
-            events = answer.take_events()
-            mailbox = answer.job.mailbox
-            if mailbox.closed_at is None:
-                posts.setdefault(mailbox.loop, []).extend((mailbox, event) for event in events)
             if answer.finish_reason is not None:
-                self._forget(mailbox)
-        for loop, post in posts.items():
-            try:
-                loop.call_soon_threadsafe(_hand_out, post)
-            except RuntimeError:  # the loop was closed: nobody is left to read
-                logger.debug("an event loop went away under %d events", len(post))
+                self._forget(answer.job.mailbox)
 
     def _forget(self, mailbox: Mailbox) -> None:
         if mailbox in self._open and all(job.finished for job in self._open[mailbox]):
             self._pace.finished(len(self._open.pop(mailbox)))
-
-
-def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:
-    for mailbox, event in post:
-        mailbox.deliver(event)

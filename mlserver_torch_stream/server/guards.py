@@ -18,7 +18,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import grpc_messages
+from mlserver_torch_stream.server import grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.life import ending, health, readiness, turnover
 from mlserver_torch_stream.server.observe import telemetry
 from mlserver_torch_stream.server.observe.weights_metrics import WEIGHTS
@@ -38,6 +38,7 @@ def install() -> None:
     ending.install()
     readiness.install()
     grpc_messages.install()
+    grpc_refusals.install()
     turnover.install()
     WEIGHTS.show()
     original = RESTServer.add_custom_handlers

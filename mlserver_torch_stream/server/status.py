@@ -45,6 +45,10 @@ def extend_grpc_codes() -> None:
     utils.STATUS_CODE_MAPPING.update(_CODES)
 
 
-def as_server_error(error: RequestError, *, streaming: bool) -> MLServerError:
+class RefusedCall(MLServerError):  # type: ignore[misc]
+    """What a model of ours raises where MLServer waits for an answer. The request has its line in the log."""
+
+
+def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
     status = StreamStatus(error.status) if streaming and isinstance(error, NotServing) else error.status
-    return MLServerError(error.message, status)
+    return RefusedCall(error.message, status)

@@ -55,10 +55,6 @@ class Pool:
     # --- what the lifecycle asks of an engine ---
 
     @property
-    def alive(self) -> bool:
-        return self._crew.trouble is None
-
-    @property
     def trouble(self) -> str | None:
         return self._crew.trouble
 

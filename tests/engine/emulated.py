@@ -59,7 +59,7 @@ class Busy:
 
 @contextmanager
 def pipelined(
-    model: PreTrainedModel, pipeline: Pipeline | None = None, **options: Any
+    model: PreTrainedModel, pipeline: Pipeline | None = None, step_timeout: float | None = None, **options: Any
 ) -> Iterator[tuple[EngineWorker, Pipeline]]:
     """An engine whose batches are in different stages at the same time; ``options``: of its backend."""
     pipeline = pipeline or Pipeline(read_stages(model))
@@ -69,7 +69,7 @@ def pipelined(
     given = {"cache_bytes": 2**24, "max_rows": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
     backend = PipelinedBackend(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
-    with running(model, backend=backend) as engine:
+    with running(model, backend=backend, step_timeout=step_timeout) as engine:
         yield engine, pipeline
 
 

@@ -68,11 +68,11 @@ def test_a_stop_that_comes_while_the_inbox_is_emptied_is_not_slept_through(model
 
     def stop() -> None:
         engine._stopping = True
-        engine._post(lambda: None)  # taken in at once, by the loop that runs this
+        engine._inbox.post(lambda: None)  # taken in at once, by the loop that runs this
 
     with running(model) as engine:
-        engine._post(lambda: gate.wait(30) or None)
-        engine._post(stop)
+        engine._inbox.post(lambda: gate.wait(30) or None)
+        engine._inbox.post(stop)
         gate.set()
         engine._thread.join(30)
         assert not engine._thread.is_alive()
@@ -95,7 +95,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
         watch.let_go()
         engine._thread.join(30)
         assert not engine._thread.is_alive()
-        assert not engine._post(lambda: None), "nobody would take it in"
+        assert not engine._inbox.post(lambda: None), "nobody would take it in"
 
     with running(model) as engine:
         run(scenario(engine))
@@ -104,7 +104,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
 def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineWorker) -> None:
         engine.fail(RuntimeError("once"), patience=30)
-        await until(lambda: engine._doom is None, "the engine's end")
+        await until(lambda: engine.pending_death is None, "the engine's end")
         expected = reference(model, prompt_of(5), 4)
         assert await tokens_of(engine, prompt_of(5), greedy(4)) == expected
 

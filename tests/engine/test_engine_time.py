@@ -64,6 +64,18 @@ def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: to
 
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
+def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, model: torch.nn.Module) -> None:
+    engine = engine_of(backend_of(kind, model))
+    try:
+        for _ in range(20):
+            event = run(collect(engine, [PromptJob(tuple(PROMPT), greedy(2), timeout_s=1e-6)]))[0]
+            assert event.finish_reason is FinishReason.TIMEOUT and event.token_ids == ()
+        assert engine.stats().timed_out_sequences == 20
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, model: torch.nn.Module) -> None:
     engine = engine_of(backend_of(kind, model, max_rows=1), Bounds(queue_timeout=0.3))
 

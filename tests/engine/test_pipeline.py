@@ -5,6 +5,8 @@ a part of the model that lets one forward in at a time, is the real thing.
 """
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -315,6 +317,42 @@ async def last_of(stream: TokenStream) -> TokenEvent:
 
 def _die(*_: Any) -> None:
     raise SystemExit("a stage's thread died")
+
+
+def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
+    """Before any stage, so that the engine's thread comes back from each of its steps."""
+    model = laid_out(tiny_model("llama"), 2)
+    gate = threading.Event()
+
+    def hang(tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+        assert gate.wait(60)
+        raise RuntimeError("too late")
+
+    async def scenario(engine: EngineWorker) -> None:
+        beside = engine.submit([PromptJob(prompt_of(3), greedy(240))])
+        await anext(beside)
+        assert isinstance(engine._backend, PipelinedBackend)
+        engine._backend._prefill_forward = hang
+        stream = engine.submit([PromptJob(prompt_of(5), greedy(9))])
+        await until(lambda: "the prefill of 5 tokens has not come back" in str(engine.trouble), "trouble")
+        assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
+        assert not engine.alive
+        beside.close()
+
+    with pipelined(model, step_timeout=4.0, prefill_tokens=8) as (engine, _):
+        try:
+            run(scenario(engine))
+        finally:
+            gate.set()
+
+
+def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
+    code = (
+        "import time\n"
+        "from mlserver_torch_stream.engine.pipeline.flights import Flights\n"
+        "Flights(1, 1).launch('one', lambda: time.sleep(600))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_nothing_runs_on_after_a_shutdown() -> None:

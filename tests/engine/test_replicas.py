@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mlserver_torch_stream.engine.api import Engine, PromptJob
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.replicas import ReplicatedEngine
 from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.watchdog import StepTimeout
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import parse_settings
@@ -42,7 +44,7 @@ def deaths() -> list[BaseException]:
 
 @pytest.fixture
 def three(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
-    built = build(tiny_model, deaths, replicas=3, max_queue=4)
+    built = build(tiny_model, deaths, replicas=3, max_queue=4, step_timeout=6.0)
     yield built
     end(built)
 
@@ -171,6 +173,42 @@ def test_the_last_ones_death_is_everybodys(three: BuiltEngine, deaths: list[Base
             three.engine.submit([PromptJob(prompt_of(3))])
 
     run(scenario())
+
+
+def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
+    three: BuiltEngine, deaths: list[BaseException]
+) -> None:
+    """Its thread cannot be ended, and holds the cores that the others wait for."""
+
+    async def scenario() -> None:
+        hung = members(three)[0]
+        began = threading.Event()
+
+        def hang(*_: Any) -> bool:
+            began.set()
+            assert let_go.wait(60)
+            return False
+
+        step, hung._backend.step = hung._backend.step, hang  # type: ignore[method-assign]
+        stream = hung.submit([PromptJob(prompt_of(5), greedy(9))])
+        await until(began.is_set, "a step")
+        await until(lambda: hung.trouble is not None, "trouble")
+        assert three.engine.trouble is None, "the others are fine"
+        others = [three.engine.submit([PromptJob(prompt_of(5), greedy(9))]) for _ in range(4)]
+        assert [member.load for member in members(three)] == [1, 2, 2], "none goes to the one that hangs"
+        await until(lambda: len(deaths) == 1, "word of its end")
+        assert isinstance(deaths[0], StepTimeout)
+        assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
+        hung._backend.step = step  # type: ignore[method-assign]
+        let_go.set()
+        for other in others:
+            other.close()
+
+    let_go = threading.Event()
+    try:
+        run(scenario())
+    finally:
+        let_go.set()
 
 
 def test_a_draining_engine_drains_all(three: BuiltEngine) -> None:

@@ -139,6 +139,7 @@ def running(
     max_queue: int = 64,
     max_queue_tokens: int | None = None,
     queue_timeout: float | None = None,
+    step_timeout: float | None = None,
     context: int = CONTEXT,
     turns: Turns | None = None,
     eos_token_ids: tuple[int, ...] = (),
@@ -165,7 +166,7 @@ def running(
         )
         context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    bounds = Bounds(max_queue, max_queue_tokens, queue_timeout)
+    bounds = Bounds(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
     engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
     try:
         yield engine

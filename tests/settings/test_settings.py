@@ -210,3 +210,15 @@ def test_strings_are_read_as_what_a_key_wants() -> None:
     )
     with pytest.raises(SettingsError, match="max_context"):
         parse_settings(extra={**given, "max_context": "many"}, environ={})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "soon", None])
+def test_the_time_of_a_step_is_a_positive_number_of_seconds(value: object) -> None:
+    with pytest.raises(SettingsError, match=r"parameters\.extra\.step_timeout"):
+        parse_settings(EMBEDDED, {"step_timeout": value}, environ={})
+
+
+def test_the_default_time_of_a_step_is_for_the_slowest_that_is_not_broken() -> None:
+    """A chunk through a model of 70B parameters at 50 GFLOP/s takes 1434 s."""
+    settings = parse_settings(EMBEDDED, {}, environ={}).settings
+    assert settings.step_timeout >= 2 * 70e9 * settings.prefill_chunk / 50e9

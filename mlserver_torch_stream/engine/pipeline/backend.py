@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.backend import Deliver
-from mlserver_torch_stream.engine.batches import RowBatches
+from mlserver_torch_stream.engine.batches import RowBatches, decode_of, prefill_of
 from mlserver_torch_stream.engine.forward import Forward, ModelForward
 from mlserver_torch_stream.engine.pipeline.flights import Flights
 from mlserver_torch_stream.engine.pipeline.passage import Pipeline, StagedForward
@@ -70,7 +70,11 @@ class PipelinedBackend(RowBatches):
         self._gauge()
         if not self._flights:
             return False
-        for key, flight in self._flights.landed():
+        self.progress.rest()  # while it waits for what is under way
+        landed = self._flights.landed()
+        self.progress.at("a step of the pipeline")
+        for key, flight in landed:
+            self.progress.landed(key)
             if isinstance(key, Job):
                 self._land_prefill(key, flight, deliver)
             else:
@@ -113,6 +117,7 @@ class PipelinedBackend(RowBatches):
             return
         cache = self._prefills[job]
         self._pieces[job] = _Away(job.prefilled, ids)
+        self.progress.launched(job, prefill_of(ids), len(ids))
         self._flights.launch(job, lambda: self._prefill_forward([ids], cache))
 
     def _land_prefill(self, job: Job, flight: Future[torch.Tensor], deliver: Deliver) -> None:
@@ -170,6 +175,7 @@ class PipelinedBackend(RowBatches):
         tokens = [[answer.tokens[-1]] for answer in group.rows]
         cache = self._batches[group]
         self._began[group] = time.monotonic()
+        self.progress.launched(group, decode_of(len(tokens)))
         self._flights.launch(group, lambda: self._decode_forward(tokens, cache))
 
     def _land_decode(self, group: Group, flight: Future[torch.Tensor], deliver: Deliver) -> None:

@@ -6,9 +6,9 @@ Knows nothing of rows; a flight is told apart by what it is for.
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 import torch
@@ -18,11 +18,17 @@ T = TypeVar("T")
 
 
 class Flights(Generic[K, T]):
-    """At most ``most`` at once, which the caller sees to. All methods are called by the thread that owns this."""
+    """At most ``most`` at once, which the caller sees to. All methods are called by the thread that owns this.
+
+    Its threads are daemons: the interpreter would wait at its end for those of an executor, and one may hang.
+    """
 
     def __init__(self, most: int, threads: int) -> None:
         """``threads``: of torch's, in each of ours; a new thread would take all of the host's cores."""
-        self._pool = ThreadPoolExecutor(most, "stage", partial(torch.set_num_threads, threads))
+        self._most = most
+        self._torch_threads = threads
+        self._crew: list[threading.Thread] = []
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._landed: queue.SimpleQueue[tuple[K, Future[T]]] = queue.SimpleQueue()
         self._away: set[K] = set()
 
@@ -34,7 +40,10 @@ class Flights(Generic[K, T]):
 
     def launch(self, key: K, work: Callable[[], T]) -> None:
         self._away.add(key)
-        self._pool.submit(_inferring, work).add_done_callback(lambda done: self._landed.put((key, done)))
+        if len(self._crew) < min(len(self._away), self._most):
+            self._crew.append(threading.Thread(target=self._fly, name=f"stage_{len(self._crew)}", daemon=True))
+            self._crew[-1].start()
+        self._waiting.put(lambda: self._landed.put((key, _future(work))))
 
     def landed(self) -> list[tuple[K, Future[T]]]:
         """Waits for one, and takes all that are there."""
@@ -46,9 +55,22 @@ class Flights(Generic[K, T]):
 
     def close(self) -> None:
         """Waits for those that are under way."""
-        self._pool.shutdown()
+        for _ in self._crew:
+            self._waiting.put(None)
+        for thread in self._crew:
+            thread.join()
+
+    def _fly(self) -> None:
+        torch.set_num_threads(self._torch_threads)
+        while (flight := self._waiting.get()) is not None:
+            flight()
 
 
-def _inferring(work: Callable[[], T]) -> T:
-    with torch.inference_mode():
-        return work()
+def _future(work: Callable[[], T]) -> Future[T]:
+    done: Future[T] = Future()
+    try:
+        with torch.inference_mode():
+            done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+    return done

@@ -26,7 +26,8 @@ class Drainable(Protocol):
     """What a model's requests run on, as far as the end of a process has to know it."""
 
     @property
-    def alive(self) -> bool: ...
+    def trouble(self) -> str | None:
+        """Why it is not ready; None if it is."""
 
     def drain(self, why: str) -> None:
         """New requests are refused, with the reason; what runs goes on."""

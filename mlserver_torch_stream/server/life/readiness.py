@@ -1,4 +1,4 @@
-"""Readiness that tells the truth, and who may enter: our models answer for themselves where MLServer would say 400.
+"""Health that tells the truth, and who may enter: our models answer for themselves where MLServer would say 400.
 
 Knows nothing of why a model is not ready. Other models' readiness and requests stay MLServer's own.
 """
@@ -6,11 +6,11 @@ Knows nothing of why a model is not ready. Other models' readiness and requests 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
-from mlserver import MLModel
-from mlserver.context import model_context
+from mlserver import MLModel, ModelSettings
+from mlserver.context import model_name_var, model_version_var
 from mlserver.handlers import DataPlane
 from mlserver.rest.server import RESTServer
 from starlette.requests import Request
@@ -22,9 +22,13 @@ from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.rest.routes import find_model
 
+Says = Callable[[DataPlane], Awaitable[bool]]
+
 _MARK = "_torch_stream_readiness"
 _NAME = "torch_stream:ready"
+_LIVE = "/v2/health/live"
 _PATHS = (
+    _LIVE,
     "/v2/health/ready",
     "/v2/models/{model_name}/ready",
     "/v2/models/{model_name}/versions/{model_version}/ready",
@@ -36,6 +40,7 @@ def install() -> None:
 
     MLServer refuses with 400, at which Seldon Core 2 loads the model anew; and it knows no model that still takes
     requests but wants no new ones to be routed to it. A process that is to end is not ready, whatever models it has.
+    One that ends because an engine is lost is not live either: whatever keeps it from its end, it is to be restarted.
     """
     original = DataPlane._infer_contextmanager
     if getattr(original, _MARK, False):
@@ -53,36 +58,50 @@ def install() -> None:
         seconds = data_plane._ModelInferRequestDuration.labels(**labels).time()
         failures = data_plane._ModelInferRequestFailure.labels(**labels).count_exceptions()
         with seconds, failures, model.visits.one():
-            with model_context(model.settings):
+            with _as_model(model.settings):
                 yield model
             data_plane._ModelInferRequestSuccess.labels(**labels).inc()
 
     setattr(enter, _MARK, True)
     DataPlane._infer_contextmanager = enter
-    DataPlane.ready = _unless_leaving(DataPlane.ready)
+    DataPlane.ready = _unless(lambda: LIFECYCLE.leaving, DataPlane.ready)
+    DataPlane.live = _unless(lambda: LIFECYCLE.failure, DataPlane.live)
 
 
-def _unless_leaving(ready: Callable[[DataPlane], Awaitable[bool]]) -> Callable[[DataPlane], Awaitable[bool]]:
-    @functools.wraps(ready)
-    async def is_ready(data_plane: DataPlane) -> bool:
-        return LIFECYCLE.leaving is None and await ready(data_plane)
+@contextmanager
+def _as_model(settings: ModelSettings) -> Iterator[None]:
+    """MLServer's ``model_context``, which raises where a client that leaves has its stream closed by another task."""
+    tokens = [(model_name_var, model_name_var.set(settings.name))]
+    tokens += [(model_version_var, model_version_var.set(settings.version or ""))]
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            with suppress(ValueError):  # that task has a context of its own, with nothing to reset
+                variable.reset(token)
 
-    return is_ready
+
+def _unless(trouble: Callable[[], str | None], says: Says) -> Says:
+    @functools.wraps(says)
+    async def says_truly(data_plane: DataPlane) -> bool:
+        return trouble() is None and await says(data_plane)
+
+    return says_truly
 
 
 def add_routes(server: RESTServer) -> None:
-    """Puts our routes for readiness before MLServer's. Idempotent."""
+    """Puts our routes for health before MLServer's. Idempotent."""
     routes = server._app.router.routes
     if not any(getattr(route, "name", None) == _NAME for route in routes):
-        routes[:0] = [_ReadyRoute(path, server._data_plane) for path in _PATHS]
+        routes[:0] = [_HealthRoute(path, server._data_plane) for path in _PATHS]
 
 
 def is_ours(model: MLModel) -> bool:
     return bool(getattr(model, "streams_tokens", False))
 
 
-class _ReadyRoute(Route):
-    """Matches only where a model of ours is not ready; MLServer's own route answers everything else."""
+class _HealthRoute(Route):
+    """Matches only where a model of ours is not ready, or lost; MLServer's own route answers everything else."""
 
     def __init__(self, path: str, data_plane: DataPlane) -> None:
         super().__init__(path, self._refuse, name=_NAME)
@@ -98,6 +117,8 @@ class _ReadyRoute(Route):
         return Match.NONE, {}
 
     def _trouble(self, path: dict[str, str]) -> str | None:
+        if self.path == _LIVE:
+            return LIFECYCLE.failure
         if "model_name" in path:
             asked = [find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))]
         else:

@@ -63,7 +63,7 @@ class Stay(Generic[B]):
             return "it is unloaded"
         if self._built is None:
             return "it is loading"
-        return None if self._built.engine.alive else "its engine died"
+        return self._built.engine.trouble
 
     async def begin(self, build: Callable[[OnDeath], B]) -> B:
         """Builds the engine. Raises what ``build`` does, or NotServing if the process is to end before it is done.

@@ -88,4 +88,11 @@ async def until(ended: Moment, items: AsyncIterator[T]) -> AsyncIterator[T]:
         # Synchronous: this may run where nothing can be awaited any more.
         end.cancel()
         if following is not None:
+            following.add_done_callback(_see)  # reading from a client that has left may raise
             following.cancel()
+
+
+def _see(task: asyncio.Future[T]) -> None:
+    """Nobody waits for it any more, and asyncio would log its exception as never retrieved."""
+    if not task.cancelled():
+        task.exception()

@@ -76,7 +76,8 @@ class Answers(Generic[Message, Reply]):
                 await asyncio.wait(self._open)
             await self._outbox.put(None)
         except Exception as error:
-            await self._outbox.put(_Failure(error))
+            if not self._closed:  # else nobody takes it, and the task would never end
+                await self._outbox.put(_Failure(error))
 
     def _start(self, answer: Answer[Reply], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -103,6 +104,8 @@ class Answers(Generic[Message, Reply]):
 
     async def _fail(self, answer: Answer[Reply], error: Exception) -> None:
         """An only message that fails before its first reply fails the stream; any other fails alone."""
+        if self._closed:
+            return
         alone = self._received == 1 and not self._replied
         for item in [_Failure(error)] if alone else answer.failure(error):
             await self._outbox.put(item)

@@ -44,13 +44,6 @@ class TorchServeRuntime(Resident):
 
     _stay: Stay[BuiltPool]
 
-    @property
-    def trouble(self) -> str | None:
-        """Why the model is not ready: what its workers died of, where they did."""
-        engine = self._stay.engine
-        workers = engine.trouble if engine is not None else None  # type: ignore[attr-defined]
-        return workers or super().trouble
-
     async def load(self) -> bool:
         join_mlservers_log()
         loop = asyncio.get_running_loop()

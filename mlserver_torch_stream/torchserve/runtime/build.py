@@ -24,8 +24,8 @@ from mlserver_torch_stream.torchserve.figures import FIGURES
 from mlserver_torch_stream.torchserve.interpreter import not_installed
 from mlserver_torch_stream.torchserve.pool import Pool
 from mlserver_torch_stream.torchserve.process import Order
-from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
 from mlserver_torch_stream.torchserve.unpacking import take_bounds
+from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")
 _PICKLE = 4  # what Python 3.8 reads, too

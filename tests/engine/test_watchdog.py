@@ -1,0 +1,339 @@
+"""A thread that does not come back from a step: deadlines, aborts and the end are kept without it, and once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.backend import Backend
+from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.progress import StepProgress, Work
+from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.shares import Turns
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.watchdog import (
+    PATIENCE,
+    EndRequest,
+    PendingDeath,
+    StepTimeout,
+    WatchdogState,
+    trouble,
+)
+from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
+from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
+from tests.engine.test_engine_time import backend_of, engine_of
+from tests.engine.tiny import (
+    CONTEXT,
+    VOCAB,
+    Watch,
+    byte_tokenizer,
+    greedy,
+    idle,
+    prompt_of,
+    reference,
+    run,
+    tiny_model,
+    tokens_of,
+    until,
+    watched,
+)
+
+_HANGS_S = 30.0
+BOUNDS = Bounds(step_timeout=60.0, chunk=512)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec(byte_tokenizer())
+
+
+@pytest.fixture
+def job(codec: TextCodec) -> Iterator[Job]:
+    loop = asyncio.new_event_loop()
+    given = PromptJob(prompt_of(3), greedy(5))
+    made = Job.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
+    made.submitted_at = 0.0
+    yield made
+    loop.close()
+
+
+class TestWhatIsDecided:
+    """By a function of what was told and of ``now``: no clock, no thread."""
+
+    def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(self, job: Job) -> None:
+        state = WatchdogState(BOUNDS)
+        state.watch([job], [5.0])
+        assert state.decide(4.9, []).ask == []
+        assert state.decide(4.9, []).seconds == pytest.approx(0.1)
+        decision = state.decide(5.0, [])
+        (end,) = decision.ask
+        assert end.jobs == (job,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
+        assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
+        assert state.decide(5.0 + PATIENCE, []).without == [end]
+        assert state.decide(6.0, []).without == [], "once"
+
+    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, job: Job) -> None:
+        state = WatchdogState(Bounds(queue_timeout=1.0))
+        state.watch([job], [None])
+        job.started_at = 0.5
+        assert state.decide(2.0, []).ask == []
+
+    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, job: Job) -> None:
+        state = WatchdogState(BOUNDS)
+        end = EndRequest((job,), FinishReason.ABORT, NotServing("the end"), 10.0)
+        state.asked(end)
+        assert state.decide(10.0 + PATIENCE / 2, []).without == []
+        assert state.decide(10.0 + PATIENCE, []).without == [end]
+
+    def test_a_step_is_overdue_at_half_its_time_and_lost_at_all_of_it(self) -> None:
+        state, work = WatchdogState(BOUNDS), Work("the decode step of 3 rows", 1, since=100.0)
+        assert state.decide(129.9, [work]).overdue == []
+        assert state.decide(130.0, [work]).overdue == [work]
+        later = state.decide(131.0, [work])
+        assert later.overdue == [] and later.lost is None, "it is said once"
+        assert later.seconds <= 29.0
+        lost = state.decide(160.0, [work]).lost
+        assert isinstance(lost, StepTimeout)
+        assert str(lost) == "the decode step of 3 rows has not come back for 60 s (step_timeout)"
+
+    def test_work_that_begins_later_is_looked_at_before_it_can_be_overdue(self) -> None:
+        assert WatchdogState(BOUNDS).decide(0.0, []).seconds <= 30.0
+
+    def test_a_prompt_that_is_not_cut_may_take_as_long_as_its_chunks(self) -> None:
+        state, whole = WatchdogState(BOUNDS), Work("the prefill of 5000 tokens", 5000, since=0.0)
+        assert state.decide(599.0, [whole]).lost is None
+        assert state.decide(600.0, [whole]).lost is not None
+
+    def test_each_of_several_works_is_looked_at(self) -> None:
+        """A flight of the pipeline that hangs beside others that land."""
+        stuck, fresh = Work("the decode step of 1 row", 1, since=0.0), Work("the decode step of 2 rows", 1, since=59.0)
+        assert "1 row" in str(WatchdogState(BOUNDS).decide(60.0, [fresh, stuck]).lost)
+
+    def test_without_a_bound_nothing_is_ever_overdue(self) -> None:
+        decision = WatchdogState(Bounds()).decide(1e9, [Work("a step", 1, since=0.0)])
+        assert decision.lost is None and decision.overdue == [] and decision.seconds <= 3600
+
+    def test_a_step_within_which_no_request_can_be_in_time_is_overdue(self) -> None:
+        bounds = Bounds(step_timeout=1800.0, request_timeout=5.0)
+        work = Work("the decode step of 3 rows", 1, since=0.0)
+        assert trouble([work], bounds, 4.9) is None
+        assert trouble([work], bounds, 5.1) == "the decode step of 3 rows has not come back for 5 s"
+
+    def test_a_thread_that_is_to_die_is_waited_for_only_so_long(self) -> None:
+        pending_death = PendingDeath(RuntimeError("a rank is lost"), until=5.0)
+        assert WatchdogState(BOUNDS).decide(4.0, [], pending_death).lost is None
+        assert WatchdogState(BOUNDS).decide(4.0, [], pending_death).seconds <= 1.0
+        assert WatchdogState(BOUNDS).decide(5.0, [], pending_death).lost is pending_death.error
+        assert (
+            WatchdogState(BOUNDS).decide(math.inf, [], PendingDeath(RuntimeError("whenever"), until=None)).lost is None
+        )
+
+
+def test_progress_says_all_that_is_under_way() -> None:
+    moments = iter([1.0, 2.0, 3.0])
+    progress = StepProgress(lambda: next(moments))
+    progress.at("a step")
+    progress.launched("a", "a forward", 7)
+    progress.launched("b", "another forward")
+    progress.rest()
+    assert progress.works() == [Work("a forward", 7, 2.0), Work("another forward", 1, 3.0)]
+    progress.landed("a")
+    progress.landed("b")
+    assert progress.works() == []
+
+
+# --- a real engine whose forward is held ---
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def watch(model: PreTrainedModel) -> Iterator[Watch]:
+    with watched(model) as watch:
+        yield watch
+
+
+def hung_engine(model: PreTrainedModel, kind: str, **bounds: float) -> EngineWorker:
+    return engine_of(backend_of(kind, model, max_rows=1), Bounds(**bounds))  # type: ignore[arg-type]
+
+
+async def events_of(stream: Mailbox) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+@pytest.mark.parametrize("kind", ["batched", "serial"])
+class TestAStepThatHangs:
+    def test_deadlines_are_kept_and_the_rows_are_freed_when_the_thread_is_back(
+        self, kind: str, model: PreTrainedModel, watch: Watch
+    ) -> None:
+        """Of the stream in the step, with the tokens it has, and of the one that waits behind it, each once."""
+        engine = hung_engine(model, kind, request_timeout=1.5)
+
+        async def scenario() -> None:
+            running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+            first = await anext(running)
+            await watch.hold()
+            waiting = engine.submit([PromptJob(prompt_of(6), greedy(200))])
+            ends = await asyncio.wait_for(asyncio.gather(events_of(running), events_of(waiting)), 15)
+            assert engine._thread.is_alive() and not idle(engine), "it is still held"
+            for events in ends:
+                assert [event.finish_reason for event in events][-1:] == [FinishReason.TIMEOUT]
+                assert sum(event.finish_reason is not None for event in events) == 1
+                assert isinstance(events[-1].error, TimedOut)
+            tokens = [token for event in (first, *ends[0]) for token in event.token_ids]
+            assert tokens == expected[: len(tokens)] and tokens
+            usage = ends[0][-1].usage
+            assert usage is not None and (usage.num_input_tokens, usage.num_output_tokens) == (5, len(tokens))
+            assert [event.token_ids for event in ends[1]] == [()]
+            watch.let_go()
+            await until(lambda: idle(engine), "free rows")
+            assert not running._pending and not waiting._pending, "nothing is delivered twice"
+            assert engine.stats().timed_out_sequences == 2
+            assert await tokens_of(engine, prompt_of(5), greedy(9)) == expected[:9]
+
+        expected = reference(model, prompt_of(5), 200)
+        try:
+            run(scenario())
+        finally:
+            watch.let_go()
+            engine.shutdown()
+
+    def test_an_abort_ends_every_stream(self, kind: str, model: PreTrainedModel, watch: Watch) -> None:
+        engine = hung_engine(model, kind)
+
+        async def scenario() -> None:
+            running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+            await anext(running)
+            await watch.hold()
+            waiting = engine.submit([PromptJob(prompt_of(6), greedy(200, n=1))])
+            engine.drain()
+            engine.abort_all()
+            for stream in (running, waiting):
+                events = await asyncio.wait_for(events_of(stream), 15)
+                assert [event.finish_reason for event in events][-1:] == [FinishReason.ABORT]
+                assert isinstance(events[-1].error, NotServing)
+            watch.let_go()
+            await until(lambda: idle(engine), "free rows")
+
+        try:
+            run(scenario())
+        finally:
+            watch.let_go()
+            engine.shutdown()
+
+    def test_it_is_not_ready_then_given_up_with_the_step_named(
+        self, kind: str, model: PreTrainedModel, watch: Watch
+    ) -> None:
+        deaths: list[BaseException] = []
+        engine = engine_of(backend_of(kind, model), Bounds(step_timeout=2.0), on_death=deaths.append)
+
+        async def scenario() -> None:
+            running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+            await anext(running)
+            await watch.hold()
+            assert engine.trouble is None
+            await until(lambda: engine.trouble is not None, "trouble")
+            assert engine.alive and "has not come back for" in str(engine.trouble)
+            events = await asyncio.wait_for(events_of(running), 20)
+            assert isinstance(events[-1].error, GenerationFailed)
+            assert "has not come back for 2 s (step_timeout)" in str(events[-1].error)
+            await until(lambda: len(deaths) == 1, "word of its death")
+            assert isinstance(deaths[0], StepTimeout) and engine.trouble == "its engine died"
+            with pytest.raises(NotServing, match="step_timeout"):
+                engine.submit([PromptJob(prompt_of(3))])
+            watch.let_go()
+            engine._thread.join(_HANGS_S)
+            assert not engine._thread.is_alive() and not running._pending
+
+        try:
+            run(scenario())
+        finally:
+            watch.let_go()
+            engine.shutdown()
+
+
+def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: PreTrainedModel, watch: Watch) -> None:
+    """What may be part of it is known to the thread alone; the tokens that are billed are those delivered."""
+    engine = hung_engine(model, "batched", request_timeout=1.5)
+    answer = reference(model, prompt_of(5), 200)
+    text = byte_tokenizer().decode(answer[:4])
+
+    async def scenario() -> None:
+        stream = engine.submit([PromptJob(prompt_of(5), greedy(200, stop=(f"{text}no such end",)))])
+        await watch.hold()
+        events = await asyncio.wait_for(events_of(stream), 15)
+        assert events[-1].finish_reason is FinishReason.TIMEOUT
+        usage = events[-1].usage
+        assert usage is not None
+        assert usage.num_output_tokens == sum(len(event.token_ids) for event in events)
+
+    try:
+        run(scenario())
+    finally:
+        watch.let_go()
+        engine.shutdown()
+
+
+def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    turns, other = Turns(), tiny_model("llama", seed=1)
+    hung = engine_of(backend_of("batched", model), turns=turns)
+    behind = engine_of(backend_of("batched", other), Bounds(request_timeout=1.0), turns=turns)
+
+    async def scenario() -> None:
+        stream = hung.submit([PromptJob(prompt_of(5), greedy(200))])
+        await watch.hold()
+        event = (await asyncio.wait_for(events_of(behind.submit([PromptJob(prompt_of(4), greedy(9))])), 15))[-1]
+        assert event.finish_reason is FinishReason.TIMEOUT
+        assert behind.trouble is None, "it is at nothing itself"
+        stream.close()
+
+    try:
+        run(scenario())
+    finally:
+        watch.let_go()
+        for engine in (hung, behind):
+            engine.shutdown()
+
+
+def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedModel) -> None:
+    """It would wait for work that nobody can post any more."""
+    backend, gate = backend_of("batched", model), threading.Event()
+    backend.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
+    engine = engine_of(backend, Bounds(step_timeout=1.0))
+
+    async def scenario() -> None:
+        events = await asyncio.wait_for(events_of(engine.submit([PromptJob(prompt_of(3), greedy(3))])), 20)
+        assert events[-1].finish_reason is FinishReason.ERROR
+        gate.set()
+        engine._thread.join(_HANGS_S)
+        assert not engine._thread.is_alive()
+
+    try:
+        run(scenario())
+    finally:
+        gate.set()
+
+
+def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
+    info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
+    backend: Backend = backend_of("batched", model)
+    engine = EngineWorker(backend, TextCodec(byte_tokenizer()), info, (), name="left")
+    engine.shutdown()
+    end = time.monotonic() + _HANGS_S
+    while [thread for thread in threading.enumerate() if thread.name.endswith("-left")]:
+        assert time.monotonic() < end
+        time.sleep(0.01)

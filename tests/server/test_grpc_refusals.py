@@ -1,0 +1,112 @@
+"""What a client does wrong over gRPC, or its leaving, is a status and at most one line in the log, no traceback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
+
+from tests.server import v2
+from tests.server.conftest import QUIET
+from tests.server.harness import Model, Server, serve
+
+_PROMPT = "Hello fox"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One of this module's own, for its log; ``slow`` so that a client can leave in the middle."""
+    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02"}
+    folder = tmp_path_factory.mktemp("refusals") / "models"
+    with serve(folder, [Model("tiny", str(tiny_model))], settings=QUIET, environment=environment) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: Server) -> Iterator[Stub]:
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        yield Stub(channel)
+
+
+def refusal(stub: Stub, streaming: bool, *requests: pb.ModelInferRequest) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        if streaming:
+            list(stub.ModelStreamInfer(iter(requests), timeout=v2.TIMEOUT_S))
+        else:
+            stub.ModelInfer(requests[0], timeout=v2.TIMEOUT_S)
+    return caught.value
+
+
+class _Log:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._begun = len(server.log)
+
+    @property
+    def lines(self) -> list[str]:
+        return self._server.log[self._begun :].splitlines()
+
+    def settled(self, count: int) -> list[str]:
+        """As soon as there are so many lines, and a moment for more."""
+        end = time.monotonic() + 20
+        while len(self.lines) < count and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        return self.lines
+
+
+def test_a_stream_that_ends_before_its_first_message_is_invalid_argument(server: Server, stub: Stub) -> None:
+    log = _Log(server)
+    error = refusal(stub, True)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "inputs: the stream ended before its first message"
+    (line,) = log.settled(1)
+    assert " INFO " in line and "INVALID_ARGUMENT" in line
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_refusal_is_one_line_at_info(server: Server, stub: Stub, streaming: bool) -> None:
+    log = _Log(server)
+    error = refusal(stub, streaming, v2.grpc_request("tiny", _PROMPT, max_tokens=0))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "max_tokens" in str(error.details())
+    (line,) = log.settled(1)
+    assert " INFO " in line and "status=422" in line
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub, streaming: bool) -> None:
+    log = _Log(server)
+    assert refusal(stub, streaming, v2.grpc_request("nobody", _PROMPT)).code() is grpc.StatusCode.NOT_FOUND
+    (line,) = log.settled(1)
+    assert " INFO " in line and "nobody" in line
+
+
+def test_metadata_of_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub) -> None:
+    log = _Log(server)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ModelMetadata(pb.ModelMetadataRequest(name="nobody"), timeout=v2.TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    (line,) = log.settled(1)
+    assert " INFO " in line
+
+
+def test_clients_that_leave_leave_no_traceback(server: Server, stub: Stub) -> None:
+    """At every moment: before the first response, between two, with messages still to come."""
+    log = _Log(server)
+    for number in range(30):
+        requests = [v2.grpc_request("tiny", _PROMPT, max_tokens=100, ignore_eos=True)] * (1 + number % 3)
+        call = stub.ModelStreamInfer(iter(requests), timeout=v2.TIMEOUT_S)
+        for _ in range(number % 4):
+            next(call)
+        call.cancel()
+    server.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    # What nobody awaits is told of when it is collected: by a full collection of the server's.
+    for _ in range(20):
+        refusal(stub, False, v2.grpc_request("tiny", _PROMPT, max_tokens=0))
+    lines = log.settled(20)
+    assert not [line for line in lines if "Traceback" in line or "never retrieved" in line], "\n".join(lines)

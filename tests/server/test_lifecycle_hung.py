@@ -1,0 +1,95 @@
+"""A forward that does not come back: clients are told in time, health tells, and the process ends, for every door."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+
+from tests.server.conftest import QUIET
+from tests.server.harness import Model, Server, serve
+from tests.server.inflight import flights
+from tests.server.test_lifecycle_drain import exit_code, get_ready, wait_until
+
+_HUNG_S = 600.0  # longer than any bound here
+_LEAD = 40  # decode steps, slow enough for all streams to begin before the one that hangs
+LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@contextmanager
+def hanging(tiny_model: Path, tmp_path: Path, grace: float = 1.0, **extra: Any) -> Iterator[Server]:
+    """A decode step of both models does not come back. They share the cores, so the other one only waits for them."""
+    environment = {
+        "MLSERVER_TORCH_STREAM_FAULTS": f"decode:1:slow=0.05,decode:{_LEAD}:slow={_HUNG_S:.0f}",
+        "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(grace),
+    }
+    models = [Model("hung", str(tiny_model), extra=extra), Model("other", str(tiny_model))]
+    with serve(tmp_path / "models", models, settings=QUIET, environment=environment) as server:
+        yield server
+
+
+def get_live(server: Server) -> int:
+    return httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code
+
+
+def until_it_hangs(server: Server) -> None:
+    """All steps before it have been counted."""
+    server.wait_for("hung", lambda now: now["decode_steps"] >= _LEAD - 1)
+
+
+def test_clients_are_told_in_time_and_the_server_is_not_ready(tiny_model: Path, tmp_path: Path) -> None:
+    with hanging(tiny_model, tmp_path, request_timeout=6.0, max_batch_rows=2) as server, flights(server) as start:
+        began = time.monotonic()
+        held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]
+        until_it_hangs(server)
+        behind = [start.rest_unary("hung", **LONG), start.grpc_unary("hung", **LONG)]
+        assert [each.end().reason for each in held] == ["timeout"] * 2, "with the text so far"
+        assert [each.end().code for each in behind] == [504, grpc.StatusCode.DEADLINE_EXCEEDED]
+        assert time.monotonic() - began < 60
+        wait_until(lambda: get_ready(server).status_code == 503)
+        assert "has not come back for" in get_ready(server).json()["error"]
+        assert get_ready(server, "models/hung").status_code == 503
+        assert get_live(server) == 200, "it may still come back"
+        assert server.process.poll() is None
+
+
+def test_sigterm_ends_every_stream_and_the_process_within_the_grace(tiny_model: Path, tmp_path: Path) -> None:
+    with hanging(tiny_model, tmp_path, max_batch_rows=2) as server, flights(server) as start:
+        held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]
+        until_it_hangs(server)
+        behind = [start.rest_unary("hung", **LONG), start.rest_unary("other", **LONG)]
+        time.sleep(1.0)  # for those two to arrive, which shows nowhere: the engines do not take them in
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert [each.end().reason for each in held] == ["abort"] * 2
+        assert [each.end().code for each in behind] == [503] * 2, "of another model, which waits for the cores, too"
+        assert exit_code(server) == 0, server.log
+        assert time.monotonic() - began < 30
+
+
+def test_a_step_that_is_lost_ends_the_process_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    with (
+        hanging(tiny_model, tmp_path, grace=5.0, step_timeout=3.0) as server,
+        flights(server) as start,
+        grpc.insecure_channel(server.grpc_target) as channel,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+        assert stub.ServerLive(pb.ServerLiveRequest()).live
+        held = start.rest_stream("hung", **LONG)
+        until_it_hangs(server)
+        beside = start.rest_unary("other", **LONG)
+        assert held.end().reason == "error"
+        wait_until(lambda: get_live(server) == 503, 10)
+        assert not stub.ServerLive(pb.ServerLiveRequest()).live and get_ready(server).status_code == 503
+        assert beside.end().code == 503, "it ends with the process, after the grace"
+        assert exit_code(server) == 1, server.log
+        line = "the engine of model 'hung' died: the decode step of 1 row has not come back for 3 s (step_timeout)"
+        assert any(line in each and "Giving up" in each for each in server.log.splitlines()), server.log

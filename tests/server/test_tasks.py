@@ -1,0 +1,86 @@
+"""No task is left whose exception is never retrieved, whatever its work raises when it is not needed any more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from mlserver_torch_stream.server.life.visits import Moment, until
+from mlserver_torch_stream.server.streams.answers import Answers
+
+
+def complaints_of(scenario: Callable[[], Awaitable[None]]) -> list[str]:
+    """What asyncio would log."""
+    said: list[str] = []
+
+    async def listened() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        await scenario()
+        await asyncio.sleep(0)
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(listened())
+    return said
+
+
+def test_a_message_whose_reading_fails_after_it_is_not_wanted_any_more() -> None:
+    async def messages(reading: asyncio.Event) -> AsyncIterator[int]:
+        yield 1
+        reading.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("the client left")
+
+    async def scenario() -> None:
+        ended, reading = Moment(), asyncio.Event()
+        wanted = until(ended, messages(reading))
+        assert await anext(wanted) == 1
+        waiting = asyncio.ensure_future(anext(wanted, None))
+        await reading.wait()
+        ended.come()
+        assert await waiting is None
+
+    assert complaints_of(scenario) == []
+
+
+def test_a_stream_that_fails_while_it_is_closed() -> None:
+    """Its reader and its answers end, although nobody takes what they would say."""
+    tasks: set[asyncio.Task[Any]] = set()
+
+    class Failing:
+        async def replies(self) -> AsyncIterator[str]:
+            yield "first"
+            try:
+                yield "second"
+                await asyncio.Event().wait()
+            finally:
+                raise ConnectionError("the client left")
+
+        def failure(self, error: Exception) -> list[str]:
+            return ["failed"]
+
+        def close(self) -> None:
+            pass
+
+    async def messages() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("the client left")
+
+    async def scenario() -> None:
+        before = asyncio.all_tasks()
+        answers: Answers[int, str] = Answers(messages(), lambda message, number: Failing(), 2)
+        assert await anext(answers) == "first"
+        await asyncio.sleep(0.01)
+        tasks.update(asyncio.all_tasks() - before)
+        answers.close()
+        _, pending = await asyncio.wait(tasks, timeout=5)
+        assert not pending
+
+    assert complaints_of(scenario) == [] and len(tasks) == 2
