@@ -13,6 +13,7 @@ from mlserver import MLModel
 from mlserver.context import model_context
 from mlserver.handlers import DataPlane
 from mlserver.rest.server import RESTServer
+from mlserver.rest.utils import to_status_code
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
@@ -82,35 +83,44 @@ def is_ours(model: MLModel) -> bool:
 
 
 class _ReadyRoute(Route):
-    """Matches only where a model of ours is not ready; MLServer's own route answers everything else."""
+    """Answers for the whole server, and for models of ours; MLServer's own route answers for other models."""
 
     def __init__(self, path: str, data_plane: DataPlane) -> None:
-        super().__init__(path, self._refuse, name=_NAME)
+        super().__init__(path, self._answer, name=_NAME)
         self._data_plane = data_plane
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
         if match is Match.FULL:
-            trouble = self._trouble(child["path_params"])
-            if trouble is not None:
-                child["torch_stream.trouble"] = trouble
+            path = child["path_params"]
+            if "model_name" not in path or any(map(is_ours, self._asked(path))):
                 return match, child
         return Match.NONE, {}
 
-    def _trouble(self, path: dict[str, str]) -> str | None:
+    async def _answer(self, request: Request) -> Response:
+        """What MLServer says, unless one of ours has a trouble by then: one that comes meanwhile makes no 400."""
+        path = request.path_params
         if "model_name" in path:
-            asked = [find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))]
+            ready = await self._data_plane.model_ready(path["model_name"], path.get("model_version"))
         else:
-            if LIFECYCLE.leaving is not None:
-                return LIFECYCLE.leaving
-            asked = _all_models(self._data_plane)
-        ours = (model for model in asked if model is not None and is_ours(model))
+            ready = await self._data_plane.ready()
+        trouble = self._trouble(path)
+        if trouble is None:
+            return Response(status_code=to_status_code(ready))
+        headers = {"retry-after": str(NotServing.retry_after)}
+        return JSONResponse({"error": trouble}, NotServing.status, headers)
+
+    def _trouble(self, path: dict[str, str]) -> str | None:
+        if "model_name" not in path and LIFECYCLE.leaving is not None:
+            return LIFECYCLE.leaving
+        ours = filter(is_ours, self._asked(path))
         return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
 
-    @staticmethod
-    async def _refuse(request: Request) -> Response:
-        headers = {"retry-after": str(NotServing.retry_after)}
-        return JSONResponse({"error": request.scope["torch_stream.trouble"]}, NotServing.status, headers)
+    def _asked(self, path: dict[str, str]) -> list[MLModel]:
+        if "model_name" not in path:
+            return _all_models(self._data_plane)
+        model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))
+        return [] if model is None else [model]
 
 
 def _all_models(data_plane: DataPlane) -> list[MLModel]:
