@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.admission import Admission
 from mlserver_torch_stream.engine.api import EngineStats, PromptJob
 from mlserver_torch_stream.engine.backend import Backend, Remains
 from mlserver_torch_stream.engine.bounds import Bounds, Deadlines, Pace
+from mlserver_torch_stream.engine.failure import in_short
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
@@ -91,7 +92,8 @@ class EngineWorker:
 
     def submit(self, jobs: Sequence[PromptJob]) -> Mailbox:
         if not self.alive:
-            raise NotServing("the engine is not running" if self._dead is None else f"the engine died: {self._dead}")
+            dead = self._dead
+            raise NotServing("the engine is not running" if dead is None else f"the engine died: {in_short(dead)}")
         if self._draining:
             raise NotServing("the server is shutting down")
         self._admission.check(jobs, self._backend.refusal)
@@ -263,7 +265,7 @@ class EngineWorker:
     def _go_on_with(self, backend: Backend, error: BaseException, *, last: bool = False) -> None:
         self._backend = backend
         self._take_in(last)
-        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
+        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _loop(self) -> None:
         busy = False

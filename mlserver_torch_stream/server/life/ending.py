@@ -21,9 +21,10 @@ from click.exceptions import Exit
 from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
+from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.life.threads import exit_from_work
-from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
 _MARK = "_torch_stream_ending"
@@ -93,7 +94,10 @@ def _leave_it_to_the_loop(*_: object) -> None:
 
 
 async def _end(server: MLServer, why: str) -> None:
-    options = read_options()
+    try:
+        options = read_options()
+    except SettingsError:  # what the start has failed of
+        options = ServerOptions()
     members = LIFECYCLE.members()
     LIFECYCLE.leave("the server is shutting down")
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")
