@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.native import compile as compiling
 from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.library import open_library
 from mlserver_torch_stream.engine.native.take import take_fast_path
-from tests.engine.tiny import tiny_model
+from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import tiny_model as make_tiny_model
 
 # A process of root's may write anywhere, unless it gives that up.
 bound = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
@@ -125,7 +128,7 @@ def test_kernels_that_are_there_need_no_compiler(
 ) -> None:
     without_compiler(monkeypatch, tmp_path)
     with torch.inference_mode():
-        assert not isinstance(take_fast_path(tiny_model(), 1, cache), str)
+        assert not isinstance(take_fast_path(make_tiny_model(), 1, cache), str)
     compiler_that("exit 1", tmp_path, monkeypatch)
     assert compiled_library(cache, open_library).native_step
     (library,) = kept(cache)
@@ -167,9 +170,21 @@ def test_without_a_compiler_transformers_runs_and_a_warning_says_why(
 ) -> None:
     without_compiler(monkeypatch, tmp_path)
     with torch.inference_mode():
-        assert take_fast_path(tiny_model(), 1, tmp_path) == "no C++ compiler"
+        assert take_fast_path(make_tiny_model(), 1, tmp_path) == "no C++ compiler"
     (warning,) = caplog.records
     assert warning.levelname == "WARNING" and "no fast path" in warning.message and "no C++ compiler" in warning.message
+
+
+def test_the_summary_of_a_load_names_the_forward_and_why(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_compiler(monkeypatch, tmp_path)
+    caplog.set_level(logging.INFO)
+    extra = {"cache_dir": str(tmp_path / "cache"), "threads": 1}
+    built = build_engine(parse_settings(str(tiny_model), extra, environ={}), shares=Shares())
+    built.shutdown()
+    assert "transformers' forward (no C++ compiler)" in built.summary
+    assert any(line.startswith("Checking that ") and "took" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize(
