@@ -22,9 +22,9 @@ def headers_parsed_once() -> Iterator[None]:
     """While it lasts, gguf's readers and name tables are made once per file and architecture."""
     with _ONE:
         reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-        gguf.GGUFReader = functools.cache(reader)  # type: ignore[misc, assignment]
+        gguf.GGUFReader = functools.cache(reader)
         gguf.get_tensor_name_map = functools.cache(names)
         try:
             yield
         finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map = reader, names  # type: ignore[misc]
+            gguf.GGUFReader, gguf.get_tensor_name_map = reader, names

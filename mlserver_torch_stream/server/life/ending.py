@@ -24,7 +24,7 @@ from mlserver.server import HANDLED_SIGNALS, MLServer
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.life.threads import exit_from_work
-from mlserver_torch_stream.server.options import ServerOptions, read_options
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
 _MARK = "_torch_stream_ending"
@@ -97,7 +97,7 @@ async def _end(server: MLServer, why: str) -> None:
     try:
         options = read_options()
     except SettingsError:  # what the start has failed of
-        options = ServerOptions()
+        options = read_options({})
     members = LIFECYCLE.members()
     LIFECYCLE.leave("the server is shutting down")
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")
@@ -119,7 +119,7 @@ async def _only_ours(server: MLServer) -> bool:
     return all(getattr(model, "streams_tokens", False) for model in models)
 
 
-def _see_to_shutdown(rest: uvicorn.Server, others: Sequence[uvicorn.Server]) -> None:
+def _see_to_shutdown(rest: Any, others: Sequence[Any]) -> None:
     """Loads that were interrupted fail when nobody can ask for their models any more, which is over REST.
 
     MLServer's main task waits for the listeners and raises what one of them raises: so the process ends with an error,
@@ -127,7 +127,7 @@ def _see_to_shutdown(rest: uvicorn.Server, others: Sequence[uvicorn.Server]) -> 
     """
     open_listeners = [rest, *others]
 
-    def seen_to(listener: uvicorn.Server) -> Callable[..., Awaitable[None]]:
+    def seen_to(listener: Any) -> Callable[..., Awaitable[None]]:
         shutdown = listener.shutdown
 
         async def shut_down(*args: Any, **options: Any) -> None:
