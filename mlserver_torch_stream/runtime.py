@@ -55,7 +55,7 @@ class TorchStreamRuntime(Resident):
         return True
 
     async def unload(self) -> bool:
-        built = await self._stay.end(read_options().drain_grace)
+        built = await self._stay.end()
         if built is not None:
             ENGINES.remove(self.name, self.version, built.engine.stats)
             del built

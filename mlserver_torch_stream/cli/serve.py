@@ -31,14 +31,15 @@ _EXAMPLE = {"text_input": "The capital of France is", "max_tokens": 16}
 
 
 class PortTaken(Exception):
-    """A port that was asked for by number belongs to someone else."""
+    """A port that was asked for by number belongs to another process, or to another door."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     host = _host(Path(arguments.folder))
     try:
-        ports = choose_ports(host, {role: getattr(arguments, f"{role}_port") for role in PORTS})
+        options = {role: getattr(arguments, f"{role}_port") for role in PORTS}
+        ports = choose_ports(host, asked_ports(options, Path(arguments.folder), os.environ))
     except PortTaken as error:
         sys.exit(f"error: {error}")
     os.environ.update({f"MLSERVER_{role.upper()}_PORT": str(port) for role, port in ports.items()})
@@ -54,6 +55,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         sys.argv = ["mlserver", "start", folder]
         mlserver()
+
+
+def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
+    """By the options, else the server's settings, whose file beats its variables. Raises PortTaken for a contradiction.
+
+    Options become variables, so that one which the file contradicts would have no effect.
+    """
+    in_file = _settings(folder)
+    asked: dict[str, int | None] = {}
+    for role, option in options.items():
+        key = f"{role}_port"
+        fixed = in_file.get(key)
+        if option is not None and fixed not in (None, option):
+            raise PortTaken(f"--{role}-port {option}: {SETTINGS} in {folder} says {key} {fixed}")
+        given = fixed or option or environ.get(f"MLSERVER_{key.upper()}")
+        asked[role] = None if given is None else int(given)
+    return asked
 
 
 def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
@@ -124,11 +142,15 @@ def _get(url: str, body: Mapping[str, Any] | None) -> Any:
 
 def _host(folder: Path) -> str:
     """Where MLServer will listen: its settings file beats its variable."""
+    return str(_settings(folder).get("host") or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
     try:
-        host = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("host")
+        settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except OSError:
-        host = None
-    return str(host or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
+        return {}
+    return settings
 
 
 def _is_free(host: str, port: int) -> bool:

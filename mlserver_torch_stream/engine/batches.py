@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.backend import Deliver
 from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.cache.prefixes import PrefixStore
 from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
+from mlserver_torch_stream.engine.failure import in_short
 from mlserver_torch_stream.engine.faults import Faults
 from mlserver_torch_stream.engine.forward import Forward, JointForward, ModelForward
 from mlserver_torch_stream.engine.progress import StepProgress
@@ -124,7 +125,7 @@ class RowBatches:
         logger.error("prefill failed", exc_info=error)
         self._check_devices()
         self._drop(job)
-        job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {error}"))
+        job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
         deliver(job.sequences)
 
     def _take_up(self, piece: Piece) -> list[int]:
@@ -229,7 +230,8 @@ class RowBatches:
                 answer.accept(choice.token_id, choice.logprob)
             except Exception as error:
                 logger.exception("a token could not be taken")
-                answer.finish(FinishReason.ERROR, GenerationFailed(f"token {choice.token_id} failed: {error}"))
+                failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
+                answer.finish(FinishReason.ERROR, failure)
         self._count(generated_tokens=sum(isinstance(choice, Choice) for choice in choices))
 
     def _keep_conversations(self, group: Group, finished: set[int]) -> None:
@@ -261,7 +263,7 @@ class RowBatches:
                 return [self._choose(logits[row : row + 1], [answer])[0] for row, answer in enumerate(answers)]
             logger.exception("sampling failed")
             self._check_devices()
-            return [GenerationFailed(f"sampling failed: {error}")]
+            return [GenerationFailed(f"sampling failed: {in_short(error)}")]
 
     def _isolate(self, group: Group, error: Exception, deliver: Deliver) -> None:
         """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
@@ -276,7 +278,7 @@ class RowBatches:
         answers = [group.rows[row] for row in failures]
         for answer, (row, failure) in zip(answers, failures.items(), strict=True):
             batch.clear_row(row)
-            answer.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {failure}"))
+            answer.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {in_short(failure)}"))
         self._remove(group, set(failures))
         deliver(answers)
 

@@ -273,7 +273,7 @@ def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
         return str(prepared.ranks)
     if isinstance(prepared.forward, NativeForward):
         return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
-    ways = []
+    ways = [f"transformers' forward ({prepared.no_kernels}), "] if prepared.no_kernels is not None else []
     if prepared.pipeline is not None:
         ways.append(f"{prepared.pipeline.depth} devices at work on a group of rows each, ")
     if isinstance(prepared.forward, GraphForward):

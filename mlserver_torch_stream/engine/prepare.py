@@ -26,6 +26,7 @@ from mlserver_torch_stream.engine.loading.placement import (
 from mlserver_torch_stream.engine.loading.pool import Lease
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching, check_generate
+from mlserver_torch_stream.engine.loading.stages import stage
 from mlserver_torch_stream.engine.native.take import take_fast_path, take_int8
 from mlserver_torch_stream.engine.packed import pack_linears
 from mlserver_torch_stream.engine.pipeline.check import take_pipeline
@@ -53,6 +54,7 @@ class Prepared:
     ranks: Ranks | None = None
     placement: tuple[Held, ...] = ()
     pipeline: Pipeline | None = None
+    no_kernels: str | None = None  # why our own kernels, which would be faster, do not run
 
     def check_devices(self) -> None:
         """Raises what a device raises that is lost."""
@@ -77,17 +79,20 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
             logger.warning("%s: %s", resolved.source.name, slowness)
         findings = Findings(problem="set by engine: serial")
         if settings.engine != "serial":
-            findings = check_batching(weights.model)
+            with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each row alone"):
+                findings = check_batching(weights.model)
         if findings.problem is not None:
             check_generate(weights.model)
         forward: Forward | None = None
+        no_kernels = None
         quantised = is_quantised(weights.model)
         if settings.weights == "int8":
             if quantised:
                 raise LoadFailed("parameters.extra.weights: int8 is for dense weights, this checkpoint is quantised")
             forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
         elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
-            forward = take_fast_path(weights.model, threads, resolved.cache_dir)
+            taken = take_fast_path(weights.model, threads, resolved.cache_dir)
+            forward, no_kernels = (None, taken) if isinstance(taken, str) else (taken, None)
         packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
         plain = forward is None and findings.cost is not None
         pipeline = take_pipeline(weights.model, threads) if plain and settings.pipeline == "auto" else None
@@ -98,7 +103,12 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)
     turns = None if pipeline is not None else shares.cores if device.type == "cpu" else Turns()
-    return Prepared(weights, findings, forward, packed, device, turns, placement=placement, pipeline=pipeline)
+    return Prepared(
+        *(weights, findings, forward, packed, device, turns),
+        placement=placement,
+        pipeline=pipeline,
+        no_kernels=no_kernels if device.type == "cpu" else None,
+    )
 
 
 def _prepare_ranks(place: Place, resolved: ResolvedSettings, shares: Shares) -> Prepared:

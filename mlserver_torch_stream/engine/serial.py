@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.backend import Deliver
+from mlserver_torch_stream.engine.failure import in_short
 from mlserver_torch_stream.engine.forward import input_device
 from mlserver_torch_stream.engine.progress import StepProgress
 from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
@@ -138,7 +139,7 @@ class SerialBackend:
         logger.error("generation failed", exc_info=error)
         self._check_devices()
         for answer in answers:
-            answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {error}"))
+            answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {in_short(error)}"))
         deliver(answers)
 
 

@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.admission import Admission
 from mlserver_torch_stream.engine.api import EngineStats, PromptJob
 from mlserver_torch_stream.engine.backend import Backend, Remains
 from mlserver_torch_stream.engine.bounds import Bounds, Pace
+from mlserver_torch_stream.engine.failure import in_short
 from mlserver_torch_stream.engine.inbox import Inbox
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.posting import end_for_readers, post_events
@@ -98,7 +99,8 @@ class EngineWorker:
 
     def submit(self, jobs: Sequence[PromptJob]) -> Mailbox:
         if not self.alive:
-            raise NotServing("the engine is not running" if self._dead is None else f"the engine died: {self._dead}")
+            dead = self._dead
+            raise NotServing("the engine is not running" if dead is None else f"the engine died: {in_short(dead)}")
         if self._draining is not None:
             raise NotServing(self._draining)
         self._admission.check(jobs, self._backend.refusal)
@@ -193,7 +195,7 @@ class EngineWorker:
     def give_up(self, error: BaseException) -> None:
         if self._bury(error):
             logger.error("The engine's thread is not waited for any more, its streams end without it: %s", error)
-            failure = GenerationFailed(f"the engine died: {error}")
+            failure = GenerationFailed(f"the engine died: {in_short(error)}")
             end_for_readers(self._all_jobs(), FinishReason.ERROR, failure)
             self._say_dead(error)
 
@@ -295,7 +297,7 @@ class EngineWorker:
     def _go_on_with(self, backend: Backend, error: BaseException, *, last: bool = False) -> None:
         self._backend = backend
         self._inbox.take_in(last=last)
-        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {error}"))
+        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _loop(self) -> None:
         busy = False

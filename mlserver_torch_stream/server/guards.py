@@ -11,7 +11,6 @@ import multiprocessing
 import warnings
 
 from mlserver import MLModel, ModelSettings
-from mlserver.errors import MLServerError
 from mlserver.logging import logger
 from mlserver.parallel.worker import Worker
 from mlserver.rest.server import RESTServer
@@ -19,12 +18,12 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.server import grpc_messages, grpc_refusals
-from mlserver_torch_stream.server.life import ending, health, readiness, turnover
+from mlserver_torch_stream.server.life import ending, health, ports, readiness, turnover
 from mlserver_torch_stream.server.observe import telemetry
 from mlserver_torch_stream.server.observe.weights_metrics import WEIGHTS
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.rest import http1, routes
-from mlserver_torch_stream.server.status import extend_grpc_codes
+from mlserver_torch_stream.server.status import ModelNotLoaded, extend_grpc_codes
 
 _MARK = "_torch_stream_guarded"
 
@@ -49,12 +48,12 @@ def install() -> None:
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
         if getattr(model, "streams_tokens", False) and not getattr(server, _MARK, False):
             setattr(server, _MARK, True)
+            ports.check(server)
             options = _options()
             routes.install(server, options)
             http1.install(server)
             telemetry.install(server, options)
             health.add_routes(server)
-            readiness.add_routes(server)
             ending.take_signals()
             warn_of_server_settings(server._settings)
         return await original(server, model)
@@ -68,7 +67,7 @@ def _options() -> ServerOptions:
         return read_options()
     except SettingsError as error:
         logger.error(str(error))
-        raise MLServerError(str(error), 500) from None
+        raise ModelNotLoaded(str(error)) from None
 
 
 def warn_of_server_settings(settings: Settings) -> None:

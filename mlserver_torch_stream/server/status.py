@@ -29,6 +29,13 @@ class StreamStatus(int):
         return hash(("stream", int(self)))
 
 
+class ModelNotLoaded(MLServerError):  # type: ignore[misc]
+    """A model of ours could not be loaded; the log has said so. MLServer hands it to whoever asked for the load."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, 500)
+
+
 _CODES = {
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT,

@@ -58,6 +58,21 @@ def test_a_given_port_that_is_taken_is_an_error(taken: int, tmp_path: Path) -> N
         main([str(tmp_path), "--http-port", str(taken)])
 
 
+def test_a_port_of_the_servers_settings_that_is_taken_is_an_error(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLServer takes the file's port whatever its variables say: no other one can be chosen for it."""
+    (tmp_path / "settings.json").write_text(json.dumps({"host": HOST, "metrics_port": taken}))
+    with pytest.raises(SystemExit, match=f"METRICS_PORT {taken} is taken"):
+        main([str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"--metrics-port 1: .*metrics_port {taken}"):
+        main([str(tmp_path), "--metrics-port", "1"])
+    (tmp_path / "settings.json").write_text(json.dumps({"host": HOST}))
+    monkeypatch.setenv("MLSERVER_GRPC_PORT", str(taken))
+    with pytest.raises(SystemExit, match=f"GRPC_PORT {taken} is taken"):
+        main([str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("model", "name", "served_as"),
     [("org/some-model", None, "some-model"), ("embedded://x", "chat", "chat"), ("{folder}/a b", None, "a-b")],

@@ -87,7 +87,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
         for stream in (running_stream, waiting_stream):
             events = [event async for event in stream]
             assert [event.finish_reason for event in events[-1:]] == [FinishReason.ERROR]
-            assert "lost" in str(events[-1].error)
+            assert "RuntimeError" in str(events[-1].error)
         assert not engine.alive
         assert engine._thread.is_alive(), "it is still held"
         with pytest.raises(NotServing):
@@ -126,7 +126,7 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
         for prompt in ((POISON,), (*prompt_of(13), POISON), (*prompt_of(6), POISON, *prompt_of(20))):
             event = await failed(engine, prompt, greedy(5))
             assert event.token_ids == ()
-            assert "poisoned" in str(event.error)
+            assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
         assert await other == expected
         assert await tokens_of(engine, prompt_of(9, 1), greedy(30)) == expected
         await settled(engine)
@@ -148,7 +148,7 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
         for prompt in (prompt_of(7, 9), prompt_of(21, 8)):
             event = await failed(engine, prompt, forced(10, POISON))
             assert event.token_ids == (POISON,)  # chosen by the prefill; the step that takes it in raises
-            assert "poisoned" in str(event.error)
+            assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
         assert [await other for other in others] == expected
         await settled(engine)
 
@@ -268,7 +268,7 @@ def test_no_memory_while_rows_are_moved_hurts_nobody_who_is_there(
             monkeypatch.setattr(SlabLayer, name, failing)
             armed.append(1)
             event = await failed(engine, prompt_of(60, 3), greedy(100, n=3))
-            assert "no memory" in str(event.error)
+            assert "out of memory" in str(event.error)
         assert await tokens_of(engine, prompt_of(4, 2), greedy(8)) == later
         assert await stream == expected
         assert len(armed) > 3  # it did happen
@@ -347,7 +347,7 @@ def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await until(lambda: engine.stats().running_rows == 1, "a row")
         event = await failed(engine, prompt_of(5), forced(5, POISON))
-        assert "cannot spell that" in str(event.error)
+        assert "ValueError" in str(event.error)
         assert await other == expected
         await settled(engine)
 
@@ -395,10 +395,10 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
             ends = [event async for event in stream if event.finish_reason is not None]
             assert {end.index for end in ends} == ({0, 1} if stream in streams else {0})
             assert {end.finish_reason for end in ends} == {FinishReason.ERROR}
-            assert all("the end" in str(end.error) for end in ends)
+            assert all("SystemExit" in str(end.error) for end in ends)
             stream.close()
         assert not engine.alive
-        with pytest.raises(NotServing, match="the end"):
+        with pytest.raises(NotServing, match="SystemExit"):
             engine.submit([PromptJob(prompt_of(5), greedy(3))])
         engine.shutdown()
 

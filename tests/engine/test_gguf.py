@@ -8,6 +8,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -97,6 +98,50 @@ def test_a_broken_file_fails_in_one_line_and_leaves_nothing(gguf_file: Path, tmp
         load(broken, tmp_path / "cache")
     assert "\n" not in str(error.value)
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros at the end", "no tokenizer", "no seal"])
+def test_a_damaged_conversion_is_made_anew(
+    gguf_file: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = converted_folder(gguf_file, tmp_path)
+    assert folder is not None
+    weights = folder / "model.safetensors"
+    before, size = load(gguf_file, tmp_path / "other"), weights.stat().st_size
+    if damage == "cut":
+        os.truncate(weights, size // 2)
+    elif damage == "zeros at the end":  # what a power cut leaves of a file whose size was written first
+        os.truncate(weights, size // 2)
+        os.truncate(weights, size)
+    else:
+        (folder / {"no tokenizer": "tokenizer.json", "no seal": "checksums.json"}[damage]).unlink()
+    after = load(gguf_file, tmp_path)
+    assert "damaged" in caplog.text
+    assert all(
+        torch.equal(one, two) for one, two in zip(before.model.parameters(), after.model.parameters(), strict=True)
+    )
+    caplog.clear()
+    assert converted_folder(gguf_file, tmp_path) == folder and not caplog.records
+
+
+def test_a_conversion_tells_what_it_does(gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    converted_folder(gguf_file, tmp_path)
+    for what in ("Reading the tokenizer of", "Reading the weights of", "Writing the converted"):
+        assert f"{what} tiny.gguf" in caplog.messages
+        assert any(line.startswith(f"{what} tiny.gguf took") for line in caplog.messages)
+
+
+def test_a_conversion_parses_the_header_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds for each time: the tokens of a real vocabulary are parsed one by one."""
+    parsed, tables = [], []
+    parse, make_table = gguf.GGUFReader._build_fields, gguf.TensorNameMap.__init__
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda *of: parsed.append(of) or parse(*of))
+    monkeypatch.setattr(gguf.TensorNameMap, "__init__", lambda *of: tables.append(of) or make_table(*of))
+    reader = gguf.GGUFReader
+    converted_folder(gguf_file, tmp_path)
+    assert len(parsed) == 1 and len(tables) == 1
+    assert gguf.GGUFReader is reader, "gguf is as it was"
 
 
 def test_without_a_writable_cache_the_model_is_the_same_and_one_warning_says_so(

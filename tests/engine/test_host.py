@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,34 @@ def test_memory_that_the_machine_lacks_is_not_promised(tmp_path: Path) -> None:
     v2(tmp_path, memory__max=str(8 * GIB), memory__current="0")
     host = read_host(write(tmp_path, {"proc/meminfo": f"MemAvailable: {GIB // 1024} kB"}))
     assert (host.available_bytes, host.memory_origin) == (GIB, "MemAvailable")
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "option"), [("Max address space", "VmSize", "-v"), ("Max data size", "VmData", "-d")]
+)
+def test_a_limit_of_the_process_counts_less_what_it_has_mapped(
+    tmp_path: Path, name: str, used: str, option: str
+) -> None:
+    def limited(soft: str) -> Path:
+        limits = f"{'Limit':26}Soft Limit Hard Limit Units\n{name:26}{soft} unlimited bytes"
+        status = f"Name:\tpython\n{used}:\t {GIB // 1024} kB\nThreads:\t1"
+        meminfo = f"MemAvailable: {64 * GIB // 1024} kB"
+        return write(tmp_path, {"proc/self/limits": limits, "proc/self/status": status, "proc/meminfo": meminfo})
+
+    host = read_host(limited(str(4 * GIB)))
+    assert (host.available_bytes, host.memory_origin) == (3 * GIB, f"ulimit {option}")
+    assert read_host(limited(str(GIB // 2))).available_bytes == 0
+    assert read_host(limited("unlimited")).available_bytes == 64 * GIB
+
+
+def test_the_kernels_own_limit_is_seen() -> None:
+    limit = 8 * GIB
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}));"
+        "from mlserver_torch_stream.engine.loading.host import read_host; print(read_host().available_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert 0 < int(done.stdout) < limit
 
 
 def test_cgroup_version_1(tmp_path: Path) -> None:

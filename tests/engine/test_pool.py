@@ -122,7 +122,7 @@ def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.Monkey
 
 
 def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "take_fast_path", lambda *_: None)
+    monkeypatch.setattr(prepare, "take_fast_path", lambda *_: "not wanted")
     shares, loaded = Shares(), []
     loading = threading.Thread(target=lambda: loaded.append(build_engine(settings(tiny_model), "m", shares=shares)))
     with shares.recorders.turn():

@@ -38,8 +38,8 @@ class Fault:
 
 # A step that fails is tried row by row. The culprit's own try, the second, fails too; without one the batch fails.
 _FAULTS = (
-    Fault("culprit", "decode:100:raise,decode:102:raise", 100, 1, "a fault was asked for", 1, 4),
-    Fault("exception", "decode:400:raise", 400, 4, "a fault was asked for", 1, 4),
+    Fault("culprit", "decode:100:raise,decode:102:raise", 100, 1, "RuntimeError", 1, 4),
+    Fault("exception", "decode:400:raise", 400, 4, "RuntimeError", 1, 4),
     Fault("memory", "decode:600:oom", 600, 4, "out of memory", 1, 4),
     Fault("nan", "decode:800:nan", 800, 1, "", 0, 0),
     Fault("death", "decode:1100:death", 1100, 4, "the engine died", 1, 0),

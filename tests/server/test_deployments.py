@@ -15,8 +15,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from mlserver_torch_stream import client
 from tests.server import v2
-from tests.server.conftest import QUIET
-from tests.server.harness import PACKAGE_SPELLING, Model, Server, serve
+from tests.server.harness import PACKAGE_SPELLING, Server, serve
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +79,6 @@ def test_reloading_and_unloading_by_the_repository_api(server: Server) -> None:
     assert httpx.post(f"{server.url}/v2/models/other/infer", json=v2.rest_body("Hello"), timeout=60).status_code == 404
     assert repository("load") == 200
     assert answer() == before
-
-
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [({"max_contxt": 64}, "max_contxt"), ({"tokenizer": "/nowhere"}, "/nowhere")],
-)
-def test_a_model_that_cannot_load_says_why_in_one_line_and_ends_the_server(
-    tiny_model: Path, tmp_path: Path, extra: dict[str, str | int], reason: str
-) -> None:
-    models = [Model("tiny", str(tiny_model), extra=extra)]
-    with serve(tmp_path / "models", models, settings=QUIET, ready=False) as failing:
-        assert failing.process.wait(120) is not None
-        lines = [line for line in failing.log.splitlines() if "Cannot load model 'tiny'" in line]
-    assert len(lines) == 1 and reason in lines[0]
 
 
 def test_the_terminal_chat_talks_to_a_real_server(server: Server) -> None:

@@ -109,6 +109,14 @@ def test_a_second_signal_cuts_the_grace_short(tiny_model: Path, tmp_path: Path) 
         assert exit_code(server) == 0, server.log
 
 
+def test_a_closed_terminal_ends_streams_as_sigterm_does(tiny_model: Path, tmp_path: Path) -> None:
+    with draining_server(tiny_model, tmp_path, 0.0, 1.0) as server, flights(server) as start:
+        stream = start.rest_stream("tiny", **LONG)
+        server.process.send_signal(signal.SIGHUP)
+        assert stream.end().reason == "abort"
+        assert exit_code(server) == 0, server.log
+
+
 def test_an_idle_server_ends_at_once(tiny_model: Path, tmp_path: Path) -> None:
     with draining_server(tiny_model, tmp_path, 0.0, 600.0) as server:
         server.process.send_signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ another name and renamed; of two processes that convert the same file one waits 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -20,16 +21,19 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.integrations.gguf import read_gguf_metadata
+
+from mlserver_torch_stream.engine.loading.checksum import checksum, flush
+from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
+from mlserver_torch_stream.engine.loading.stages import stage
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of our folders; a new one orphans the old
+FORMAT = 2  # of our folders; a new one orphans the old
 LOCK_SECONDS = 900.0
 UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is given up: a new version of transformers makes its own
-_SAMPLES = 256
-_SAMPLE_BYTES = 4096
+_SEAL = "checksums.json"  # of a folder's other files
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
 _SPECIAL_TOKENS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -40,19 +44,22 @@ _SPECIAL_TOKENS = {
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> Path | None:
-    """The folder with the converted file, converting it first where it is not there yet.
+    """The folder with the converted file, converting it first where it is not there yet, or damaged.
 
     None, after one warning, where the cache cannot be written: then load the file itself (``load_gguf``).
     """
     target = cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, dtype)}"
-    if target.is_dir():
+    if _is_whole(target):
         with suppress(OSError):  # a read-only image
             os.utime(target)
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock", timeout=LOCK_SECONDS):
-            if not target.is_dir():
+        with _alone(target):
+            if not _is_whole(target):
+                if target.exists():
+                    logger.warning("%s is damaged, and removed", target)
+                    shutil.rmtree(target)
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
                 _convert(gguf_file, target, dtype)
                 _forget_unused(cache_dir)
@@ -82,40 +89,72 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text; the file's own ids are right.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
-    fields = GGUFReader(gguf_file).fields
+    metadata, _ = read_gguf_metadata(str(gguf_file))
     for role, key in _SPECIAL_TOKENS.items():
-        if key in fields:
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(fields[key].contents())))
+        if key in metadata:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[key])))
     return tokenizer
 
 
 def _dense_dtype(gguf_file: Path) -> torch.dtype:
-    field = GGUFReader(gguf_file).fields.get("general.file_type")
-    return _FLOAT_FILES.get(int(field.contents()), torch.bfloat16) if field else torch.bfloat16
+    metadata, _ = read_gguf_metadata(str(gguf_file))
+    return _FLOAT_FILES.get(metadata.get("general.file_type"), torch.bfloat16)
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:
-    """Of the content, not of path and time: a new virtual environment finds what the old one converted.
-
-    Evenly spaced samples instead of every byte: fine-tunes differ everywhere, and 40 GB take a minute to hash.
-    """
-    size = gguf_file.stat().st_size
-    digest = hashlib.blake2b(f"{FORMAT} {transformers.__version__} {dtype} {size}".encode(), digest_size=8)
-    with gguf_file.open("rb") as file:
-        for index in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    """Of the content, not of path and time: a new virtual environment finds what the old one converted."""
+    described = f"{FORMAT} {transformers.__version__} {dtype} {checksum(gguf_file)}"
+    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
 
 def _convert(gguf_file: Path, target: Path, dtype: str) -> None:
+    name = gguf_file.name
     with _scratch_folder(target) as folder:
-        load_gguf_tokenizer(gguf_file).save_pretrained(folder)
-        model = load_gguf(gguf_file, dtype)
-        _forget_quantization(model)
-        model.save_pretrained(folder)
+        with headers_parsed_once():
+            with stage(logger, f"Reading the tokenizer of {name}"):
+                tokenizer = load_gguf_tokenizer(gguf_file)
+            with stage(logger, f"Reading the weights of {name}"):
+                model = load_gguf(gguf_file, dtype)
+        with stage(logger, f"Writing the converted {name}"):
+            tokenizer.save_pretrained(folder)
+            _forget_quantization(model)
+            model.save_pretrained(folder)
+            _seal(Path(folder))
         os.chmod(folder, 0o755)  # an image built as root is run as someone else
         os.rename(folder, target)
+        flush(target.parent)
+
+
+def _seal(folder: Path) -> None:
+    """Notes what the files are, once the disk has them: after a power cut a file may be there, and empty."""
+    sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
+    (folder / _SEAL).write_text(json.dumps(sums), encoding="utf-8")
+    for path in folder.iterdir():
+        flush(path)
+    flush(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sums = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
+        return bool(sums) and all(checksum(folder / name) == known for name, known in sums.items())
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Holds the lock of a conversion. Whoever waits for it says so."""
+    lock = FileLock(f"{target}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        with stage(logger, f"Waiting until another process has converted into {target}"):
+            lock.acquire(timeout=LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _forget_unused(cache_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as the container's cgroup grants them.
+"""What this process may use of the machine: cores and memory, as the container's cgroup and its own limits grant them.
 
 Knows nothing of models or torch; reads only files under a root that tests can set.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class _MemoryFiles:
     reclaimable: str  # the key in memory.stat of file cache that the kernel drops when memory is short
 
 
+_RLIMITS = (("Max address space", "VmSize", "-v"), ("Max data size", "VmData", "-d"))
 _V2 = _MemoryFiles("memory.max", "memory.current", "inactive_file")
 _V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -75,6 +77,7 @@ def _available_memory(root: Path) -> tuple[int, str]:
     ]
     if (available := _meminfo_available(root)) is not None:
         candidates.append((available, "MemAvailable"))
+    candidates += _rlimits(root)
     return min(candidates) if candidates else (0, "unknown")
 
 
@@ -95,6 +98,16 @@ def _meminfo_available(root: Path) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
+    """What this process's own limits (``ulimit -v`` and ``-d``) let it map beyond what it has mapped."""
+    limits = (_read(root / "proc/self/limits") or "").splitlines()
+    used = dict(line.split(":", 1) for line in (_read(root / "proc/self/status") or "").splitlines() if ":" in line)
+    for name, mapped, option in _RLIMITS:
+        soft = next((line.removeprefix(name).split()[0] for line in limits if line.startswith(name)), "unlimited")
+        if soft != "unlimited" and mapped in used:
+            yield max(0, int(soft) - int(used[mapped].split()[0]) * 1024), f"ulimit {option}"
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:

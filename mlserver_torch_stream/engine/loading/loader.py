@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.devices import device_name
 from mlserver_torch_stream.engine.loading.context import max_context
+from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.generation import generation_defaults, generation_rules, not_honoured
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
@@ -165,6 +166,8 @@ def _devices(model: Any) -> str:
 
 
 def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) -> Any:
+    code = {"revision": settings.revision or "main", "trust_remote_code": settings.trust_remote_code}
+    check_device_map(settings.device_map, place, gguf_file, **code)
     options = _placement(settings)
     if settings.attn_implementation is not None:
         options["attn_implementation"] = settings.attn_implementation
@@ -183,10 +186,9 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
     model, info = AutoModelForCausalLM.from_pretrained(
         place,
-        revision=settings.revision or "main",
         dtype=settings.dtype,
-        trust_remote_code=settings.trust_remote_code,
         output_loading_info=True,
+        **code,
         **options,
     )
     if missing := sorted(info["missing_keys"]):

@@ -38,7 +38,7 @@ class NativeForward:
     def __init__(self, model: Any, threads: int, cache_dir: Path, int8: bool = False) -> None:
         """Copies the weights, on request rounded to int8. Raises NoKernels or Unsupported."""
         decoder = read_decoder(model)
-        kernels = c.open_library(compiled_library(cache_dir))
+        kernels = compiled_library(cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
         self._weights = PackedWeights(decoder, kernels, int8)
         shape = self._weights.shape

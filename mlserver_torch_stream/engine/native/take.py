@@ -12,7 +12,9 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.forward import input_device
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_forward
+from mlserver_torch_stream.engine.loading.stages import stage
 from mlserver_torch_stream.engine.native.compile import NoKernels
 from mlserver_torch_stream.engine.native.forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import round_weights
@@ -22,13 +24,14 @@ from mlserver_torch_stream.errors import LoadFailed
 logger = logging.getLogger(__name__)
 
 
-def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> NativeForward | None:
-    """The verified forward, with the model's own weights given back; or None, and one line in the log says why."""
+def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> NativeForward | str:
+    """The verified forward, with the model's own weights given back; or why there is none, in one line."""
     taken = _try(model, lambda: _as_it_is(model, threads, cache_dir))
-    if isinstance(taken, NativeForward):
-        return taken
-    logger.info("no fast path, transformers' forward runs: %s", taken)
-    return None
+    if isinstance(taken, str):
+        # On a GPU the kernels, which are for CPUs, are missed by nobody.
+        level = logging.WARNING if input_device(model).type == "cpu" else logging.INFO
+        logger.log(level, "no fast path, transformers' forward runs: %s", taken)
+    return taken
 
 
 def take_int8(model: PreTrainedModel, findings: Findings, threads: int, cache_dir: Path) -> NativeForward:
@@ -56,14 +59,19 @@ def _try(model: PreTrainedModel, make: Callable[[], tuple[NativeForward, str | N
 
 def _as_it_is(model: PreTrainedModel, threads: int, cache_dir: Path) -> tuple[NativeForward, str | None]:
     forward = NativeForward(model, threads, cache_dir)
-    return forward, check_forward(model, forward)
+    return forward, _check(model, forward)
 
 
 def _rounded(model: PreTrainedModel, threads: int, cache_dir: Path) -> tuple[NativeForward, str | None]:
     """Compared with transformers' forward on the same rounded weights, so that the check may be as strict as ever."""
     forward = NativeForward(model, threads, cache_dir, int8=True)
     round_weights(read_decoder(model))
-    return forward, check_forward(model, forward)
+    return forward, _check(model, forward)
+
+
+def _check(model: PreTrainedModel, forward: NativeForward) -> str | None:
+    with stage(logger, "Comparing the logits of the kernels with those of transformers"):
+        return check_forward(model, forward)
 
 
 def release_weights(model: nn.Module) -> None:

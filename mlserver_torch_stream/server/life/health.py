@@ -1,10 +1,11 @@
-"""Liveness and readiness as JSON, which KServe's client reads: MLServer's own answers have a status and no body.
+"""Routes for liveness and readiness: JSON, which KServe's client reads, and 503 with the reason where a model has one.
 
-Knows nothing of why something is not ready: ``readiness`` answers before these routes do, where it has a reason.
+Knows nothing of why a model is not ready. Readiness of other models stays MLServer's own.
 """
 
 from __future__ import annotations
 
+from mlserver import MLModel
 from mlserver.handlers import DataPlane
 from mlserver.rest.server import RESTServer
 from mlserver.rest.utils import to_status_code
@@ -13,51 +14,80 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.life.readiness import is_ours
 from mlserver_torch_stream.server.rest.routes import find_model
 
-_MODELS = ("/v2/models/{model_name}", "/v2/models/{model_name}/versions/{model_version}")
+_NAME = "torch_stream:health"
+_LIVE = "/v2/health/live"
+_PATHS = (
+    _LIVE,
+    "/v2/health/ready",
+    "/v2/models/{model_name}/ready",
+    "/v2/models/{model_name}/versions/{model_version}/ready",
+)
 
 
 def add_routes(server: RESTServer) -> None:
-    """Puts them before MLServer's own."""
-    health = _Health(server._data_plane)
-    server._app.router.routes[:0] = [
-        Route("/v2/health/live", health.live),
-        Route("/v2/health/ready", health.ready),
-        *(_OurModelsRoute(f"{model}/ready", server._data_plane) for model in _MODELS),
-    ]
+    """Puts our routes for health before MLServer's. Idempotent."""
+    routes = server._app.router.routes
+    if not any(getattr(route, "name", None) == _NAME for route in routes):
+        routes[:0] = [_HealthRoute(path, server._data_plane) for path in _PATHS]
 
 
-class _Health:
-    def __init__(self, data_plane: DataPlane) -> None:
-        self._data_plane = data_plane
-
-    async def live(self, request: Request) -> JSONResponse:
-        live = await self._data_plane.live()
-        return JSONResponse({"live": live}, to_status_code(live))
-
-    async def ready(self, request: Request) -> JSONResponse:
-        ready = await self._data_plane.ready()
-        return JSONResponse({"ready": ready}, to_status_code(ready))
-
-
-class _OurModelsRoute(Route):
-    """Matches models of ours only; they are ready, or ``readiness`` would have answered."""
+class _HealthRoute(Route):
+    """Answers for the whole server and for models of ours; MLServer's own route answers for other models."""
 
     def __init__(self, path: str, data_plane: DataPlane) -> None:
-        super().__init__(path, self._ready)
-        self._registry = data_plane._model_registry
+        super().__init__(path, self._answer, name=_NAME)
+        self._data_plane = data_plane
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
         if match is Match.FULL:
             path = child["path_params"]
-            model = find_model(self._registry, path["model_name"], path.get("model_version"))
-            if model is not None and is_ours(model):
+            if "model_name" not in path or any(map(is_ours, self._asked(path))):
                 return match, child
         return Match.NONE, {}
 
-    @staticmethod
-    async def _ready(request: Request) -> JSONResponse:
-        return JSONResponse({"name": request.path_params["model_name"], "ready": True})
+    async def _answer(self, request: Request) -> JSONResponse:
+        """What MLServer says, unless there is a trouble by then: one that comes meanwhile makes no 400."""
+        path = request.path_params
+        says = await self._says(path)
+        trouble = self._trouble(path)
+        if trouble is not None:
+            headers = {"retry-after": str(NotServing.retry_after)}
+            return JSONResponse({"error": trouble}, NotServing.status, headers)
+        name = {"name": path["model_name"]} if "model_name" in path else {}
+        return JSONResponse({**name, "live" if self.path == _LIVE else "ready": says}, to_status_code(says))
+
+    async def _says(self, path: dict[str, str]) -> bool:
+        if self.path == _LIVE:
+            return bool(await self._data_plane.live())
+        if "model_name" in path:
+            return bool(await self._data_plane.model_ready(path["model_name"], path.get("model_version")))
+        return bool(await self._data_plane.ready())
+
+    def _trouble(self, path: dict[str, str]) -> str | None:
+        if self.path == _LIVE:
+            return LIFECYCLE.failure
+        if "model_name" not in path and LIFECYCLE.leaving is not None:
+            return LIFECYCLE.leaving
+        ours = filter(is_ours, self._asked(path))
+        return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
+
+    def _asked(self, path: dict[str, str]) -> list[MLModel]:
+        if "model_name" not in path:
+            return _all_models(self._data_plane)
+        model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))
+        return [] if model is None else [model]
+
+
+def _all_models(data_plane: DataPlane) -> list[MLModel]:
+    found: list[MLModel] = []
+    for versions in data_plane._model_registry._models.values():
+        found += versions._versions.values()
+        if versions.default is not None and not versions.default.version:
+            found.append(versions.default)
+    return found

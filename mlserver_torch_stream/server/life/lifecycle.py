@@ -152,12 +152,12 @@ class Lifecycle:
     def engine_died(self, model: str, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
         """An engine is dead for good: the process ends as after a signal, but with an error. From any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
-            loop.call_soon_threadsafe(self._fail, f"the engine of model '{model}' died: {error}")
+            loop.call_soon_threadsafe(self._fail, f"the engine of model '{model}' died", error)
 
-    def _fail(self, why: str) -> None:
-        logger.error(f"Giving up, so that the process is started anew: {why}")
+    def _fail(self, why: str, error: BaseException) -> None:
+        logger.error(f"Giving up, so that the process is started anew: {why}: {error}")
         self.failure = self.failure or why
-        self.leave(why)
+        self.leave(why)  # which clients see: without what may be a path of a source file
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.raise_signal(signal.SIGTERM)  # MLServer handles it
 

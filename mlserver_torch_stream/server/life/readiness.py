@@ -1,4 +1,4 @@
-"""Health that tells the truth, and who may enter: our models answer for themselves where MLServer would say 400.
+"""What MLServer says of health and lets in, corrected: our models answer for themselves where it would say 400.
 
 Knows nothing of why a model is not ready. Other models' readiness and requests stay MLServer's own.
 """
@@ -12,27 +12,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from mlserver import MLModel, ModelSettings
 from mlserver.context import model_name_var, model_version_var
 from mlserver.handlers import DataPlane
-from mlserver.rest.server import RESTServer
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
-from starlette.types import Scope
 
-from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.rest.routes import find_model
 
 Says = Callable[[DataPlane], Awaitable[bool]]
 
 _MARK = "_torch_stream_readiness"
-_NAME = "torch_stream:ready"
-_LIVE = "/v2/health/live"
-_PATHS = (
-    _LIVE,
-    "/v2/health/ready",
-    "/v2/models/{model_name}/ready",
-    "/v2/models/{model_name}/versions/{model_version}/ready",
-)
 
 
 def install() -> None:
@@ -89,55 +75,5 @@ def _unless(trouble: Callable[[], str | None], says: Says) -> Says:
     return says_truly
 
 
-def add_routes(server: RESTServer) -> None:
-    """Puts our routes for health before MLServer's. Idempotent."""
-    routes = server._app.router.routes
-    if not any(getattr(route, "name", None) == _NAME for route in routes):
-        routes[:0] = [_HealthRoute(path, server._data_plane) for path in _PATHS]
-
-
 def is_ours(model: MLModel) -> bool:
     return bool(getattr(model, "streams_tokens", False))
-
-
-class _HealthRoute(Route):
-    """Matches only where a model of ours is not ready, or lost; MLServer's own route answers everything else."""
-
-    def __init__(self, path: str, data_plane: DataPlane) -> None:
-        super().__init__(path, self._refuse, name=_NAME)
-        self._data_plane = data_plane
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        if match is Match.FULL:
-            trouble = self._trouble(child["path_params"])
-            if trouble is not None:
-                child["torch_stream.trouble"] = trouble
-                return match, child
-        return Match.NONE, {}
-
-    def _trouble(self, path: dict[str, str]) -> str | None:
-        if self.path == _LIVE:
-            return LIFECYCLE.failure
-        if "model_name" in path:
-            asked = [find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))]
-        else:
-            if LIFECYCLE.leaving is not None:
-                return LIFECYCLE.leaving
-            asked = _all_models(self._data_plane)
-        ours = (model for model in asked if model is not None and is_ours(model))
-        return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
-
-    @staticmethod
-    async def _refuse(request: Request) -> Response:
-        headers = {"retry-after": str(NotServing.retry_after)}
-        return JSONResponse({"error": request.scope["torch_stream.trouble"]}, NotServing.status, headers)
-
-
-def _all_models(data_plane: DataPlane) -> list[MLModel]:
-    found: list[MLModel] = []
-    for versions in data_plane._model_registry._models.values():
-        found += versions._versions.values()
-        if versions.default is not None and not versions.default.version:
-            found.append(versions.default)
-    return found

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from mlserver import MLModel, ModelSettings
-from mlserver.errors import MLServerError
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, SettingsError
 from mlserver_torch_stream.server import guards
 from mlserver_torch_stream.server.life.stay import Stay
 from mlserver_torch_stream.server.life.visits import Visits
+from mlserver_torch_stream.server.status import ModelNotLoaded
 
 
 class Resident(MLModel):  # type: ignore[misc]
@@ -57,4 +57,7 @@ class Resident(MLModel):  # type: ignore[misc]
             yield
         except (SettingsError, LoadFailed, NotServing) as error:
             logger.error(f"Cannot load model '{self.name}': {error}")
-            raise MLServerError(str(error), 500) from None
+            raise ModelNotLoaded(str(error)) from None
+        except Exception as error:  # a bug: what the traceback is for
+            logger.exception(f"Cannot load model '{self.name}'")
+            raise ModelNotLoaded(f"{type(error).__name__}: {error}") from None

@@ -13,6 +13,7 @@ from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE, Drainable
 from mlserver_torch_stream.server.life.threads import in_thread
 from mlserver_torch_stream.server.life.visits import Moment, Visits
+from mlserver_torch_stream.server.options import read_options
 
 OnDeath = Callable[[BaseException], None]
 
@@ -86,7 +87,7 @@ class Stay(Generic[B]):
         finally:
             self.settled.come()
 
-    async def end(self, grace: float) -> B | None:
+    async def end(self) -> B | None:
         """Gives the engine back: at once where a successor goes on with it, else when the last request has ended.
 
         Returns what was shut down, if so.
@@ -96,7 +97,7 @@ class Stay(Generic[B]):
         if built is None or not built.give_back():
             return None
         why = LIFECYCLE.leaving or f"model '{self.name}' is being unloaded"
-        await LIFECYCLE.see_off([self, *LIFECYCLE.members(built.engine)], grace, why)
+        await LIFECYCLE.see_off([self, *LIFECYCLE.members(built.engine)], read_options().drain_grace, why)
         await in_thread(built.shutdown)
         self._built = None
         return built

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 _NAME = "mlserver-torch-stream work"
@@ -48,10 +48,15 @@ def exit_from_work(status: int) -> None:
     A thread that comes back from torch while the interpreter goes down aborts the whole process (SIGABRT).
     """
     if any(thread.name == _NAME for thread in threading.enumerate()):
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        exit_now(status)
+
+
+def exit_now(status: int) -> NoReturn:
+    """Ends the process with nothing but what it has to say."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:

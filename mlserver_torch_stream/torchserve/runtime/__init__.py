@@ -53,7 +53,7 @@ class TorchServeRuntime(Resident):
         return True
 
     async def unload(self) -> bool:
-        await self._stay.end(read_options().drain_grace)
+        await self._stay.end()
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:

@@ -1,0 +1,38 @@
+"""Refuses a device map that names what a model does not have, before any weight is read.
+
+transformers takes such a map with a warning, and places what was meant elsewhere. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mlserver_torch_stream.errors import LoadFailed
+
+
+def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
+    """Raises LoadFailed. ``options``: how the config is read, as for ``from_pretrained``."""
+    if not isinstance(device_map, Mapping) or set(device_map) == {""}:
+        return
+    if gguf_file is not None:
+        place, options["gguf_file"] = str(gguf_file.parent), gguf_file.name
+    config = AutoConfig.from_pretrained(place, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.get("trust_remote_code", False))
+    known = [name for name, _ in model.named_modules()]
+    known += [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    for name in device_map:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it begins with {', '.join(_tops(known))}"
+            raise LoadFailed(f"parameters.extra.device_map: the model has no module {name!r}{hint}")
+
+
+def _tops(names: list[str]) -> list[str]:
+    return [name for name in names if name and "." not in name]

@@ -1,0 +1,38 @@
+"""Tells in the log what a load is doing: when a stage begins, that it still runs, and how long it took.
+
+Knows nothing of what a stage does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a busy machine sees a second one
+
+
+@contextmanager
+def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
+    """``what`` is the beginning of a sentence, such as ``Compiling the kernels``. A stage that raises has no last line.
+
+    A teller thread rather than steps of the work: most of a load is single calls of transformers and compilers.
+    """
+    began = time.monotonic()
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(every):
+            logger.info("%s: %.0f s so far", what, time.monotonic() - began)
+
+    logger.info("%s", what)
+    teller = threading.Thread(target=tell, name="load-stage", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+    logger.info("%s took %.1f s", what, time.monotonic() - began)

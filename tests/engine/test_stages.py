@@ -1,0 +1,31 @@
+"""What a load tells of itself: when a stage begins, that it goes on, and how long it took."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from mlserver_torch_stream.engine.loading.stages import stage
+
+logger = logging.getLogger("tests.stages")
+
+
+def test_a_long_stage_says_that_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with stage(logger, "Baking", every=0.01):
+        while not any("so far" in line for line in caplog.messages):
+            threading.Event().wait(0.01)
+    assert caplog.messages[0] == "Baking"
+    assert "s so far" in caplog.messages[1]
+    assert caplog.messages[-1].startswith("Baking took 0.")
+
+
+def test_a_stage_that_fails_has_no_last_line_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="burnt"), stage(logger, "Baking"):
+        raise ValueError("burnt")
+    assert caplog.messages == ["Baking"]
+    assert threading.active_count() == before
