@@ -45,26 +45,30 @@ class ModelForward:
         self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
         self._takes_positions = "position_ids" in names
         self._takes_mask = "attention_mask" in names
-        self._constant: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if "logits_to_keep" in names:
-            self._constant["logits_to_keep"] = 1
+        self._takes_keep = "logits_to_keep" in names
         self.device = input_device(model)
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
         """Returns logits ``[rows, vocabulary]`` of the model's own dtype and counts the tokens in ``cache``."""
+        return self.logits(tokens, cache, 1)[:, -1]
+
+    def logits(self, tokens: Sequence[Sequence[int]], cache: RowCache, count: int) -> torch.Tensor:
+        """The same of the last ``count`` tokens of each row and perhaps of more, ``[rows, tokens, vocabulary]``."""
         queries = len(tokens[0])
-        inputs: dict[str, Any] = {self._cache_name: cache.cache}
+        inputs: dict[str, Any] = {self._cache_name: cache.cache, "use_cache": True, "return_dict": True}
+        if self._takes_keep:
+            inputs["logits_to_keep"] = count
         if self._takes_mask:
             inputs["attention_mask"] = cache.mask(queries, self.device)
         if self._takes_positions:
             inputs["position_ids"] = cache.positions(queries, self.device)
         try:
-            output = self._forward(torch.tensor(tokens, device=self.device), **inputs, **self._constant)
+            output = self._forward(torch.tensor(tokens, device=self.device), **inputs)
         except BaseException:
             cache.rollback()
             raise
         cache.commit(queries)
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits
         return logits
 
 

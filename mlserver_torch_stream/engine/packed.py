@@ -2,7 +2,8 @@
 
 For models that our own kernels do not know: at 16 rows a layer of a small model takes a third of ``F.linear``'s time,
 which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones, so every
-layer is compared with ``F.linear`` before it is taken, and the whole model before its own weights are given back.
+layer is compared with ``F.linear`` before it is taken, and the whole model before its own weights are given back. A
+layer knows no positions, so near ones suffice for that.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed
 from tests.engine.tape import TapeRecorder
+from tests.engine.test_config_fields import MINISTRAL
+from tests.engine.test_far import LENGTH, LLAMA_3
 from tests.engine.tiny import VOCAB, greedy, prompt_of, reference, run, running, tiny_model, tokens_of, watched
 
 REQUESTS = [(prompt_of(3 + 5 * i, i), 8 + 3 * i) for i in range(7)]
@@ -301,3 +303,31 @@ def test_recordings_of_more_rows_are_compared_too(caplog: pytest.LogCaptureFixtu
 
 def test_models_on_the_cpu_are_not_recorded() -> None:
     assert take_graphs(tiny_model("llama"), 8, None) is None
+
+
+def test_ministral_3_scales_its_queries_in_a_recording_too() -> None:
+    model = tiny_model("ministral3", **MINISTRAL)
+    prompts = [prompt_of(length, length) for length in (20, 55, 100)]
+    expected = [reference(model, prompt, 20) for prompt in prompts]
+    forward, _ = recorded(model)
+    with running(model, forward=forward) as engine:
+
+        async def all_at_once() -> list[list[int]]:
+            return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(20)) for prompt in prompts)))
+
+        assert run(all_at_once()) == expected
+
+
+def test_a_decision_that_a_far_position_changes_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """A recording holds on to what Python has decided; at near positions that was right."""
+    model = tiny_model(**LLAMA_3)
+
+    def scale_far_ones(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cache = kwargs["past_key_values"]
+        if cache is not None and cache.get_seq_length() >= LENGTH:
+            kwargs["hidden_states"] = kwargs["hidden_states"] * 2
+        return args, kwargs
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(scale_far_ones, with_kwargs=True)
+    with refused(model, caplog, "at position 9"):
+        pass

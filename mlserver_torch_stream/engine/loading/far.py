@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,9 +31,8 @@ logger = logging.getLogger(__name__)
 # The oldest columns, which a window loses at the positions that are compared, are made to weigh as much as all others:
 # a window that is off by one is then off by 0.33 and more, rounding by up to 0.05 (in bfloat16, root mean square).
 _HEAVY = 3
-_AFTER = 3  # tokens that follow
-# Of the weights' bytes, and of the free memory, that one row may take. A check has three of them at a time; reading
-# and writing them takes a tenth of the time that the check at near positions takes to read the weights.
+_AFTER = 5  # tokens that follow
+# One row may take a quarter of the weights' bytes and of the free memory: a check holds three of them at a time.
 _PART = 4
 
 
@@ -64,26 +64,38 @@ def compare_far(
     ids: Sequence[int] | None,
     chunked: bool,
 ) -> dict[int, Comparison]:
-    """By position: of the last token below the length, and above it, in a piece of two if prompts go in by pieces.
+    """By position: of the last token below the length, of the first above it, and of a piece above it.
 
-    ``short``: a row that the forward has filled, whose keys and values are taken. With its ``ids`` it is in the batch
-    too.
+    Without the pieces if prompts do not go in by pieces. ``short``: a row that the forward has filled, whose keys and
+    values are taken. With its ``ids`` it is in the batch too.
     """
-    compared = {length - 1: Comparison(), length: Comparison()}
-    ours, theirs = _stretched(short, _OwnLayout(model.config).cache(), length - 1)
+    counts = [2, 1, 2] if chunked else [1, 1]
+    if length + 3 > comparable_context(model):
+        counts = counts[:2]
+    first = length - counts[0]
+    ours, theirs = _stretched(short, _OwnLayout(model.config).cache(), first)
     if ids is not None:
         ours = _joined(ours, short)
-    above = 2 if chunked and length + 2 <= comparable_context(model) else 1
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    after = [((length + number) * 7919 + 13) % vocabulary for number in range(1 + above)]
-    model_forward = ModelForward(model)
-    for comparison, tokens in zip(compared.values(), (after[:1], after[1:]), strict=True):
-        got = forward([tokens] * len(ours.lengths), ours)
-        comparison.add(model_forward([tokens], theirs)[0], got[0])
+    tokens = [((first + number) * 7919 + 13) % vocabulary for number in range(sum(counts))]
+    expected = _expected(model, theirs, tokens, at_once=chunked)
+    compared = {}
+    for end, count in zip(accumulate(counts), counts, strict=True):
+        got = forward([tokens[end - count : end]] * len(ours.lengths), ours)
+        compared[first + end - 1] = comparison = Comparison()
+        comparison.add(expected[end - 1], got[0])
     if ids is not None:
-        alone = model(torch.tensor([[*ids, *after]], device=input_device(model)), use_cache=False, return_dict=True)
-        compared[length].add(alone.logits[0, -1], got[1])
+        alone = model(torch.tensor([[*ids, *tokens]], device=input_device(model)), use_cache=False, return_dict=True)
+        comparison.add(alone.logits[0, -1], got[1])
     return compared
+
+
+def _expected(model: PreTrainedModel, cache: RowCache, tokens: Sequence[int], at_once: bool) -> torch.Tensor:
+    """``[tokens, vocabulary]``."""
+    forward = ModelForward(model)
+    if at_once:
+        return forward.logits([tokens], cache, len(tokens))[0]
+    return torch.cat([forward([[token]], cache) for token in tokens])
 
 
 def _stretched(short: RowCache, theirs: RowCache, columns: int) -> tuple[RowCache, RowCache]:
