@@ -138,7 +138,7 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     model = tiny_model(family)
-    requests = [(prompt_of(4 + 3 * i, i), 25 + i) for i in range(5)]
+    requests = [(prompt_of(4 + 3 * i, i), 80 + i) for i in range(5)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
     async def scenario(engine: EngineWorker, watch: Watch) -> None:
