@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlserver_torch_stream.engine.bounds import FAR, Bounds, Deadlines
+from mlserver_torch_stream.engine.failure import StepTimeout
 from mlserver_torch_stream.engine.posting import end_for_readers
 from mlserver_torch_stream.engine.progress import Work
 from mlserver_torch_stream.engine.sequence import Job
@@ -25,10 +26,6 @@ logger = logging.getLogger(__name__)
 # Seconds for the engine's thread to end a job itself, with the text that it holds back: most steps are much shorter.
 PATIENCE = 0.5
 _LEAST = 0.01  # seconds between two looks, whatever was set
-
-
-class StepTimeout(RuntimeError):
-    """A step has not come back in time. Its thread cannot be ended, so the process has to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class WatchdogState:
 
     def due(self, now: float) -> list[EndRequest]:
         """Takes out the jobs whose time is over."""
-        return [_out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
+        return [out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
         ask = self.due(now)
@@ -130,7 +127,7 @@ class WatchdogState:
         return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
 
 
-def _out_of_time(job: Job, waited: bool, now: float) -> EndRequest:
+def out_of_time(job: Job, waited: bool, now: float) -> EndRequest:
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((job,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 

@@ -28,7 +28,7 @@ from mlserver_torch_stream.engine.sequence import Job
 from mlserver_torch_stream.engine.sequence import Sequence as Answer
 from mlserver_torch_stream.engine.shares import Turns
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, trouble
+from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, out_of_time, trouble
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, ModelInfo
 
@@ -121,7 +121,7 @@ class EngineWorker:
         self._submitted_tokens += tokens
         self._open[mailbox] = accepted  # at once: the watchdog ends it too, should the thread not come to take it in
         self._watchdog.watch(accepted, timeouts)
-        if not self._inbox.post(lambda: self._accept(mailbox, accepted, tokens)):
+        if not self._inbox.post(lambda: self._accept(mailbox, accepted, timeouts, tokens)):
             self._open.pop(mailbox, None)
             raise NotServing("the engine has just stopped")
         return mailbox
@@ -207,14 +207,17 @@ class EngineWorker:
     def _closed(self, mailbox: Mailbox) -> None:
         self._inbox.post(lambda: self._cancel(mailbox))
 
-    def _accept(self, mailbox: Mailbox, jobs: list[Job], tokens: int) -> None:
+    def _accept(self, mailbox: Mailbox, jobs: list[Job], timeouts: list[float | None], tokens: int) -> None:
         self._taken += len(jobs)
         self._taken_tokens += tokens
         if mailbox.closed_at is not None:
             self._open.pop(mailbox, None)
         elif mailbox in self._open:  # and has not ended with all others
-            for job in jobs:
+            now = time.monotonic()
+            for job, timeout in zip(jobs, timeouts, strict=True):
                 self._backend.add(job)
+                if timeout is not None and job.submitted_at + timeout <= now:
+                    self._time_out(out_of_time(job, job.sealed, now))
 
     def _cancel(self, mailbox: Mailbox) -> None:
         jobs = self._open.get(mailbox)

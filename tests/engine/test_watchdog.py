@@ -218,8 +218,8 @@ class TestAStepThatHangs:
             await anext(running)
             await watch.hold()
             waiting = engine.submit([PromptJob(prompt_of(6), greedy(200, n=1))])
-            engine.drain()
-            engine.abort_all()
+            engine.drain("the model is unloaded")
+            engine.abort_all("the model is unloaded")
             for stream in (running, waiting):
                 events = await asyncio.wait_for(events_of(stream), 15)
                 assert [event.finish_reason for event in events][-1:] == [FinishReason.ABORT]
