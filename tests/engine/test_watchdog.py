@@ -179,7 +179,7 @@ class TestAStepThatHangs:
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
         """Of the stream in the step, with the tokens it has, and of the one that waits behind it, each once."""
-        engine = hung_engine(model, kind, request_timeout=1.5)
+        engine = hung_engine(model, kind, request_timeout=4.0)
 
         async def scenario() -> None:
             running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
@@ -266,7 +266,7 @@ class TestAStepThatHangs:
 
 def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: PreTrainedModel, watch: Watch) -> None:
     """What may be part of it is known to the thread alone; the tokens that are billed are those delivered."""
-    engine = hung_engine(model, "batched", request_timeout=1.5)
+    engine = hung_engine(model, "batched", request_timeout=4.0)
     answer = reference(model, prompt_of(5), 200)
     text = byte_tokenizer().decode(answer[:4])
 
