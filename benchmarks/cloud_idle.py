@@ -16,11 +16,11 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cli.completion import Asking
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cli.row_completion import Asking
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.forward import ModelForward
-from mlserver_torch_stream.engine.loading.host import read_host
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import load_model
-from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.packed import pack_linears
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
 ROWS = (1, 4, 16, 32)

@@ -27,9 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.api import Engine, PromptJob
-from mlserver_torch_stream.engine.build import build_engine
+from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.loading import loader
-from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.forward import Forward
-from mlserver_torch_stream.engine.loading.host import read_host
+from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, load_model
-from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
 TEXT = Path(__file__).parent / "english.txt"

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from mlserver_torch_stream.arrivals import Arrivals
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, PromptJob, TokenStream
+from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
     ChatPrompt,
     GenerationRequest,

@@ -20,7 +20,7 @@ from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 if TYPE_CHECKING:
     from mlserver import ModelSettings
 
-    from mlserver_torch_stream.engine.build import BuiltEngine
+    from mlserver_torch_stream.engine.factory import BuiltEngine
 
 # Models are loaded at the same time, in threads: one imports, with the process's one collector off, the others wait.
 _importing = threading.Lock()
@@ -54,22 +54,22 @@ def _engine_builder() -> Callable[..., BuiltEngine]:
     requests, and took a second of the import. Measured on 2026-11-21: a full collection takes 230 ms before, 5 after.
     """
     with _importing:
-        if "mlserver_torch_stream.engine.build" not in sys.modules:
+        if "mlserver_torch_stream.engine.factory" not in sys.modules:
             collects = gc.isenabled()
             gc.disable()
             try:
-                importlib.import_module("mlserver_torch_stream.engine.build")
+                importlib.import_module("mlserver_torch_stream.engine.factory")
             finally:
                 if collects:
                     gc.enable()
             gc.collect()
             gc.freeze()
-    from mlserver_torch_stream.engine.build import build_engine
+    from mlserver_torch_stream.engine.factory import build_engine
 
     return build_engine
 
 
 def reclaim_memory() -> None:
-    from mlserver_torch_stream.engine.build import reclaim_memory
+    from mlserver_torch_stream.engine.factory import reclaim_memory
 
     reclaim_memory()

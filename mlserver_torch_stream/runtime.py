@@ -20,19 +20,19 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.loading import build, reclaim_memory, resolve
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.server.life.resident import Resident
-from mlserver_torch_stream.server.life.stay import Stay
-from mlserver_torch_stream.server.life.threads import in_thread
-from mlserver_torch_stream.server.observe.metrics import ENGINES, REQUESTS
-from mlserver_torch_stream.server.observe.request_record import Entrance
-from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
+from mlserver_torch_stream.server.lifecycle.base_runtime import Resident
+from mlserver_torch_stream.server.lifecycle.model_slot import Stay
+from mlserver_torch_stream.server.lifecycle.threads import in_thread
+from mlserver_torch_stream.server.observability.metrics import ENGINES, REQUESTS
+from mlserver_torch_stream.server.observability.request_observer import RequestWatcher
+from mlserver_torch_stream.server.observability.request_record import Entrance
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import as_server_error
-from mlserver_torch_stream.server.streams.session import Session
+from mlserver_torch_stream.server.streams.stream_session import Session
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.build import BuiltEngine
+    from mlserver_torch_stream.engine.factory import BuiltEngine
 
 
 class TorchStreamRuntime(Resident):

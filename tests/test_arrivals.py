@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.arrivals import Arrivals
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.errors import NotServing, TimedOut
+from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 
 

@@ -107,7 +107,7 @@ def test_the_engine_interface_imports_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("library", "modules"),
-    [("obstore", {"cloud/store.py"}), ("aiokafka", {"cloud/kafka.py"}), ("ray", {"cli/on_ray.py"})],
+    [("obstore", {"cloud/store.py"}), ("aiokafka", {"cloud/kafka.py"}), ("ray", {"cli/cloud_on_ray.py"})],
 )
 def test_only_one_module_knows_each_library_of_the_cloud(library: str, modules: set[str]) -> None:
     know = {str(path.relative_to(_ROOT / _PACKAGE)) for path in _MODULES if library in map(_top, _imports(path))}

@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 
 from mlserver_torch_stream.engine.loading.loader import Place, load_tokenizer
-from mlserver_torch_stream.engine.shares import PROCESS
+from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build
 from mlserver_torch_stream.settings import parse_settings

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.cli.numbers import positive
+from mlserver_torch_stream.cli.argument_types import positive
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 _PROMPT = "you> "

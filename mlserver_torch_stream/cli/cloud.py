@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlserver_torch_stream.cli.completion import Asking
-from mlserver_torch_stream.cli.numbers import count, positive, seconds
-from mlserver_torch_stream.cloud.faults import Refused
-from mlserver_torch_stream.cloud.job import Job
+from mlserver_torch_stream.cli.argument_types import count, positive, seconds
+from mlserver_torch_stream.cli.row_completion import Asking
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Refused
 from mlserver_torch_stream.cloud.pipeline import Limits
 from mlserver_torch_stream.cloud.prefetch import Ahead
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.run import Job
 from mlserver_torch_stream.settings import parse_bytes
 
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -29,7 +29,7 @@ _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(list(argv))
-    from mlserver_torch_stream.cli.interrupt import Interrupted, LeftBehind, leave
+    from mlserver_torch_stream.cli.interruptible import Interrupted, LeftBehind, leave
 
     try:
         _check(arguments)
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
             return watch(arguments)
         if arguments.on is not None:
-            from mlserver_torch_stream.cli.on_ray import run_on_ray
+            from mlserver_torch_stream.cli.cloud_on_ray import run_on_ray
 
             return run_on_ray(arguments, list(argv))
         from mlserver_torch_stream.cli.cloud_run import run

@@ -18,13 +18,13 @@ from typing import Any
 from mlserver_torch_stream.cli import cloud as options
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
-from mlserver_torch_stream.cli.interrupt import Interrupted, run_to_end
+from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
-from mlserver_torch_stream.cloud.faults import CloudError, Full, Refused
-from mlserver_torch_stream.cloud.job import Plan, plan, results, write
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Full, Refused
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
+from mlserver_torch_stream.cloud.run import Plan, plan, results, write
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
 _AGAIN = "what is written is kept; the same command goes on from there"

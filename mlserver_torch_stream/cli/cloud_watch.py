@@ -14,15 +14,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from mlserver_torch_stream.cli import cloud as options
 from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, write_metrics
-from mlserver_torch_stream.cli.interrupt import Interrupted, run_to_end
+from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import summary
-from mlserver_torch_stream.cloud.faults import CloudError, InUse, Refused
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, Refused
 from mlserver_torch_stream.cloud.lease import WriterLease
-from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.polling import Poller
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Infer, Kind
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.sqs import Credentials, Queue
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Watcher

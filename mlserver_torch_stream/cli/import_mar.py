@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from mlserver_torch_stream.cli.numbers import positive
+from mlserver_torch_stream.cli.argument_types import positive
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.archive import Archive

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mlserver_torch_stream.cli.completion import Ask, Asking, Unsuitable, each, refused
-from mlserver_torch_stream.cli.interrupt import in_a_thread
-from mlserver_torch_stream.cloud.faults import Refused, Unavailable
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cli.interruptible import in_a_thread
+from mlserver_torch_stream.cli.row_completion import Ask, Asking, Unsuitable, each, refused
+from mlserver_torch_stream.cloud.cloud_errors import Refused, Unavailable
 from mlserver_torch_stream.cloud.rows import Outcome, Row, refusal
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.errors import (
     GenerationFailed,
     LoadFailed,
@@ -27,8 +27,8 @@ from mlserver_torch_stream.errors import (
 )
 from mlserver_torch_stream.protocol.chat_completion import Choice
 from mlserver_torch_stream.protocol.openai_request import decode_body
-from mlserver_torch_stream.protocol.tally import Tally
 from mlserver_torch_stream.protocol.text_completion import completion
+from mlserver_torch_stream.protocol.usage import Tally
 from mlserver_torch_stream.types import (
     ChatPrompt,
     FinishReason,
@@ -40,7 +40,7 @@ from mlserver_torch_stream.types import (
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.api import TokenStream
-    from mlserver_torch_stream.engine.build import BuiltEngine
+    from mlserver_torch_stream.engine.factory import BuiltEngine
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 _BROKEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)

@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 import httpx
 
-from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
+from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
 from mlserver_torch_stream.cli.answers_http import GenerationBroke, HttpAnswer, OpenAIAnswer, V2Answer, reason_of
-from mlserver_torch_stream.cli.completion import Ask, Asking, Unsuitable, each, refused
+from mlserver_torch_stream.cli.row_completion import Ask, Asking, Unsuitable, each, refused
 from mlserver_torch_stream.client import EventParser
-from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused, Unavailable
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, refusal
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_error import error_object

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.cli.numbers import above_zero, positive
+from mlserver_torch_stream.cli.argument_types import above_zero, positive
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import resolve_source
 from mlserver_torch_stream.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.planning.devices import Device
+    from mlserver_torch_stream.engine.planning.capacity import Plan
+    from mlserver_torch_stream.engine.planning.device_catalogue import Device
     from mlserver_torch_stream.engine.planning.model_size import ModelSize
-    from mlserver_torch_stream.engine.planning.plan import Plan
 
 _CONTEXT = 4096
 _DEVICES = 8
@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
-        from mlserver_torch_stream.engine.budget import GPU_CACHE_SHARE, HOST_PREFIX_BYTES
-        from mlserver_torch_stream.engine.loading.host import KV_SHARE
+        from mlserver_torch_stream.engine.kv_cache.memory_budget import GPU_CACHE_SHARE, HOST_PREFIX_BYTES
+        from mlserver_torch_stream.engine.loading.host_limits import KV_SHARE
+        from mlserver_torch_stream.engine.planning.capacity import make_plan
         from mlserver_torch_stream.engine.planning.model_size import read_size
-        from mlserver_torch_stream.engine.planning.plan import make_plan
 
         size = read_size(source, arguments.dtype, arguments.revision)
     except (SettingsError, LoadFailed) as error:
@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _device(arguments: argparse.Namespace) -> Device:
-    from mlserver_torch_stream.engine.loading.host import read_host
-    from mlserver_torch_stream.engine.planning.devices import Device, find_device
+    from mlserver_torch_stream.engine.loading.host_limits import read_host
+    from mlserver_torch_stream.engine.planning.device_catalogue import Device, find_device
 
     if arguments.device not in (None, _HOST):
         device = find_device(arguments.device)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.run_metrics import Meter
 
 _EVERY_S = 0.2
 _BAR = 20

@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {', '.join(missing)} not set: start this with torchrun, or set them", file=sys.stderr)
         return 2
     if os.environ["RANK"] != "0":
-        from mlserver_torch_stream.engine.ranks.follower import follow
-        from mlserver_torch_stream.engine.ranks.forming import find_launched
+        from mlserver_torch_stream.engine.tensor_parallel.follower import follow
+        from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_launched
 
         return follow(lambda: find_launched(os.environ))
     if int(os.environ["WORLD_SIZE"]) == 1:
@@ -44,7 +44,7 @@ def _lead(folder: str) -> int:
     """Serves. However that ends, the others have had a model by then or are told that there will be none."""
     from mlserver.cli.serve import load_settings
 
-    from mlserver_torch_stream.engine.ranks.terms import check_launched
+    from mlserver_torch_stream.engine.tensor_parallel.validate import check_launched
     from mlserver_torch_stream.errors import LoadFailed
 
     word, status, models = _ENDED, 1, None
@@ -56,8 +56,8 @@ def _lead(folder: str) -> int:
         word = str(error)
         print(f"error: {word}", file=sys.stderr, flush=True)
     finally:
-        from mlserver_torch_stream.engine.ranks.forming import dismiss
-        from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
+        from mlserver_torch_stream.engine.tensor_parallel.rendezvous import dismiss
+        from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 
         # A signal, which all ranks get, rather than a failure: MLServer ends alike.
         told = status == 0 and (LIFECYCLE.ending or models == [])

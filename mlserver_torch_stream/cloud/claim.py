@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Exists, Missing, Refused
 from mlserver_torch_stream.cloud.naming import MANIFEST, differences, digest
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import RunIdentity
 from mlserver_torch_stream.cloud.store import Store
 

@@ -17,13 +17,13 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
+from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.claim import claim
-from mlserver_torch_stream.cloud.faults import Exists, Missing, Unavailable
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.cloud_errors import Exists, Missing, Unavailable
 from mlserver_torch_stream.cloud.parse import parse_row
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Infer, Row
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Changed, CloudError, Exists, InUse, Missing
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Exists, InUse, Missing
 from mlserver_torch_stream.cloud.store import Store
 
 RENEW_S = 15.0

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Refused
 from mlserver_torch_stream.cloud.naming import glob_pattern
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Failure
 from mlserver_torch_stream.cloud.source import Listed
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Refused
+from mlserver_torch_stream.cloud.cloud_errors import Refused
 from mlserver_torch_stream.cloud.rows import Kind
 
 MANIFEST = "manifest.json"

@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from mlserver_torch_stream.cloud.batcher import Batcher
-from mlserver_torch_stream.cloud.faults import CloudError
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.cloud_errors import CloudError
+from mlserver_torch_stream.cloud.row_batcher import Batcher
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.window import Window
 
 

@@ -11,8 +11,8 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 
-from mlserver_torch_stream.cloud.faults import Missing, Refused
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Missing, Refused
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Announced
 

@@ -12,8 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from mlserver_torch_stream.cloud.faults import CloudError, Unavailable
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Unavailable
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Exists, Missing, Refused
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Exists, Missing, Refused
 from mlserver_torch_stream.cloud.naming import errors_name, part_name, part_number
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Result, RunIdentity
 from mlserver_torch_stream.cloud.source import Cursor
 from mlserver_torch_stream.cloud.store import Store

@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapp
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from mlserver_torch_stream.cloud.faults import CloudError, Refused
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Refused
 from mlserver_torch_stream.cloud.gunzip import Damaged, Gunzip
 from mlserver_torch_stream.cloud.naming import is_gzip, kind_of
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
 from mlserver_torch_stream.cloud.prefetch import Ahead, Prefetch, fetch_range
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Row
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 

@@ -20,8 +20,8 @@ from urllib.parse import unquote_plus, urlsplit
 
 import httpx
 
-from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Refused, Unavailable
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.watching import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Changed, CloudError, Denied, Exists, Full, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import (
+    Changed,
+    CloudError,
+    Denied,
+    Exists,
+    Full,
+    Missing,
+    Refused,
+    Unavailable,
+)
 
 # A process whose last act is an awaited call of obstore 0.12 may abort at its exit: a thread of the library wakes an
 # interpreter that is going. With this pause before the loop ends none of 75 runs did, without it up to 18 of 25.

@@ -13,13 +13,13 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.claim import FORMAT
-from mlserver_torch_stream.cloud.faults import Denied, Exists, Missing, Refused
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.cloud_errors import Denied, Exists, Missing, Refused
 from mlserver_torch_stream.cloud.naming import digest
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.request_state import Job
 
 
 class OpenPrompts:

@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineStats, PromptJob, TokenStream
-from mlserver_torch_stream.engine.failure import StepTimeout
+from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import EngineSettings
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlserver_torch_stream.engine.bounds import FAR, Bounds, Deadlines
-from mlserver_torch_stream.engine.failure import StepTimeout
-from mlserver_torch_stream.engine.posting import end_for_readers
-from mlserver_torch_stream.engine.progress import Work
-from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.client_messages import StepTimeout
+from mlserver_torch_stream.engine.event_delivery import end_for_readers
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.scheduling.queue_limits import FAR, Bounds, Deadlines
+from mlserver_torch_stream.engine.step_progress import Work
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.types import FinishReason
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput, UnknownModel
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
-from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.values import is_text, shown
 
 _GENERATE_PROMPT = "text_input"  # the generate extension's name of a prompt

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 
 MAX_STOP_STRINGS = 16

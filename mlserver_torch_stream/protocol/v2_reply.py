@@ -12,7 +12,7 @@ from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import ChatCompletion, Choice, finite
-from mlserver_torch_stream.protocol.tally import Tally
+from mlserver_torch_stream.protocol.usage import Tally
 from mlserver_torch_stream.protocol.v2_outputs import (
     Body,
     as_response,

@@ -13,7 +13,6 @@ from mlserver.types import InferenceRequest, RequestOutput
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import TENSORS, Merged, merge_parameters, resolve_sampling
-from mlserver_torch_stream.protocol.refused import refuse
 from mlserver_torch_stream.protocol.request_options import (
     check_echo,
     read_echo,
@@ -23,6 +22,7 @@ from mlserver_torch_stream.protocol.request_options import (
     read_timeout,
 )
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.v2_prompt import read_prompts
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
 from mlserver_torch_stream.protocol.v2_unreadable import refuse_unreadable

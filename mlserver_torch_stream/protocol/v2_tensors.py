@@ -16,7 +16,7 @@ from mlserver.types import Parameters, RequestInput
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.refused import refuse
+from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.v2_binary import SIZE
 
 INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})

@@ -20,7 +20,7 @@ import yaml
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import find_path
-from mlserver_torch_stream.torchserve.unpacked import OwnFolder
+from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
 from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS, UnpackBounds, unpack
 
 MANIFEST = "MAR-INF/MANIFEST.json"

@@ -17,7 +17,7 @@ import orjson
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.torchserve.config import HandlerConfig
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
 
 JSON = "application/json"
 _TEXT = "text/plain"

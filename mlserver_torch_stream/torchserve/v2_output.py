@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Piece
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Piece
 
 OUTPUT = "output"
 LENGTHS = "piece_lengths"

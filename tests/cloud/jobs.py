@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cloud.faults import Unavailable
-from mlserver_torch_stream.cloud.job import Job, plan, write
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Unavailable
 from mlserver_torch_stream.cloud.pipeline import Limits
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, RunIdentity
+from mlserver_torch_stream.cloud.run import Job, plan, write
+from mlserver_torch_stream.cloud.run_metrics import Meter
 
 RUN = RunIdentity("run", 1_700_000_000)
 QUICK = Retry(tries=3, first=0.001, longest=0.01)

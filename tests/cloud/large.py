@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlserver_torch_stream.cloud.job import Job, stream
-from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.pipeline import Limits
 from mlserver_torch_stream.cloud.prefetch import Ahead
 from mlserver_torch_stream.cloud.rows import Outcome, Row
+from mlserver_torch_stream.cloud.run import Job, stream
+from mlserver_torch_stream.cloud.run_metrics import Meter
 
 MIB = 2**20
 

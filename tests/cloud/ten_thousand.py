@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import psutil
 
 from mlserver_torch_stream.cloud.listing import Listed
-from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.rows import Outcome, Row
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.source import Source
 from mlserver_torch_stream.cloud.store import Store
 

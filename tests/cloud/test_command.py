@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.cli.progress import Total, progress_line, summary
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import PROCESS, cloud, finish, joined, start, trouble
 from tests.cloud.faulty import Fault, faulty_server

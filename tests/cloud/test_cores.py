@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.cloud.batcher import Batcher
-from mlserver_torch_stream.cloud.faults import Missing, Unavailable
-from mlserver_torch_stream.cloud.meter import Busy
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Missing, Unavailable
 from mlserver_torch_stream.cloud.naming import glob_pattern, kind_of, part_name, part_number
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.row_batcher import Batcher
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Result, Row
+from mlserver_torch_stream.cloud.run_metrics import Busy
 from mlserver_torch_stream.cloud.window import Window
 from tests.cloud.jobs import RUN
 

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
-from mlserver_torch_stream.cloud.faults import CloudError, Refused, Unavailable
-from mlserver_torch_stream.cloud.job import Job, plan, stream
+from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Refused, Unavailable
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
+from mlserver_torch_stream.cloud.run import Job, plan, stream
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests.cloud.azure import azure_server

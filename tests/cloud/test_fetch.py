@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from mlserver_torch_stream.cloud.faults import Changed, CloudError, Denied, Missing, Unavailable
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Denied, Missing, Unavailable
 from mlserver_torch_stream.cloud.prefetch import Ahead, Prefetch, fetch_range
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.faulty import Fault, FaultyServer, faulty_server

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlserver_torch_stream.cloud.faults import Changed, Exists
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Changed, Exists
 from mlserver_torch_stream.cloud.sink import create
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud

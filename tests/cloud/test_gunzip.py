@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.cli.progress import Total, progress_line
 from mlserver_torch_stream.cloud.gunzip import PIECE_BYTES, Damaged, Gunzip
-from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.rows import Row
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.cli.adaptive import Concurrency, Gate
-from mlserver_torch_stream.cli.completion import Asking
+from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
-from mlserver_torch_stream.cloud.faults import CloudError, Denied, Missing, Unavailable
-from mlserver_torch_stream.cloud.retry import Retry
+from mlserver_torch_stream.cli.row_completion import Asking
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Unavailable
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
 from tests.cloud.models import model_server
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.faults import Changed, InUse, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import Changed, InUse, Unavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud, finish, joined, start

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.faults import CloudError, Missing, Refused, Unavailable
-from mlserver_torch_stream.cloud.job import Job, stream
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Missing, Refused, Unavailable
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.run import Job, stream
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from tests.cloud.ten_thousand import WINDOW
 from tests.markdown import ROOT
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.faults import CloudError, Denied, Exists, Full, Refused, TooManyFailures
-from mlserver_torch_stream.cloud.job import plan
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Exists, Full, Refused, TooManyFailures
 from mlserver_torch_stream.cloud.pipeline import Limits
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
+from mlserver_torch_stream.cloud.run import plan
 from mlserver_torch_stream.cloud.sink import PartSink, create
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.jobs import QUICK, RUN, Model, failed, job, joined, run

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cli.completion import Asking
 from mlserver_torch_stream.cli.infer_http import HttpInfer
-from mlserver_torch_stream.cli.interrupt import LeftBehind, in_a_thread, run_to_end
+from mlserver_torch_stream.cli.interruptible import LeftBehind, in_a_thread, run_to_end
 from mlserver_torch_stream.cli.progress import summary
-from mlserver_torch_stream.cloud.faults import Refused, Unavailable
-from mlserver_torch_stream.cloud.job import Job, plan
-from mlserver_torch_stream.cloud.meter import Meter
+from mlserver_torch_stream.cli.row_completion import Asking
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Refused, Unavailable
 from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
-from mlserver_torch_stream.cloud.retry import Retry
 from mlserver_torch_stream.cloud.rows import Row
+from mlserver_torch_stream.cloud.run import Job, plan
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from tests.cloud.command import cloud, finish, start, trouble
 from tests.cloud.models import ModelServer
 

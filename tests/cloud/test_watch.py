@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.meter import Meter
 from mlserver_torch_stream.cloud.rows import Outcome, Row
+from mlserver_torch_stream.cloud.run_metrics import Meter
 from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import MOST_RESULT_BYTES, Announced, Watcher

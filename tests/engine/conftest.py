@@ -23,7 +23,7 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where our own compiled kernels are, or a skip."""
-    from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
+    from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 
     place = tmp_path_factory.mktemp("native")
     try:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.batching.pipelined import PipelinedBackend
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
-from mlserver_torch_stream.engine.pipeline.passage import Pipeline
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.tiny import VOCAB, byte_tokenizer, greedy, running, tokens_of
 
 

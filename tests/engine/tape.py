@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mlserver_torch_stream.engine.waits import is_wait
+from mlserver_torch_stream.engine.device_sync import is_wait
 
 
 class _Part(TorchDispatchMode):  # type: ignore[misc]

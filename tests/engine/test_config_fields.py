@@ -13,10 +13,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from mlserver_torch_stream.engine.loading.config import declared_fields
+from mlserver_torch_stream.engine.loading.config_fields import declared_fields
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
-from mlserver_torch_stream.engine.native.take import take_fast_path
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from tests.engine.test_native import prefilled
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
 

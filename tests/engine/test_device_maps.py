@@ -10,15 +10,15 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_ho
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.cache.rows import CacheLayout
-from mlserver_torch_stream.engine.forward import ModelForward, input_device, plain_forward
-from mlserver_torch_stream.engine.graphs.recorder import Rehearsal
-from mlserver_torch_stream.engine.graphs.recording import record_step
+from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Rehearsal
+from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
+from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device, plain_forward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.shares import Shares
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, running, tokens_of, until

@@ -10,15 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.backend import Backend
-from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.cache.cost import CacheCost, shares
+from mlserver_torch_stream.engine.batching.batcher import Backend
+from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
+from mlserver_torch_stream.engine.batching.serial import SerialBackend
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.devices import check_devices, spread_budget
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, shares
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import FinishReason
 from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, prompt_of, run, running, tiny_model, until
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineStats, PromptJob
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.scheduler import column_step
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.scheduling.scheduler import column_step
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.tiny import (

@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.cache.rows import RowCache
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from tests.engine.tiny import (
     Watch,
     greedy,

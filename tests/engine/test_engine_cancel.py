@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.core import EngineWorker
 from tests.engine.tiny import (
     Watch,
     greedy,

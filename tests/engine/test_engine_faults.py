@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.cache.rows import RowCache
-from mlserver_torch_stream.engine.cache.slab import SlabLayer
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.kv_cache.slab import SlabLayer
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (

@@ -9,10 +9,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.scheduler import bytes_alone
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.scheduling.scheduler import bytes_alone
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import (

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     CONTEXT,

@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     EOS,

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.backend import Backend
-from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.batching.batcher import Backend
+from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
+from mlserver_torch_stream.engine.batching.serial import SerialBackend
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo
 from tests.engine.tiny import CONTEXT, VOCAB, byte_tokenizer, collect, greedy, reference, run, tiny_model, tokens_of

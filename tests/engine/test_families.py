@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.batching.serial import SerialBackend
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.serial import SerialBackend
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from tests.engine.tiny import (
     FAMILIES,
     SERIAL_FAMILIES,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.forward import ModelForward
-from mlserver_torch_stream.engine.loading.config import named_lengths
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.loading.config_fields import named_lengths
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
-from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.native.take import take_fast_path
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from tests.engine.tiny import tiny_model, watched
 
 LENGTH = 90

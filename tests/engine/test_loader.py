@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from mlserver_torch_stream.engine.loading.generation import generation_defaults
-from mlserver_torch_stream.engine.loading.host import Host
+from mlserver_torch_stream.engine.loading.generation_config import generation_defaults
+from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, load_model, set_threads
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings

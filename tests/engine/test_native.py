@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
-from mlserver_torch_stream.engine.native import take
-from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native import verify_native
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
-from mlserver_torch_stream.engine.native.take import take_fast_path
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from tests.engine.test_families import REQUESTS, prompt_of, staggered
 from tests.engine.tiny import FAMILIES, VOCAB, reference, run, running, tiny_model
 
@@ -195,7 +195,7 @@ def test_kernels_that_compute_something_else_are_found_out(
             super().__init__(*args)  # type: ignore[arg-type]
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    monkeypatch.setattr(take, "NativeForward", Wrong)
+    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         assert "differ" in str(take_fast_path(model, 1, folder))
         assert check_forward(model, ModelForward(model)) is None

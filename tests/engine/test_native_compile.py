@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.native import compile as compiling
-from mlserver_torch_stream.engine.native.compile import NoKernels, compiled_library
+from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.native import compile_kernels as compiling
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.native.take import take_fast_path
-from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import tiny_model as make_tiny_model
 
@@ -28,7 +28,7 @@ needs_permissions = pytest.mark.skipif(bool(bound) and shutil.which("setpriv") i
 
 _OPEN = """
 import pathlib, sys
-from mlserver_torch_stream.engine.native.compile import compiled_library
+from mlserver_torch_stream.engine.native.compile_kernels import compiled_library
 from mlserver_torch_stream.engine.native.library import open_library
 compiled_library(pathlib.Path(sys.argv[1]), open_library).native_step
 """

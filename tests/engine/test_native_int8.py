@@ -13,17 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
-from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.cache.rows import CacheLayout
-from mlserver_torch_stream.engine.forward import Forward, ModelForward
+from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.native import take
-from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native import verify_native
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import quantise, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.native.take import take_int8
-from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.native.verify_native import take_int8
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.test_families import prompt_of
@@ -102,7 +102,7 @@ def test_kernels_that_compute_something_else_are_found_out(folder: Path, monkeyp
             super().__init__(*args, **options)
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    monkeypatch.setattr(take, "NativeForward", Wrong)
+    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .* differ from the model's"):
         take_int8(model, check_batching(model), 1, folder)
 

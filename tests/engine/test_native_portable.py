@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
-from mlserver_torch_stream.engine.native import compile as compiling
-from mlserver_torch_stream.engine.native.forward import NativeForward
+from mlserver_torch_stream.engine.native import compile_kernels as compiling
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.tiny import tiny_model

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache
-from mlserver_torch_stream.engine.native.forward import NativeForward
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from tests.engine.test_native import KNOWN, known_model, prefilled
 from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tiny_model
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import PromptJob, TokenStream
-from mlserver_torch_stream.engine.cache.rows import RowCache
-from mlserver_torch_stream.engine.forward import Forward
-from mlserver_torch_stream.engine.pipeline.backend import PipelinedBackend
-from mlserver_torch_stream.engine.pipeline.check import check_pipeline, take_pipeline, waits_midway
-from mlserver_torch_stream.engine.pipeline.passage import Pipeline
+from mlserver_torch_stream.engine.batching.pipelined import PipelinedBackend
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.emulated import Busy, laid_out, pipelined, together
 from tests.engine.tiny import (
@@ -349,7 +349,7 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
 def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
-        "from mlserver_torch_stream.engine.pipeline.flights import Flights\n"
+        "from mlserver_torch_stream.engine.pipeline.in_flight import Flights\n"
         "Flights(1, 1).launch('one', lambda: time.sleep(600))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

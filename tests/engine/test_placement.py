@@ -12,8 +12,9 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.cache.cost import shares
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares
 from mlserver_torch_stream.engine.loading.placement import (
     bytes_of,
     describe_moves,
@@ -25,8 +26,7 @@ from mlserver_torch_stream.engine.loading.placement import (
     size,
 )
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.shares import Shares
-from mlserver_torch_stream.engine.worker import EngineWorker
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of

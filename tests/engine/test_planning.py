@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.batched import BatchedBackend
+from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.planning.devices import KNOWN, Device, find_device
+from mlserver_torch_stream.engine.planning.capacity import make_plan
+from mlserver_torch_stream.engine.planning.device_catalogue import KNOWN, Device, find_device
 from mlserver_torch_stream.engine.planning.model_size import ModelSize, read_size
-from mlserver_torch_stream.engine.planning.plan import make_plan
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import ModelSource
 from tests.engine.tiny import tiny_model as make

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, PromptJob
-from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.failure import StepTimeout
+from mlserver_torch_stream.engine.client_messages import StepTimeout
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.engine.replicas import ReplicatedEngine
-from mlserver_torch_stream.engine.shares import Shares
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.api import PromptJob
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.scheduler import Group, Limits, Piece, Scheduler, column_step, row_step
-from mlserver_torch_stream.engine.sequence import Job
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.scheduling.scheduler import Group, Limits, Piece, Scheduler, column_step, row_step
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 CONTEXT = 400
@@ -415,5 +415,5 @@ def test_the_longest_row_is_exactly_what_fits() -> None:
 
 
 def test_the_scheduler_needs_no_torch() -> None:
-    code = "import sys, mlserver_torch_stream.engine.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, mlserver_torch_stream.engine.scheduling.scheduler; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

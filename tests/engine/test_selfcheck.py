@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.build import build_engine
+from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching, check_generate
-from mlserver_torch_stream.engine.shares import Shares
+from mlserver_torch_stream.engine.process_resources import Shares
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tokens_of

@@ -12,12 +12,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.backend import Backend
-from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.batching.batcher import Backend
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.progress import StepProgress, Work
-from mlserver_torch_stream.engine.sequence import Job
-from mlserver_torch_stream.engine.shares import Turns
+from mlserver_torch_stream.engine.process_resources import Turns
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.engine.step_progress import StepProgress, Work
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import (
     PATIENCE,
@@ -27,7 +28,6 @@ from mlserver_torch_stream.engine.watchdog import (
     WatchdogState,
     trouble,
 )
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
 from tests.engine.test_engine_time import backend_of, engine_of

@@ -15,16 +15,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.backend import Backend
-from mlserver_torch_stream.engine.batched import BatchedBackend
-from mlserver_torch_stream.engine.bounds import Bounds
+from mlserver_torch_stream.engine.batching.batcher import Backend
+from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
+from mlserver_torch_stream.engine.batching.serial import SerialBackend
+from mlserver_torch_stream.engine.core import EngineWorker
 from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
-from mlserver_torch_stream.engine.sampling.row_samplers import SamplerFactory
-from mlserver_torch_stream.engine.sampling.rules import GenerationRules
-from mlserver_torch_stream.engine.serial import SerialBackend
-from mlserver_torch_stream.engine.shares import Turns
+from mlserver_torch_stream.engine.process_resources import Turns
+from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.worker import EngineWorker
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
 torch.set_num_threads(1)  # models of this size only lose time to a second core

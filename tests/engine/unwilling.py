@@ -3,8 +3,8 @@
 import os
 import sys
 
-from mlserver_torch_stream.engine.ranks.bond import die_with
-from mlserver_torch_stream.engine.ranks.forming import find_local
+from mlserver_torch_stream.engine.tensor_parallel.parent_death import die_with
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_local
 from mlserver_torch_stream.errors import LoadFailed
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
-from mlserver_torch_stream.server.streams.answers import Answers
+from mlserver_torch_stream.server.streams.concurrent_replies import Answers
 
 _BOUND_S = 10
 

@@ -12,7 +12,7 @@ import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.server.observe.request_metrics import ERRORS, REQUEST_REASONS
+from mlserver_torch_stream.server.observability.request_metrics import ERRORS, REQUEST_REASONS
 from tests.server import v2
 from tests.server.harness import Server
 from tests.server.scrape import Scrape, on_metrics_port, on_rest_port, settled

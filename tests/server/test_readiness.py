@@ -14,9 +14,9 @@ from mlserver.repository.repository import SchemalessModelRepository
 from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
-from mlserver_torch_stream.server.life import health
-from mlserver_torch_stream.server.life.lifecycle import LIFECYCLE
-from mlserver_torch_stream.server.life.resident import Resident
+from mlserver_torch_stream.server.lifecycle import health
+from mlserver_torch_stream.server.lifecycle.base_runtime import Resident
+from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 from tests.server.harness import PACKAGE_SPELLING
 
 

@@ -7,8 +7,8 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from mlserver_torch_stream.server.life.visits import Moment, until
-from mlserver_torch_stream.server.streams.answers import Answers
+from mlserver_torch_stream.server.lifecycle.inflight_requests import Moment, until
+from mlserver_torch_stream.server.streams.concurrent_replies import Answers
 
 
 def complaints_of(scenario: Callable[[], Awaitable[None]]) -> list[str]:

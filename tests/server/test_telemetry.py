@@ -12,9 +12,9 @@ import pytest
 from mlserver.settings import Settings
 from starlette.applications import Starlette
 
-from mlserver_torch_stream.server.observe import telemetry
-from mlserver_torch_stream.server.observe.metrics import METRICS
-from mlserver_torch_stream.server.observe.request_watch import Sinks
+from mlserver_torch_stream.server.observability import telemetry
+from mlserver_torch_stream.server.observability.metrics import METRICS
+from mlserver_torch_stream.server.observability.request_observer import Sinks
 from mlserver_torch_stream.server.options import ServerOptions
 
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.torchserve.jobs import HandlerFailed
-from mlserver_torch_stream.torchserve.pool import Pool
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
+from mlserver_torch_stream.torchserve.worker_pool import Pool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self, data, context): return [1]\n"

@@ -10,11 +10,18 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.errors import QueueFull
+from mlserver_torch_stream.torchserve.batch_queue import Waiting
 from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
 from mlserver_torch_stream.torchserve.frames import encode_frame
-from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Job, Part, Piece, RequestTooLarge
-from mlserver_torch_stream.torchserve.process import batch_message
-from mlserver_torch_stream.torchserve.waiting import Waiting
+from mlserver_torch_stream.torchserve.handler_request import (
+    HandlerFailed,
+    HandlerRequest,
+    Job,
+    Part,
+    Piece,
+    RequestTooLarge,
+)
+from mlserver_torch_stream.torchserve.worker_process import batch_message
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
 

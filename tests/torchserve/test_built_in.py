@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Part
-from mlserver_torch_stream.torchserve.pool import Pool
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Part
+from mlserver_torch_stream.torchserve.worker_pool import Pool
 from tests.torchserve.workshop import outcome, run, running, texts
 
 pytestmark = pytest.mark.slow

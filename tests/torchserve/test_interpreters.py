@@ -20,8 +20,8 @@ from mlserver.settings import ModelParameters, ModelSettings
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
 from mlserver_torch_stream.torchserve.interpreter import OLDEST, find_interpreter, not_installed
-from mlserver_torch_stream.torchserve.jobs import HandlerFailed
 from mlserver_torch_stream.torchserve.runtime.build import build
 from tests.torchserve.workshop import HELLO, ask, outcome, request, run, running, write_handler, write_mar
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.figures import Figures
+from mlserver_torch_stream.torchserve.handler_metrics import Figures
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
 

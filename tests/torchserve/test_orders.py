@@ -13,7 +13,7 @@ from mlserver.settings import ModelParameters, ModelSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
 from mlserver_torch_stream.torchserve.runtime.build import Orders, build
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings
 from tests.torchserve.workshop import HELLO, run, running, write_handler

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.torchserve import pool as pool_module
-from mlserver_torch_stream.torchserve.pool import Pool
-from mlserver_torch_stream.torchserve.together import Together
+from mlserver_torch_stream.torchserve import worker_pool as pool_module
+from mlserver_torch_stream.torchserve.rank_cancel import Together
+from mlserver_torch_stream.torchserve.worker_pool import Pool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _GLOO = """

@@ -16,7 +16,7 @@ import pytest
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import KEYS, not_honoured, read_config
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
 from mlserver_torch_stream.torchserve.properties import (
     CARRIED,
     ELSEWHERE,

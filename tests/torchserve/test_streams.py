@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.server.observe.request_record import Entrance
-from mlserver_torch_stream.torchserve.figures import HandlerFigures
-from mlserver_torch_stream.torchserve.jobs import HandlerFailed, HandlerRequest, Part
-from mlserver_torch_stream.torchserve.runtime import answer
-from mlserver_torch_stream.torchserve.runtime.watch import Watch
+from mlserver_torch_stream.server.observability.request_record import Entrance
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Part
+from mlserver_torch_stream.torchserve.runtime import handler_reply
+from mlserver_torch_stream.torchserve.runtime.handler_observer import Watch
 from mlserver_torch_stream.torchserve.v2_output import Reply
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
@@ -246,13 +246,13 @@ def test_a_time_limit_frees_the_worker_that_waits_for_a_reader(tmp_path: Path) -
 def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "MOST_WHOLE_PIECES", 10)
+    monkeypatch.setattr(handler_reply, "MOST_WHOLE_PIECES", 10)
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER)) as pool:
             asked = request("count 5000")
             watch = Watch("r", "model", None, Entrance.REST_UNARY, HandlerFigures())
-            whole = answer.HandlerAnswer(asked, Reply("model", None, asked, False, None), pool.submit, watch)
+            whole = handler_reply.HandlerAnswer(asked, Reply("model", None, asked, False, None), pool.submit, watch)
             with pytest.raises(HandlerFailed, match="stream it") as failed:
                 await whole.whole_body()
             assert failed.value.status == 507

@@ -9,7 +9,7 @@ from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest
 from mlserver_torch_stream.torchserve.v2_input import is_v2, read_request
 
 

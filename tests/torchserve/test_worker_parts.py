@@ -22,10 +22,10 @@ class _Call:
     """One call's context, and what the server's end hears of it."""
 
     def __init__(self, count: int) -> None:
+        from mlserver_torch_stream.torchserve.worker.cancellation import Alone
         from mlserver_torch_stream.torchserve.worker.channel import Channel
-        from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
-        from mlserver_torch_stream.torchserve.worker.metrics import Metrics
-        from mlserver_torch_stream.torchserve.worker.stop import Alone
+        from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
+        from mlserver_torch_stream.torchserve.worker.metrics_store import Metrics
 
         self._near, self._far = socket.socketpair()
         self._reader = FrameReader(self._far)
@@ -69,7 +69,7 @@ def call(shim: None) -> Iterator[_Call]:
 
 
 def test_a_closed_connection_is_noticed_within_one_piece(call: _Call) -> None:
-    from mlserver_torch_stream.torchserve.worker.stop import ClientsLeft
+    from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft
 
     call.send(["a", "b"])
     call.channel.leave(["r0"])
@@ -133,7 +133,7 @@ def test_a_lone_surrogate_reaches_the_server_as_its_escape_wherever_it_stands(ca
 
 
 def test_what_a_handler_has_done_to_its_context_fails_its_own_request_alone(call: _Call) -> None:
-    from mlserver_torch_stream.torchserve.worker.context import values
+    from mlserver_torch_stream.torchserve.worker.handler_context import values
 
     call.context.request_ids.clear()
     call.context.request_processor[1] = None

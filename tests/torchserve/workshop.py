@@ -18,10 +18,10 @@ import yaml
 
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.figures import HandlerFigures
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Job, Part
-from mlserver_torch_stream.torchserve.pool import Pool
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Job, Part
 from mlserver_torch_stream.torchserve.runtime.build import Orders
+from mlserver_torch_stream.torchserve.worker_pool import Pool
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 
 T = TypeVar("T")

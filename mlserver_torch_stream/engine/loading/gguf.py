@@ -26,7 +26,7 @@ from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
 from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
-from mlserver_torch_stream.engine.loading.stages import stage
+from mlserver_torch_stream.engine.loading.stage_log import stage
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.devices import device_name
-from mlserver_torch_stream.engine.loading.context import max_context
+from mlserver_torch_stream.engine.loading.context_length import max_context
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
-from mlserver_torch_stream.engine.loading.generation import generation_defaults, generation_rules, not_honoured
+from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
-from mlserver_torch_stream.engine.loading.host import Host, read_host
+from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.placement import check_tied
 from mlserver_torch_stream.engine.loading.quantised import (
@@ -37,8 +37,8 @@ from mlserver_torch_stream.engine.loading.quantised import (
     read_quantisation,
     wants_packed_gguf,
 )
-from mlserver_torch_stream.engine.ranks.forming import ranks_here
-from mlserver_torch_stream.engine.sampling.rules import GenerationRules
+from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.loading.host import read_host
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.placement import bytes_of, size
 
 logger = logging.getLogger(__name__)

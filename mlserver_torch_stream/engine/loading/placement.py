@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cache.cost import CacheCost
 from mlserver_torch_stream.engine.devices import device_name, execution_device
-from mlserver_torch_stream.engine.forward import input_device
-from mlserver_torch_stream.engine.scheduler import bytes_alone
+from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
+from mlserver_torch_stream.engine.scheduling.scheduler import bytes_alone
 from mlserver_torch_stream.errors import LoadFailed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from mlserver_torch_stream.engine.cache.cost import CacheCost, cost_by_device
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, RowCache, UnsupportedCache
-from mlserver_torch_stream.engine.forward import Forward, ModelForward, input_device
+from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward, input_device
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache, UnsupportedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison, ErrorOf, in_deviations
-from mlserver_torch_stream.engine.loading.far import compare_far, far_lengths
+from mlserver_torch_stream.engine.loading.far_positions import compare_far, far_lengths
 from mlserver_torch_stream.errors import LoadFailed
 
 _LENGTHS = (6, 9, 3)

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-from mlserver_torch_stream.engine.native.compile import NoKernels
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 
 NO_QK_NORM, PER_HEAD, WHOLE = range(3)
 SILU, GELU_TANH = range(2)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlserver_torch_stream.engine.native.fields import unknown_field
+from mlserver_torch_stream.engine.native.known_fields import unknown_field
 
 # Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")

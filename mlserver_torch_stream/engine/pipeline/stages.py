@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.devices import device_name, execution_device
-from mlserver_torch_stream.engine.shares import Turns
+from mlserver_torch_stream.engine.process_resources import Turns
 
 _OFFLOADED = ("cpu", "disk")
 

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from mlserver_torch_stream.engine.cache.cost import CacheCost, cost_by_device
-from mlserver_torch_stream.engine.cache.rows import CacheLayout, UnsupportedCache
-from mlserver_torch_stream.engine.forward import ModelForward
-from mlserver_torch_stream.engine.loading.context import max_context
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, UnsupportedCache
+from mlserver_torch_stream.engine.loading.context_length import max_context
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
-from mlserver_torch_stream.engine.ranks.terms import check_model
+from mlserver_torch_stream.engine.tensor_parallel.validate import check_model
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.model_source import ModelSource
 

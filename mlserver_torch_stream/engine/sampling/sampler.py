@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
+from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
+from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.engine.sampling.noise import derive_key
-from mlserver_torch_stream.engine.sampling.penalties import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.rules import GenerationRules
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
 

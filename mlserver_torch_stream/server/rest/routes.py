@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.connection import NotesTransport
-from mlserver_torch_stream.server.rest.doors import Door
+from mlserver_torch_stream.server.rest.endpoints import Door
 
 _MODELS = ("/v2/models/{model_name}", "/v2/models/{model_name}/versions/{model_version}")
 _STREAMING = {"infer": False, "infer_stream": True, "generate": False, "generate_stream": True}

@@ -18,23 +18,23 @@ from mlserver.utils import insert_headers
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
-from mlserver_torch_stream.server.life.resident import Resident
-from mlserver_torch_stream.server.life.stay import Stay
-from mlserver_torch_stream.server.observe.request_log import join_mlservers_log
-from mlserver_torch_stream.server.observe.request_record import Entrance
-from mlserver_torch_stream.server.observe.request_watch import RequestWatcher
+from mlserver_torch_stream.server.lifecycle.base_runtime import Resident
+from mlserver_torch_stream.server.lifecycle.model_slot import Stay
+from mlserver_torch_stream.server.observability.request_log import join_mlservers_log
+from mlserver_torch_stream.server.observability.request_observer import RequestWatcher
+from mlserver_torch_stream.server.observability.request_record import Entrance
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.rest.body import parse_object
-from mlserver_torch_stream.server.rest.doors import Door
+from mlserver_torch_stream.server.rest.endpoints import Door
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input
 from mlserver_torch_stream.server.status import as_server_error
-from mlserver_torch_stream.torchserve.figures import FIGURES
-from mlserver_torch_stream.torchserve.jobs import HandlerRequest, Part
-from mlserver_torch_stream.torchserve.runtime.answer import HandlerAnswer
+from mlserver_torch_stream.torchserve.handler_metrics import FIGURES
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build, envelope_of
-from mlserver_torch_stream.torchserve.runtime.posted import read_posted
-from mlserver_torch_stream.torchserve.runtime.session import HandlerSession
-from mlserver_torch_stream.torchserve.runtime.watch import Watch
+from mlserver_torch_stream.torchserve.runtime.handler_observer import Watch
+from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerAnswer
+from mlserver_torch_stream.torchserve.runtime.handler_session import HandlerSession
+from mlserver_torch_stream.torchserve.runtime.posted_body import read_posted
 from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body, read_request
 from mlserver_torch_stream.torchserve.v2_output import Reply
 

@@ -19,12 +19,12 @@ from mlserver import ModelSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.archive import Archive, open_archive
 from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
-from mlserver_torch_stream.torchserve.crew import rank_environments
-from mlserver_torch_stream.torchserve.figures import FIGURES
+from mlserver_torch_stream.torchserve.handler_metrics import FIGURES
 from mlserver_torch_stream.torchserve.interpreter import not_installed
-from mlserver_torch_stream.torchserve.pool import Pool
-from mlserver_torch_stream.torchserve.process import Order
+from mlserver_torch_stream.torchserve.supervisor import rank_environments
 from mlserver_torch_stream.torchserve.unpacking import take_bounds
+from mlserver_torch_stream.torchserve.worker_pool import Pool
+from mlserver_torch_stream.torchserve.worker_process import Order
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")

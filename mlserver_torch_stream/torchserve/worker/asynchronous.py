@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, answer
+from mlserver_torch_stream.torchserve.worker.cancellation import Alone, ClientsLeft
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
-from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft
+from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.torchserve.worker import values
+from mlserver_torch_stream.torchserve.worker.cancellation import Alone, ClientsLeft, Never
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, WrongResults, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
-from mlserver_torch_stream.torchserve.worker.stop import Alone, ClientsLeft, Never
+from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, mismatch
+from mlserver_torch_stream.torchserve.worker.cancellation import Never
 from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
-from mlserver_torch_stream.torchserve.worker.context import HandlerContext, Outlet, Request
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
-from mlserver_torch_stream.torchserve.worker.stop import Never
+from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, split
 from mlserver_torch_stream.torchserve.worker import handler as handlers
+from mlserver_torch_stream.torchserve.worker.cancellation import Alone, Never, Together
 from mlserver_torch_stream.torchserve.worker.channel import Channel
-from mlserver_torch_stream.torchserve.worker.stop import Alone, Never, Together
 
 
 def main(descriptor: int) -> None:
@@ -73,8 +73,8 @@ class Worker:
     def _make_context(self) -> Any:
         from ts import __version__
 
-        from mlserver_torch_stream.torchserve.worker.context import HandlerContext
-        from mlserver_torch_stream.torchserve.worker.metrics import Metrics
+        from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext
+        from mlserver_torch_stream.torchserve.worker.metrics_store import Metrics
 
         order = self._order
         return HandlerContext(
@@ -148,7 +148,7 @@ class Worker:
             _end()
 
     def _heed(self, header: dict[str, Any], body: bytes) -> None:
-        from mlserver_torch_stream.torchserve.worker.context import Request
+        from mlserver_torch_stream.torchserve.worker.handler_context import Request
 
         if header["t"] == "cancel":
             self._channel.leave(header["ids"])

@@ -5,7 +5,7 @@ Knows nothing of handlers. The supervisor is there before anything else is impor
 
 from __future__ import annotations
 
-from mlserver_torch_stream.torchserve.worker.supervisor import supervise
+from mlserver_torch_stream.torchserve.worker.subreaper import supervise
 
 
 def start(descriptor: int) -> None:

@@ -1,0 +1,72 @@
+"""``cloud run --on ray``: the parts of one run spread over a Ray cluster, as lanes that never share a part.
+
+Knows Ray's tasks and how lanes are named; a lane is the same command with ``--worker I/N``, in a process of Ray's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import InUse, Refused
+from mlserver_torch_stream.cloud.lease import RENEW_S, SILENCE_S
+from mlserver_torch_stream.cloud.run import plan
+from mlserver_torch_stream.cloud.sink import Done, find_done
+from mlserver_torch_stream.cloud.store import Store
+
+
+def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """The exit status: the worst of the lanes'."""
+    try:
+        import ray
+    except ImportError:
+        raise Refused("--on ray: needs the extra [ray]: pip install 'mlserver-torch-stream[ray]'") from None
+    from mlserver_torch_stream.cli.cloud_run import model_name
+    from mlserver_torch_stream.cli.interruptible import run_to_end
+
+    async def check() -> None:
+        planned = await plan(options.make_job(arguments, await model_name(arguments)))
+        await planned.aclose()
+
+    async def held() -> Done:
+        output = Store.open(arguments.output, dict(arguments.storage), arguments.stall, make=False)
+        return await find_done(output, arguments.part_rows, Retry(arguments.tries))
+
+    if arguments.dry_run:
+        raise Refused("--dry-run: says nothing of a cluster; leave --on away")
+    run_to_end(check())  # what is wrong with the run is told here, before the cluster hears of it
+    count = arguments.workers
+    typed = [*argv, "--progress", "off"]
+    lane = ray.remote(run_lane)
+    lanes = [lane.remote([*typed, "--worker", f"{index}/{count}"]) for index in range(1, count + 1)]
+    status = int(max(ray.get(lanes)))
+    done = run_to_end(held())  # also what a worker wrote that died, and what was there before
+    print(f"{done.rows} rows in {arguments.output}, {done.failed} failed; {count} workers", file=sys.stderr)
+    return status
+
+
+def run_lane(argv: Sequence[str]) -> int:
+    """One lane, in a process of Ray's, which is tried again where that process dies: its parts are its checkpoint."""
+    from mlserver_torch_stream.cli.cloud_run import run
+
+    arguments = options.parser().parse_args(list(argv))
+    arguments.on = None
+    end = time.monotonic() + SILENCE_S + RENEW_S
+    while True:
+        try:
+            return run(arguments)
+        except InUse as error:  # by this very lane, perhaps, in a process that died with its machine
+            if time.monotonic() > end:
+                return _refused(error)
+            time.sleep(RENEW_S / 3)
+        except Refused as error:
+            return _refused(error)
+
+
+def _refused(error: Refused) -> int:
+    print(f"error: {error.message}", file=sys.stderr)
+    return options.REFUSED

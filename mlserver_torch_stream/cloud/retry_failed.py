@@ -1,0 +1,155 @@
+"""Failed rows of an output's parts, once more: read from the versions that the run began with, put in their places.
+
+Knows parts and objects; whether a row fails again the callable says. A part is replaced whole, and only if it is still
+the one that was read: whoever reads the output finds one row for each input row at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Refused
+from mlserver_torch_stream.cloud.listing import heads
+from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
+from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
+from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.protocol.openai_batch import is_answered
+
+MOST_AT_ONCE = 100_000  # failed rows that are known at a time, some 300 bytes of each
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """What a part says of a row that failed."""
+
+    index: int
+    key: str
+    line: int | None
+    custom_id: str
+
+
+@dataclass
+class Again:
+    """``objects``: the run's, in order. ``lost``: JSONL objects whose one failed row stands for all of theirs: there is
+    one place for them, so they are not tried again."""
+
+    source: Store
+    objects: Sequence[Listed]
+    kind: Kind | None
+    output: Store
+    part_rows: int
+    run: RunIdentity
+    retry: Retry
+    ahead: Ahead
+    again: Callable[[CloudError], None]
+    most: int = MOST_AT_ONCE
+    lost: list[str] = field(default_factory=list)
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self._missing: dict[int, int] = {}  # part -> its rows that have no result yet
+        self._lines: dict[int, bytes] = {}  # not the rows, which may be large objects
+
+    async def groups(self, parts: Iterable[int]) -> AsyncGenerator[list[FailedRow], None]:
+        """The failed rows of ``parts``, in order, so many at a time that they are few; each group reads its objects."""
+        found: list[FailedRow] = []
+        for number in parts:
+            data = await self.retry.run(lambda number=number: self.output.get(errors_name(number)))  # type: ignore[misc]
+            found += [row for line in data.splitlines() if self._may_be_tried(row := _failed_row(line, number))]
+            if len(found) >= self.most:
+                yield found
+                found = []
+        if found:
+            yield found
+
+    def _may_be_tried(self, row: FailedRow) -> bool:
+        if row.line is None and kind_of(row.key, self.kind) is Kind.JSONL:
+            self.lost.append(row.key)
+            return False
+        return True
+
+    async def rows(self, failed: Sequence[FailedRow]) -> AsyncGenerator[Row, None]:
+        """A row for each of ``failed``; all of an object that cannot be had bear its failure."""
+        for each in failed:
+            number = each.index // self.part_rows
+            self._missing[number] = self._missing.get(number, 0) + 1
+        coming = deque(failed)
+        async with aclosing((await self._source(failed)).rows()) as found:
+            async for row in found:
+                lost = row.failure is not None and row.line is None
+                while coming and coming[0].key == row.key and (lost or coming[0].line == row.line):
+                    was = coming.popleft()
+                    yield replace(row, index=was.index, line=was.line, custom_id=was.custom_id)
+        if coming:
+            where = coming[0]
+            raise Refused(
+                f"--output: {part_name(where.index // self.part_rows)} has row {where.line} of {where.key}, which is "
+                "none of this run's input"
+            )
+
+    async def _source(self, failed: Sequence[FailedRow]) -> Source:
+        lines: dict[str, set[int]] = {}
+        for row in failed:
+            lines.setdefault(row.key, set()).update(() if row.line is None else (row.line,))
+        wanted = [each for each in self.objects if each.info.key in lines]
+        # What could not be found when the run began has no version yet: what is there now is taken.
+        unseen = [each.info.key for each in wanted if each.failure is not None]
+        now = {each.info.key: each for each in await heads(self.source, unseen, self.retry)}
+        objects = [now.get(each.info.key, each) for each in wanted]
+        return Source(
+            self.source, objects, self.kind, retry=self.retry, ahead=self.ahead, again=self.again, lines=lines
+        )
+
+    async def put(self, result: Result) -> bool:
+        """True if with this result a part was replaced. They come in the order of the rows."""
+        number = result.row.index // self.part_rows
+        self.tried += 1
+        self._lines[result.row.index] = result.encode(self.run)
+        self._missing[number] -= 1
+        if self._missing[number]:
+            return False
+        del self._missing[number]
+        lines, self._lines = self._lines, {}
+        await self._replace(number, lines)
+        return True
+
+    async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
+        """Another worker may have tried this part again, too: what it put is read, and its answers are kept."""
+        name = part_name(number)
+        for _ in range(self.retry.tries):
+            data, marks = await self.retry.run(lambda: self.output.look(name))
+            merged = merge(data, number * self.part_rows, lines)
+            try:
+                if merged != data:
+                    await self.retry.run(lambda merged=merged, marks=marks: self.output.replace(name, merged, marks))  # type: ignore[misc]
+            except Changed:
+                continue
+            await put_errors(self.output, number, failed_lines(merged), self.retry)
+            return
+        raise Changed(f"{self.output.url}/{name}: another worker keeps changing it; it is left as it is")
+
+
+def merge(part: bytes, first: int, lines: Mapping[int, bytes]) -> bytes:
+    """The part, whose first row is ``first``, with ``lines`` for rows that failed; a row with an answer keeps it."""
+    merged = part.splitlines(keepends=True)
+    for index, line in lines.items():
+        if not is_answered(json.loads(merged[index - first])):
+            merged[index - first] = line
+    return b"".join(merged)
+
+
+def _failed_row(line: bytes, number: int) -> FailedRow:
+    """Raises Refused."""
+    try:
+        record = json.loads(line)
+        return FailedRow(record["index"], record["key"], record["line"], record["custom_id"])
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"--output: {errors_name(number)} is none that this program wrote") from None

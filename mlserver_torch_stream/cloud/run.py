@@ -1,0 +1,288 @@
+"""One run from its input to its output: what it is known by, what it resumes, and how it ends.
+
+Knows the stages by their names; of the model only the callable, and a description that tells one run from another.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.claim import claim, identify, read_claim
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, Exists, Refused, TooManyFailures
+from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.listing import Place, decode_inputs, encode_inputs, list_objects, open_input
+from mlserver_torch_stream.cloud.naming import INPUTS, done_name, lies_within, part_number
+from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.retry_failed import Again
+from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
+from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
+from mlserver_torch_stream.cloud.store import Store, settle
+
+_TOLD = 5  # keys that a message names
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``model``: what makes two runs with the same input differ, as plain JSON. ``lane`` of ``lanes``, from 1: parts
+    n with n % lanes == lane - 1 are this worker's. ``max_failures``: rows that may fail before the run ends; None: all.
+    ``retry_failed``: rows that failed in parts that are there are inferred again, before what is missing. ``created``:
+    the time that the rows of a run bear, in seconds since the epoch; None: that of its beginning.
+    """
+
+    input: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+    output: str | None = None
+    glob: str | None = None
+    manifest: str | None = None
+    kind: Kind | None = None
+    part_rows: int = 64
+    lane: int = 1
+    lanes: int = 1
+    max_failures: int | None = None
+    retry_failed: bool = False
+    limits: Limits = field(default_factory=Limits)
+    ahead: Ahead = field(default_factory=Ahead)
+    retry: Retry = field(default_factory=Retry)
+    stall_s: float = 30.0
+    storage: Mapping[str, str] = field(default_factory=dict)
+    weigh: Callable[[Row], int] = lambda row: row.size
+    created: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises Refused, which names the option."""
+        if self.part_rows < 1:
+            raise Refused("--part-rows: must be at least 1")
+        if not 1 <= self.lane <= self.lanes:
+            raise Refused("--worker: must be I/N with I from 1 to N")
+        if self.lanes > 1 and self.output is None:
+            raise Refused("--worker: several workers need an --output that they share")
+        if self.retry_failed and self.output is None:
+            raise Refused("--retry-failed: needs the --output whose failed rows are to be tried again")
+        if self.glob is not None and self.manifest is not None:
+            raise Refused("--glob: names objects beside --manifest, which names them all; give one of them")
+        if self.output is not None:
+            if self.output.startswith(("http://", "https://")):
+                raise Refused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
+            if lies_within(self.output, self.input):
+                raise Refused("--output: lies within --input, so that results would be read as input")
+
+    def owns(self, part: int) -> bool:
+        """True if the part is this worker's."""
+        return part % self.lanes == self.lane - 1
+
+    def config(self) -> dict[str, Any]:
+        """What a run is known by: another value is another run."""
+        return {
+            "input": self.input.rstrip("/"),
+            "glob": self.glob,
+            "manifest": self.manifest,
+            "kind": None if self.kind is None else self.kind.value,
+            "part_rows": self.part_rows,
+            "model": dict(self.model),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do: its objects, and what its output holds already. ``known``: the output is this run's."""
+
+    job: Job
+    run: RunIdentity
+    source: Place
+    objects: list[Listed]
+    output: Store | None
+    done: Done
+    known: bool = False
+
+    async def aclose(self) -> None:
+        await self.source.store.aclose()
+
+
+async def plan(job: Job) -> Plan:
+    """Lists the input, or reads the list that the output keeps. Writes nothing.
+
+    Raises CloudError; Refused where the output is another run's, InUse where another command is writing to it.
+    """
+    try:
+        return await _plan(job)
+    except BaseException:
+        await settle()
+        raise
+
+
+async def _plan(job: Job) -> Plan:
+    place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
+    run = identify(job.config(), int(time.time()) if job.created is None else job.created)
+    if job.output is None:
+        return Plan(job, run, place, await _list(job, place), None, Done())
+    output = Store.open(job.output, job.storage, job.stall_s, make=False)
+    claimed = await read_claim(output, job.config(), job.retry)
+    if claimed is None:
+        await job.retry.run(lambda: _refuse_parts(output))
+        return Plan(job, run, place, await _list(job, place), output, Done())
+    await job.retry.run(WriterLease(output, job.lane, job.lanes, job.retry).check)
+    objects = await _kept(output, job) or await _list(job, place)
+    return Plan(job, claimed, place, objects, output, await find_done(output, job.part_rows, job.retry), True)
+
+
+async def _refuse_parts(output: Store) -> None:
+    async for info in output.list():
+        if part_number(info.key) is not None:
+            raise Refused(f"--output: {output.url} holds parts without a manifest; choose an empty place")
+
+
+async def _begin(planned: Plan, output: Store) -> Plan:
+    """Makes the output the run's, and writes what it goes on from. What another worker wrote before goes for this one,
+    too."""
+    job, objects = planned.job, planned.objects
+    run = await claim(output, job.config(), planned.run.created, job.retry)
+    try:
+        await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
+    except Exists:
+        objects = await _kept(output, job) or objects
+    done = planned.done if planned.known else await find_done(output, job.part_rows, job.retry)
+    await mend_errors(output, done, job.retry)
+    return replace(planned, run=run, objects=objects, output=output, done=done)
+
+
+async def _list(job: Job, place: Place) -> list[Listed]:
+    manifest = None if job.manifest is None else await _read_manifest(job)
+    objects = await list_objects(place, job.glob, manifest, job.retry)
+    if not objects:
+        raise Refused(f"--input: nothing found in {job.input}" + (f" that is {job.glob}" if job.glob else ""))
+    return objects
+
+
+async def _read_manifest(job: Job) -> bytes:
+    assert job.manifest is not None
+    parent, _, name = job.manifest.rpartition("/")
+    store = Store.open(parent or ".", job.storage, job.stall_s, make=False)
+    try:
+        return await job.retry.run(lambda: store.get(name))
+    except CloudError as error:
+        raise Refused(f"--manifest: {error.message}") from None
+
+
+async def _kept(output: Store, job: Job) -> list[Listed] | None:
+    try:
+        return decode_inputs(await job.retry.run(lambda: output.get(INPUTS)))
+    except CloudError as error:
+        if error.code != "missing":
+            raise
+        return None
+
+
+async def results(planned: Plan, infer: Infer, meter: Meter, failures: int = 0) -> AsyncGenerator[Result, None]:
+    """The results that are still missing, in order. Raises TooManyFailures behind the one that was too many.
+
+    ``failures``: of this run, so far.
+    """
+    job, done = planned.job, planned.done
+
+    def wanted(index: int) -> bool:
+        number = index // job.part_rows
+        return job.output is None or (job.owns(number) and number not in done.parts)
+
+    source = Source(
+        planned.source.store,
+        planned.objects,
+        job.kind,
+        strict=job.lanes > 1 or done.sparse,
+        retry=job.retry,
+        ahead=job.ahead,
+        again=meter.retried,
+    )
+    rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
+    async with aclosing(infer_rows(rows, infer, job.limits, meter, job.weigh)) as found:
+        async for result in found:
+            yield result
+            failures += result.outcome.failure is not None
+            _bear(job, failures, result)
+
+
+def _bear(job: Job, failures: int, result: Result) -> None:
+    if job.max_failures is not None and failures > job.max_failures:
+        failure = result.outcome.failure
+        last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
+        raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
+
+
+async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGenerator[Result, None]:
+    """The results of a job without an output, one for each row, in order, while objects are still being fetched."""
+    if job.output is not None:
+        raise Refused("--output: stream gives results to its caller; use write for an output")
+    planned = await plan(job)
+    try:
+        async with aclosing(results(planned, infer, meter or Meter())) as found:
+            async for result in found:
+                yield result
+    finally:
+        await planned.aclose()
+
+
+async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str], None] = lambda message: None) -> int:
+    """Writes the parts that are missing; returns how many of this worker's rows failed, in this run or before it.
+
+    ``told`` hears of failed rows that cannot be tried again. Raises InUse where another command writes them.
+    """
+    job = planned.job
+    assert job.output is not None, "a plan without an output"
+    output = Store.open(job.output, job.storage, job.stall_s)
+    async with WriterLease(output, job.lane, job.lanes, job.retry) as lease:
+        return await _write(await _begin(planned, output), output, infer, meter, told, lease)
+
+
+async def _write(
+    planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None], lease: WriterLease
+) -> int:
+    job = planned.job
+    before = meter.failed
+    tried = await _try_again(planned, output, infer, meter, told, lease) if job.retry_failed else 0
+    if not planned.done.complete:
+        sink = PartSink(output, job.part_rows, planned.run, job.retry)
+        async with aclosing(results(planned, infer, meter, meter.failed - before)) as found:
+            async for result in found:
+                lease.require()
+                await sink.write(result)
+        await sink.end()
+    earlier = sum(count for number, count in planned.done.failures.items() if job.owns(number))
+    failed = earlier - tried + meter.failed - before
+    if not planned.done.complete or job.retry_failed or job.lanes == 1:
+        done = {"failed": failed, "lane": job.lane, "lanes": job.lanes}
+        await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
+    return failed
+
+
+async def _try_again(
+    planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None], lease: WriterLease
+) -> int:
+    """The number of rows that were. Raises TooManyFailures."""
+    job, done = planned.job, planned.done
+    source = planned.source.store
+    again = Again(
+        *(source, planned.objects, job.kind, output, job.part_rows, planned.run, job.retry, job.ahead, meter.retried)
+    )
+    before = meter.failed
+    numbers = [number for number in sorted(done.failures) if job.owns(number)]
+    async for failed in again.groups(numbers):
+        async with aclosing(infer_rows(again.rows(failed), infer, job.limits, meter, job.weigh)) as found:
+            async for result in found:
+                lease.require()
+                await again.put(result)
+                _bear(job, meter.failed - before, result)
+    if again.lost:
+        few = ", ".join(again.lost[:_TOLD])
+        told(
+            f"{len(again.lost)} failed rows stand for JSONL objects that could not be read to their ends: {few}; their "
+            "rows have no places here: run them, named by --manifest, into another --output"
+        )
+    return again.tried

@@ -1,0 +1,1 @@
+"""Sequences decoded together: the interface that the engine core steps, and its three implementations."""

@@ -1,0 +1,102 @@
+"""Continuous batching: prompts are prefilled in pieces, join a running batch, decode together and leave it.
+
+Knows nothing of threads, event loops or requests; it does what the scheduler decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from mlserver_torch_stream.engine.batching.batcher import Deliver
+from mlserver_torch_stream.engine.batching.sequence_batches import RowBatches, decode_of, prefill_of
+from mlserver_torch_stream.engine.forward.model_forward import JointForward
+from mlserver_torch_stream.engine.scheduling.scheduler import Group, Piece
+
+logger = logging.getLogger(__name__)
+
+# Keys and values of so many tokens are copied in the time of prefilling one; 13 to 50 (benchmarks/LOG.md).
+_COPIED_PER_PREFILLED = 16
+
+
+class BatchedBackend(RowBatches):
+    """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished."""
+
+    @cached_property
+    def _joint(self) -> JointForward | None:
+        return self._decode_forward if isinstance(self._decode_forward, JointForward) else None
+
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+        prefilled = self._prefill_share(deliver)
+        groups = [group for group in self._scheduler.groups if group.rows]
+        if self._joint is not None and len(groups) > 1:
+            self._decode_together(self._joint, groups, deliver)
+        else:
+            for group in groups:
+                self._decode(group, deliver)
+        self._retire()
+        self._gauge()
+        return prefilled or bool(groups)
+
+    def _prefill_share(self, deliver: Deliver) -> bool:
+        """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
+        charge = self._scheduler.limits.prefill_charge
+        spent = 0
+        while pieces := self._next_pieces(spent=spent):
+            self._gauge()  # who was admitted does not wait any more, however long the step takes
+            for piece in pieces:
+                spent += charge(self._prefill(piece, deliver))
+        return spent > 0
+
+    def _prefill(self, piece: Piece, deliver: Deliver) -> int:
+        """Returns how many prefilled tokens the work was worth."""
+        job, known = piece.job, piece.job.prefilled
+        try:
+            ids = self._take_up(piece)
+            work = len(ids) + (job.prefilled - known) // _COPIED_PER_PREFILLED
+            self.progress.at(prefill_of(ids), len(ids))
+            logits = self._prefill_forward([ids], self._prefills[job])
+            self._advance(job, ids)
+            started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
+        except Exception as error:
+            self._fail_prefill(job, error, deliver)
+            return piece.count
+        if started is not None:
+            group, choices = started
+            self._gauge()
+            self._accept(group, range(len(group.rows) - job.rows, len(group.rows)), choices, deliver)
+        return work
+
+    def _decode_together(self, forward: JointForward, groups: Sequence[Group], deliver: Deliver) -> None:
+        began = time.monotonic()
+        for group in groups:
+            self._sweep(group)
+        groups = [group for group in groups if group.rows]
+        parts = [([[answer.tokens[-1]] for answer in group.rows], self._batches[group]) for group in groups]
+        self.progress.at(decode_of(sum(len(group.rows) for group in groups)))
+        try:
+            found = forward.together(parts) if parts else []
+        except Exception as error:
+            logger.warning("a decode step of %d batches failed, each is tried alone: %s", len(groups), error)
+            for group in groups:
+                self._decode(group, deliver)
+            return
+        self._count(decode_steps=bool(found))
+        for group, logits in zip(groups, found, strict=True):
+            self._settle(group, logits, began, deliver)
+
+    def _decode(self, group: Group, deliver: Deliver) -> None:
+        began = time.monotonic()
+        self._sweep(group)
+        if not group.rows:
+            return
+        self.progress.at(decode_of(len(group.rows)))
+        try:
+            logits = self._decode_forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
+        except Exception as error:
+            self._isolate(group, error, deliver)
+            return
+        self._count(decode_steps=1)
+        self._settle(group, logits, began, deliver)

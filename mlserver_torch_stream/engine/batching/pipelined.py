@@ -1,0 +1,189 @@
+"""Continuous batching over several devices: as many groups of rows are under way as there are stages.
+
+Knows nothing of how a forward passes from stage to stage. The engine's thread decides, samples and delivers; forwards
+run in threads of their own, and what is under way is left alone until it lands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.batching.batcher import Deliver
+from mlserver_torch_stream.engine.batching.sequence_batches import RowBatches, decode_of, prefill_of
+from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.pipeline.in_flight import Flights
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.sampling.sampler import Choice
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.scheduler import Group, Piece
+from mlserver_torch_stream.errors import GenerationFailed
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A prefill under way: these ids, from this place of the prompt."""
+
+    start: int
+    ids: list[int]
+
+
+class PipelinedBackend(RowBatches):
+    """Steps wait for one forward to land, where those of ``BatchedBackend`` run all of them in turn.
+
+    Rows do not change groups: groups that have grown unequal cost no more than one group would.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samplers: SamplerFactory,
+        *,
+        pipeline: Pipeline,
+        forward: Forward | None = None,
+        **options: Any,
+    ) -> None:
+        """``options``: as of ``RowBatches``."""
+        staged = StagedForward(forward or ModelForward(model), pipeline)
+        super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
+        self._depth = pipeline.depth
+        self._aside = pipeline.aside
+        most = pipeline.depth * (self._scheduler.limits.batches + 1)
+        self._flights: Flights[Group | Job, torch.Tensor] = Flights(most, pipeline.threads)
+        self._pieces: dict[Job, _Away] = {}
+        self._began: dict[Group, float] = {}
+        self._boarding: list[Job] = []  # whose batches are under way
+
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+        self._launch_prefills(deliver)
+        for group in self._scheduler.groups:
+            if group not in self._flights:
+                self._launch_decode(group)
+        self._gauge()
+        if not self._flights:
+            return False
+        self.progress.rest()  # while it waits for what is under way
+        landed = self._flights.landed()
+        self.progress.at("a step of the pipeline")
+        for key, flight in landed:
+            self.progress.landed(key)
+            if isinstance(key, Job):
+                self._land_prefill(key, flight, deliver)
+            else:
+                self._land_decode(key, flight, deliver)
+        self._board(deliver)
+        self._retire()
+        return True
+
+    def evict(self, jobs: Sequence[Job]) -> None:
+        """What is under way goes where it lands, which is at most one forward later."""
+        super().evict([job for job in jobs if job not in self._flights])
+
+    def close(self) -> None:
+        self._flights.close()
+
+    def _choose(
+        self, logits: torch.Tensor, answers: Sequence[Answer], rows: Sequence[int] | None = None
+    ) -> list[Choice | GenerationFailed]:
+        """Beside the group that the last stage has let in meanwhile: behind it, the groups would go through in step."""
+        with self._aside(logits.device):
+            return super()._choose(logits, answers, rows)
+
+    def _remove(self, group: Group, leaving: set[int]) -> None:
+        if group not in self._flights:
+            super()._remove(group, leaving)
+
+    # --- prefill ---
+
+    def _launch_prefills(self, deliver: Deliver) -> None:
+        """As many at once as there are stages, so that rows wait for no more than a whole piece's forward."""
+        while len(self._pieces) < self._depth and (pieces := self._next_pieces(self._pieces, most=1)):
+            self._launch_prefill(pieces[0], deliver)
+
+    def _launch_prefill(self, piece: Piece, deliver: Deliver) -> None:
+        job = piece.job
+        try:
+            ids = self._take_up(piece)
+        except Exception as error:
+            self._fail_prefill(job, error, deliver)
+            return
+        cache = self._prefills[job]
+        self._pieces[job] = _Away(job.prefilled, ids)
+        self.progress.launched(job, prefill_of(ids), len(ids))
+        self._flights.launch(job, lambda: self._prefill_forward([ids], cache))
+
+    def _land_prefill(self, job: Job, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+        away = self._pieces.pop(job)
+        if job.finished:  # closed meanwhile
+            self._drop(job)
+            return
+        try:
+            logits = flight.result()
+            end = away.start + len(away.ids)
+            stale = job.prefilled != away.start or job.prompt[away.start : end] != away.ids
+            if stale or (end == len(job.prompt) and not self._scheduler.is_admitted(job)):
+                job.prefilled = 0  # an open prompt that was sealed with other ids, or fewer: it begins anew
+                return
+            self._advance(job, away.ids)
+            if job.sealed and job.ready_ids == 0:
+                self._arrive(job, logits)
+        except Exception as error:
+            self._fail_prefill(job, error, deliver)
+            return
+        self._retire()
+        deliver(job.sequences)
+
+    def _arrive(self, job: Job, logits: torch.Tensor) -> None:
+        """The prompt is in: its first tokens are chosen at once, also where its batch is under way."""
+        self._samplers.begin(job)
+        choices = self._choose(logits.expand(job.rows, -1), job.sequences)
+        self._take(job.sequences, choices)
+        self._keep_prompt(job, self._prefills[job], choices)
+        if job.finished:
+            self._drop(job)
+        else:
+            self._boarding.append(job)
+
+    def _board(self, deliver: Deliver) -> None:
+        """Has the prompts that are in join their batches, where those have landed."""
+        waiting, self._boarding = self._boarding, []
+        for job in waiting:
+            if job not in self._prefills:  # closed meanwhile
+                continue
+            if self._scheduler.target(job) in self._flights:
+                self._boarding.append(job)
+                continue
+            try:
+                self._sweep(self._seat(job))
+            except Exception as error:
+                self._fail_prefill(job, error, deliver)
+
+    # --- decode ---
+
+    def _launch_decode(self, group: Group) -> None:
+        self._sweep(group)
+        if not group.rows:
+            return
+        tokens = [[answer.tokens[-1]] for answer in group.rows]
+        cache = self._batches[group]
+        self._began[group] = time.monotonic()
+        self.progress.launched(group, decode_of(len(tokens)))
+        self._flights.launch(group, lambda: self._decode_forward(tokens, cache))
+
+    def _land_decode(self, group: Group, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+        began = self._began.pop(group)
+        try:
+            logits = flight.result()
+        except Exception as error:
+            self._isolate(group, error, deliver)
+            return
+        self._count(decode_steps=1)
+        self._settle(group, logits, began, deliver)

@@ -1,0 +1,342 @@
+"""Rows from their prompt's first piece to their last token: caches, batches, sampling, failures, what is kept.
+
+Knows nothing of threads or event loops, nor in which order forwards run: a backend's step decides that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.batching.batcher import Deliver
+from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.fault_injection import Faults
+from mlserver_torch_stream.engine.forward.model_forward import Forward, JointForward, ModelForward
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
+from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixStore
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.scheduler import Group, Limits, Piece, Scheduler, joint_limits
+from mlserver_torch_stream.engine.step_progress import StepProgress
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+# Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
+_MOST_KEPT_PER_STEP = 2
+
+
+class RowBatches:
+    """Prompts on their way into caches, batches of rows, and what becomes of each; its subclasses run the forwards.
+
+    ``prefix_bytes``: the part of ``cache_bytes`` that kept prompts may take, if the model can go on from one.
+    ``check_devices`` raises if one is lost, which no request is to blame for: that ends the thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samplers: SamplerFactory,
+        *,
+        cost: CacheCost,
+        cache_bytes: int,
+        max_rows: int,
+        prefill_tokens: int | None,
+        prefix_bytes: int = 0,
+        forward: Forward | None = None,
+        layout: CacheLayout | None = None,
+        stages: int = 1,
+        faults: Faults | None = None,
+        check_devices: Callable[[], None] = lambda: None,
+    ) -> None:
+        forward = forward or ModelForward(model)
+        self._prefill_forward = faults.wrap("prefill", forward) if faults else forward
+        self._decode_forward = faults.wrap("decode", forward) if faults else forward
+        self._layout = layout or CacheLayout(model.config)
+        self._samplers = samplers
+        # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
+        prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
+        cache_bytes -= prefix_bytes
+        limits = Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
+        joint = isinstance(self._decode_forward, JointForward)
+        self._scheduler = Scheduler(joint_limits(limits) if joint else limits)
+        self._max_rows = max_rows
+        self._check_devices = check_devices
+        self._cache_bytes = cache_bytes
+        self._prefixes = PrefixStore(prefix_bytes, cost)
+        self._prefills: dict[Job, RowCache] = {}
+        self._batches: dict[Group, RowCache] = {}
+        self._stats = EngineStats(kv_cache_budget=cache_bytes)
+        self.progress = StepProgress()
+
+    def longest_row(self, max_context: int) -> int:
+        """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""
+        return self._scheduler.longest_row(max_context)
+
+    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+        if self._scheduler.fits_alone(rows, final_length, prompt):
+            return None
+        return (
+            f"{rows} x {final_length} tokens never fit at most {self._max_rows} rows "
+            f"and {self._cache_bytes / 2**20:.0f} MiB of KV cache"
+        )
+
+    def add(self, job: Job) -> None:
+        self._scheduler.add(job)
+        self._gauge()
+
+    def evict(self, jobs: Sequence[Job]) -> None:
+        gone = set(jobs)
+        for job in jobs:
+            self._drop(job)
+        for group in self._scheduler.groups:
+            leaving = {row for row, answer in enumerate(group.rows) if answer.job in gone}
+            if leaving:
+                self._remove(group, leaving)
+        self._retire()
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def close(self) -> None:
+        pass
+
+    # --- prefill ---
+
+    def _next_pieces(self, busy: Collection[Job] = (), most: int | None = None, spent: int = 0) -> list[Piece]:
+        """What the scheduler has prefilled next; the caches that it gives up for that are gone."""
+        pieces = self._scheduler.pieces(busy, most, spent)
+        for job in self._scheduler.open_prompts.take_given_up():
+            self._prefills.pop(job, None)
+        return pieces
+
+    def _fail_prefill(self, job: Job, error: Exception, deliver: Deliver) -> None:
+        logger.error("prefill failed", exc_info=error)
+        self._check_devices()
+        self._drop(job)
+        job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
+        deliver(job.sequences)
+
+    def _take_up(self, piece: Piece) -> list[int]:
+        """The piece's ids, and a cache for them where it is the prompt's first."""
+        job = piece.job
+        if job.started_at is None and job.sealed:
+            job.started_at = time.monotonic()
+        columns = self._scheduler.open_prompts.columns(job)
+        if job.prefilled == 0:
+            self._prefills[job] = self._begin(job, columns)
+        elif self._prefills[job].allocated != (1, columns):  # it was begun when less had come of the prompt
+            self._prefills[job].resize(1, columns)
+        return job.prompt[job.prefilled : job.prefilled + piece.count]
+
+    def _advance(self, job: Job, ids: Sequence[int]) -> None:
+        job.prefilled += len(ids)
+        self._count(prefill_tokens=len(ids))
+
+    def _begin(self, job: Job, columns: int) -> RowCache:
+        """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
+        found = self._prefixes.begin(job.prompt) if self._prefixes.wanted and job.sealed else None
+        if found is not None:
+            cache, job.prefilled = found
+            self._count(prefix_hit_tokens=job.prefilled)
+            return cache
+        cache = self._layout.cache(capacity=columns)
+        cache.begin_row()
+        return cache
+
+    def _start(self, job: Job, logits: torch.Tensor) -> tuple[Group, list[Choice | GenerationFailed]]:
+        """The prompt is in: samples the first token of each of its sequences and joins them to a batch, at its end."""
+        self._samplers.begin(job)
+        choices = self._choose(logits.expand(job.rows, -1), job.sequences)
+        cache = self._prefills[job]
+        group = self._seat(job)
+        self._keep_prompt(job, cache, choices)
+        return group, choices
+
+    def _seat(self, job: Job) -> Group:
+        """Joins the sequences of a prefilled job to their batch, or raises and leaves that as it was."""
+        group = self._scheduler.place(job)
+        first = len(group.rows) - job.rows
+        try:
+            self._join(group, self._prefills.pop(job), job.rows)
+        except BaseException:
+            self._scheduler.keep(group, list(range(first)))
+            raise
+        return group
+
+    def _join(self, group: Group, cache: RowCache, rows: int) -> None:
+        batch = self._batches.get(group)
+        if batch is None:
+            batch = self._batches[group] = self._layout.cache(group.row_capacity, group.column_capacity)
+        elif batch.allocated != (group.row_capacity, group.column_capacity):
+            batch.resize(group.row_capacity, group.column_capacity)
+        batch.join(cache, rows)
+
+    # --- decode ---
+
+    def _settle(self, group: Group, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
+        """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
+        rows = [row for row, answer in enumerate(group.rows) if answer.finish_reason is None]
+        choices = self._choose(logits, [group.rows[row] for row in rows], rows)
+        zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
+        self._count(zombie_steps=zombies)
+        self._accept(group, rows, choices, deliver)
+
+    def _sweep(self, group: Group) -> None:
+        """Drops the rows that have ended, or whose streams were closed, since they were last looked at."""
+        gone = {
+            row
+            for row, answer in enumerate(group.rows)
+            if answer.finish_reason is not None or answer.job.mailbox.closed_at is not None
+        }
+        if gone:
+            self._remove(group, gone)
+
+    def _accept(
+        self, group: Group, rows: Sequence[int], choices: Sequence[Choice | GenerationFailed], deliver: Deliver
+    ) -> None:
+        """Gives these rows of a batch their next tokens, and drops all of its rows that have ended."""
+        answers = [group.rows[row] for row in rows]
+        for row, choice in zip(rows, choices, strict=True):
+            if isinstance(choice, GenerationFailed):
+                self._batches[group].clear_row(row)
+        self._take(answers, choices)
+        finished = {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None}
+        if finished:
+            self._keep_conversations(group, finished)
+            self._remove(group, finished)
+            self._retire()  # before the last events: who reads them finds the gauges true
+        deliver(answers)
+
+    def _take(self, answers: Sequence[Answer], choices: Sequence[Choice | GenerationFailed]) -> None:
+        for answer, choice in zip(answers, choices, strict=True):
+            if isinstance(choice, GenerationFailed):
+                answer.finish(FinishReason.ERROR, choice)
+                continue
+            assert answer.sampler is not None
+            try:
+                answer.sampler.accept(choice.token_id)
+                answer.accept(choice.token_id, choice.logprob)
+            except Exception as error:
+                logger.exception("a token could not be taken")
+                failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
+                answer.finish(FinishReason.ERROR, failure)
+        self._count(generated_tokens=sum(isinstance(choice, Choice) for choice in choices))
+
+    def _keep_conversations(self, group: Group, finished: set[int]) -> None:
+        """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
+        batch = self._batches[group]
+        for row in sorted(finished)[:_MOST_KEPT_PER_STEP]:
+            answer = group.rows[row]
+            if answer.finish_reason is not FinishReason.ERROR:
+                ids = [*answer.job.prompt, *answer.tokens][: batch.lengths[row]]
+                self._prefixes.offer(ids, batch, row, partial(batch.extract, row, spare=0))
+
+    def _keep_prompt(self, job: Job, cache: RowCache, choices: Sequence[Choice | GenerationFailed]) -> None:
+        if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
+            self._prefixes.offer(job.prompt, cache, 0, cache.compact)
+
+    def _choose(
+        self, logits: torch.Tensor, answers: Sequence[Answer], rows: Sequence[int] | None = None
+    ) -> list[Choice | GenerationFailed]:
+        """The next token of each; where sampling raises, of each alone, so that only the culprit fails.
+
+        ``rows``: theirs among the logits', None: all.
+        """
+        if rows is not None and len(rows) < len(logits):
+            logits = logits[rows]
+        try:
+            return sample(logits, [answer.sampler for answer in answers if answer.sampler is not None])
+        except Exception as error:
+            if len(answers) > 1:
+                return [self._choose(logits[row : row + 1], [answer])[0] for row, answer in enumerate(answers)]
+            logger.exception("sampling failed")
+            self._check_devices()
+            return [GenerationFailed(f"sampling failed: {in_short(error)}")]
+
+    def _isolate(self, group: Group, error: Exception, deliver: Deliver) -> None:
+        """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
+        logger.error("a decode step of %d rows failed: %s", len(group.rows), error)
+        self._check_devices()
+        batch = self._batches[group]
+        failures = dict.fromkeys(range(len(group.rows)), error)
+        if not self._layout.has_states and len(group.rows) > 1:
+            failures = {row: failure for row in failures if (failure := self._try_alone(group, batch, row))}
+        # A failure that no row shows alone is of the batch itself (memory, say): retried once per step, it would loop.
+        failures = failures or dict.fromkeys(range(len(group.rows)), error)
+        answers = [group.rows[row] for row in failures]
+        for answer, (row, failure) in zip(answers, failures.items(), strict=True):
+            batch.clear_row(row)
+            answer.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {in_short(failure)}"))
+        self._remove(group, set(failures))
+        deliver(answers)
+
+    def _try_alone(self, group: Group, batch: RowCache, row: int) -> Exception | None:
+        self.progress.at("the decode step of a row alone")
+        try:
+            self._decode_forward([[group.rows[row].tokens[-1]]], batch.extract(row))
+        except Exception as error:
+            return error
+        return None
+
+    # --- leaving ---
+
+    def _drop(self, job: Job) -> None:
+        self._scheduler.drop(job)
+        self._prefills.pop(job, None)
+
+    def _remove(self, group: Group, leaving: set[int]) -> None:
+        batch = self._batches[group]
+        order = batch.leave(leaving)
+        shrink = self._scheduler.keep(group, order)
+        if not order:
+            del self._batches[group]  # those on their way get a new one
+        elif shrink:
+            self._shrink(group, batch)
+
+    def _shrink(self, group: Group, batch: RowCache) -> None:
+        try:
+            batch.resize(group.row_capacity, group.column_capacity)
+        except RuntimeError as error:  # the smaller copy found no memory beside the old one: it shrinks another time
+            logger.warning("a cache could not be made smaller: %s", error)
+
+    def _retire(self) -> None:
+        for group in self._scheduler.retire():
+            self._batches.pop(group, None)
+        self._gauge()
+
+    def _count(self, **more: int) -> None:
+        """Replaces the snapshot: readers on other threads see whole ones."""
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def _gauge(self) -> None:
+        scheduler = self._scheduler
+        self._stats = replace(
+            self._stats,
+            running_rows=scheduler.running_rows,
+            waiting_jobs=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            prefilling_jobs=len(scheduler.prefilling),
+            open_prompts=len(scheduler.open_prompts.jobs),
+            kv_cache_bytes=scheduler.reserved_bytes,
+            prefix_cache_bytes=self._prefixes.bytes,
+        )
+
+
+def prefill_of(ids: Sequence[int]) -> str:
+    return f"the prefill of {len(ids)} tokens"
+
+
+def decode_of(rows: int) -> str:
+    return f"the decode step of {rows} row{'s' if rows > 1 else ''}"

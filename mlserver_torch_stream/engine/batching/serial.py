@@ -1,0 +1,181 @@
+"""The engine for families that cannot be batched here: transformers' own ``generate``, one answer after another.
+
+Knows nothing of caches; the model keeps its state where it likes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.batching.batcher import Deliver
+from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.fair_queue import WaitingJobs
+from mlserver_torch_stream.engine.step_progress import StepProgress
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class SerialBackend:
+    """First come, first served; the sampling, the stops and the events are those of the batched engine."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samplers: SamplerFactory,
+        *,
+        max_rows: int,
+        check_devices: Callable[[], None] = lambda: None,
+        passage: Callable[[Callable[[], object]], object] = lambda generate: generate(),
+    ) -> None:
+        """``passage`` runs a call of the model's, through the stages that it shares with others if there are any."""
+        self._model = model
+        # Its defaults have gone into the requests' parameters; here they would apply a second time.
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        self._device = input_device(model)
+        self._samplers = samplers
+        self._max_rows = max_rows
+        self._check_devices = check_devices
+        self._passage = passage
+        self._waiting = WaitingJobs()
+        self._open: list[Job] = []  # prompts whose end has not come: nobody waits for them
+        self._running = 0
+        self._stats = EngineStats()
+        self.progress = StepProgress()
+
+    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+        return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
+
+    def add(self, job: Job) -> None:
+        if job.sealed:
+            self._waiting.add(job)
+        else:
+            self._open.append(job)
+        self._gauge()
+
+    def evict(self, jobs: Sequence[Job]) -> None:
+        """Those that wait are gone at once; the one that runs sees at its next token that it has ended."""
+        for job in jobs:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            elif job in self._open:
+                self._open.remove(job)
+        self._gauge()
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def close(self) -> None:
+        pass
+
+    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+        for job in [job for job in self._open if job.sealed]:
+            self._open.remove(job)
+            self._waiting.add(job)
+        admitted = self._waiting.admit(lambda job: True)
+        if admitted is None:
+            return False
+        job, _ = admitted
+        job.started_at = time.monotonic()
+        self._running = 1
+        self._gauge()
+        try:
+            self._samplers.begin(job)
+        except Exception as error:
+            self._fail(job.sequences, error, deliver)
+        for answer in job.sequences:
+            if not _ended(answer):
+                self._answer(answer, deliver, poll)
+        self._running = 0
+        self._gauge()
+        return True
+
+    def _gauge(self) -> None:
+        self._stats = replace(
+            self._stats,
+            running_rows=self._running,
+            waiting_jobs=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            open_prompts=len(self._open),
+        )
+
+    def count(self, **more: int) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def _answer(self, answer: Answer, deliver: Deliver, poll: Callable[[], object]) -> None:
+        job, sampler = answer.job, answer.sampler
+        assert sampler is not None
+        self.progress.at(f"the prefill of {len(job.prompt)} tokens by generate", len(job.prompt))
+        try:
+            prompt = torch.tensor([job.prompt], device=self._device)
+            generate = partial(
+                self._model.generate,
+                prompt,
+                attention_mask=torch.ones_like(prompt),  # else every id that equals the padding's is masked
+                max_new_tokens=job.max_tokens,
+                logits_processor=[_Chooser(self, answer, sampler, deliver)],
+                stopping_criteria=[_Ended(answer, poll)],
+            )
+            self._passage(generate)
+        except Exception as error:
+            self._fail([answer], error, deliver)
+
+    def _fail(self, answers: Sequence[Answer], error: Exception, deliver: Deliver) -> None:
+        logger.error("generation failed", exc_info=error)
+        self._check_devices()
+        for answer in answers:
+            answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {in_short(error)}"))
+        deliver(answers)
+
+
+class _Chooser(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the token as the batched engine does, delivers it, and leaves ``generate`` no other choice."""
+
+    def __init__(self, backend: SerialBackend, answer: Answer, sampler: RowSampler, deliver: Deliver) -> None:
+        self._backend = backend
+        self._answer = answer
+        self._sampler = sampler
+        self._deliver = deliver
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        (choice,) = sample(scores, [self._sampler])
+        if isinstance(choice, GenerationFailed):
+            raise choice
+        self._sampler.accept(choice.token_id)
+        self._answer.accept(choice.token_id, choice.logprob)
+        self._backend.count(decode_steps=1, generated_tokens=1)
+        self._deliver([self._answer])
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, choice.token_id] = 0
+        return forced
+
+
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
+
+    def __init__(self, answer: Answer, poll: Callable[[], object]) -> None:
+        self._answer = answer
+        self._poll = poll
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._poll()
+        return torch.full((1,), _ended(self._answer), device=input_ids.device)
+
+
+def _ended(answer: Answer) -> bool:
+    return answer.finish_reason is not None or answer.job.mailbox.closed_at is not None

@@ -1,0 +1,81 @@
+"""A ``Forward`` whose decode steps are replayed; all else is transformers' forward.
+
+Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import CannotCut
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import Part, RecordedStep
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Recorder, Rehearsal
+from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
+
+
+class GraphForward:
+    """``forward(tokens, cache)``: one token for each of up to ``max_rows`` rows, of one cache or several, is replayed.
+
+    Recorded for 1, 2, 4, ... rows: a batch takes the least that holds it, the rows that are over compute nothing that
+    anybody reads. One call at a time, or with a ``pipeline`` one in each of its stages.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, recorder: Recorder, max_rows: int, pipeline: Pipeline | None = None
+    ) -> None:
+        """Raises CannotCut, or what the model or the device raises."""
+        self._model_forward = ModelForward(model)
+        layout = CacheLayout(model.config)
+        if layout.has_states:
+            raise CannotCut("some of its layers keep states, which a recording would hold on to")
+        if _sees_chunks(model):
+            raise CannotCut("some of its layers see the tokens of a chunk, which no cache layer tells from a window")
+        windows = layout.windows
+        sizes = [1 << power for power in range((max_rows - 1).bit_length() + 1)]
+        self._steps: list[RecordedStep] = []
+        # The largest first: the others fit into the memory that it leaves behind.
+        for rows in reversed(sizes):
+            record_step(model, Rehearsal(), rows, windows, pipeline)  # kernels load and tune at their first call
+            self._steps.insert(0, record_step(model, recorder, rows, windows, pipeline))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each recording, the least first."""
+        return [step.rows for step in self._steps]
+
+    @property
+    def max_rows(self) -> int:
+        return self._steps[-1].rows
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+        if len(tokens[0]) != 1 or len(tokens) > self.max_rows:
+            return self._model_forward(tokens, cache)
+        return self.together([(tokens, cache)])[0]
+
+    def together(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Raises ValueError where they are more rows than were recorded."""
+        rows = [len(tokens) for tokens, _ in parts]
+        step = next((step for step in self._steps if step.rows >= sum(rows)), None)
+        if step is None:
+            raise ValueError(f"{sum(rows)} rows where {self.max_rows} were recorded")
+        try:
+            logits = step.run(parts)
+        except BaseException:
+            for _, cache in parts:
+                cache.rollback()
+            raise
+        for _, cache in parts:
+            cache.commit(1)
+        return list(logits.split(rows))
+
+
+def _sees_chunks(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ()
+    return "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None) is not None

@@ -1,0 +1,164 @@
+"""Records a decode step: the model's own forward, cut at every attention and wherever it enters another stage.
+
+Knows nothing of batches or of which device records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import (
+    EAGER,
+    CannotCut,
+    PassingCache,
+    attention_of,
+    cut_at_attention,
+)
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import RecordedAttention, RecordedStep, Visit
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Recorder
+from mlserver_torch_stream.engine.forward.model_forward import input_device, plain_forward
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
+from mlserver_torch_stream.engine.pipeline.stages import Stage
+
+
+def record_step(
+    model: PreTrainedModel,
+    recorder: Recorder,
+    rows: int,
+    windows: Sequence[int | None],
+    pipeline: Pipeline | None = None,
+) -> RecordedStep:
+    """``windows``: of the cache's layers. Raises CannotCut, or what the model or the device raises."""
+    device = input_device(model)
+    inputs = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
+    implementation = model.config._attn_implementation
+    recording = _Recording(recorder, implementation, device, windows)
+    with cut_at_attention(model, recording.attention), recording.follow(pipeline), recorder.recording():
+        logits = recording.run(plain_forward(model), inputs)
+    return RecordedStep(
+        rows=rows,
+        inputs=inputs,
+        visits=tuple(recording.visits),
+        logits=logits,
+        pipeline=pipeline,
+        added=logits.dtype if implementation == EAGER else None,
+    )
+
+
+class _Recording:
+    """Follows one forward. A part is open whenever the model's code runs."""
+
+    def __init__(
+        self, recorder: Recorder, implementation: str, device: torch.device, windows: Sequence[int | None]
+    ) -> None:
+        self._recorder = recorder
+        self._implementation = implementation
+        self._passing = PassingCache(list(windows))
+        self._windows = windows
+        self.visits = [Visit(None, device)]
+        self._local: dict[int, torch.Tensor] = {}  # copies that are this visit's own, by the tensors of earlier ones
+        self._made: dict[int, tuple[torch.Tensor, Visit]] = {}  # what went into and out of the stages' modules
+
+    def run(self, forward: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
+        self._begin()
+        output = forward(
+            input_ids=inputs[0], position_ids=inputs[1], past_key_values=self._passing, use_cache=True, return_dict=True
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        self._end()
+        layers = sorted(
+            work.layer for visit in self.visits for work in visit.work if isinstance(work, RecordedAttention)
+        )
+        if layers != list(range(len(self._windows))):
+            raise CannotCut(f"{len(layers)} attentions over {len(self._windows)} cache layers")
+        return logits
+
+    def _begin(self) -> None:
+        self._recorder.begin(self.visits[-1].device)
+
+    def _end(self) -> None:
+        self.visits[-1].work.append(self._recorder.end())
+
+    # --- attentions ---
+
+    def attention(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        layer = self._passing.layer_of(key, value)
+        if mask is not None or more.get("position_bias") is not None:
+            raise CannotCut("its code makes masks of its own")
+        self._end()
+        attend = attention_of(self._implementation, module)
+        # Zeros, not empty: what a model makes of all rows together must not find NaN in those that are over.
+        shape = attend(module, query, key, value, None, **more)[0]
+        output = torch.zeros_like(shape, memory_format=torch.contiguous_format)
+        self.visits[-1].work.append(RecordedAttention(attend, module, layer, query, key, value, output, more))
+        self._begin()
+        return output, None
+
+    # --- stages ---
+
+    @contextmanager
+    def follow(self, pipeline: Pipeline | None) -> Iterator[None]:
+        """Is told, meanwhile, of every call of a module that is a stage's."""
+        with ExitStack() as hooks:
+            for stage in pipeline.stages if pipeline is not None else ():
+                for module in stage.modules:
+                    enter = module.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
+                    hooks.callback(enter.remove)
+                    hooks.callback(module.register_forward_hook(self._leave).remove)
+            yield
+
+    def _enter(
+        self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module's arguments, those of other visits as copies that are this one's own."""
+        self._note((args, kwargs))
+        if self.visits[0].stage is None:
+            self.visits[0].stage, self.visits[0].device = stage, stage.device
+        arrives = stage is not self.visits[-1].stage
+        foreign = [each for each in _tensors((args, kwargs)) if arrives or self._is_foreign(each)]
+        if arrives or foreign:
+            self._end()
+            if arrives:
+                self._local = {}
+                self.visits.append(Visit(stage, stage.device))
+            for each in foreign:
+                self._take_in(each)
+            self._begin()
+        own: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            torch.Tensor, lambda each: self._local.get(id(each), each), (args, kwargs)
+        )
+        return own
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._note(output)
+
+    def _note(self, values: Any) -> None:
+        """Whatever was not seen before has been made in the visit that is under way."""
+        for each in _tensors(values):
+            self._made.setdefault(id(each), (each, self.visits[-1]))
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) not in self._local and self._made[id(tensor)][1] is not self.visits[-1]
+
+    def _take_in(self, tensor: torch.Tensor) -> None:
+        visit, origin = self.visits[-1], self._made[id(tensor)][1]
+        if id(tensor) in self._local or origin is visit:
+            return
+        local = self._local[id(tensor)] = tensor.to(visit.device, copy=True)
+        visit.arrivals.append((tensor, local))
+        if not any(each is tensor for each in origin.departures):
+            origin.departures.append(tensor)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

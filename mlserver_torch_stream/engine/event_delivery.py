@@ -1,0 +1,55 @@
+"""From an engine's threads to the event loops of its readers, with one wake-up for each.
+
+Knows nothing of engines: it is given answers, or jobs that are to end without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.types import FinishReason, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+
+def post_events(answers: Sequence[Answer]) -> None:
+    """What the answers have to say since they were last asked. On the thread that they belong to."""
+    posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
+    for answer in answers:
+        events = answer.take_events()
+        mailbox = answer.job.mailbox
+        if events and mailbox.closed_at is None:
+            posts.setdefault(mailbox.loop, []).extend((mailbox, event) for event in events)
+    for loop, post in posts.items():
+        _call(loop, _hand_out, post)
+
+
+def end_for_readers(jobs: Sequence[Job], reason: FinishReason, error: Exception) -> None:
+    """Tells the readers of an end that the engine's thread does not come to tell; what has ended stays as it is."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    for job in jobs:
+        by_loop.setdefault(job.mailbox.loop, []).append(job)
+    for loop, theirs in by_loop.items():
+        _call(loop, _end, theirs, reason, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *arguments: object) -> None:
+    try:
+        loop.call_soon_threadsafe(what, *arguments)
+    except RuntimeError:  # the loop was closed: there is no reader left
+        logger.debug("an event loop went away")
+
+
+def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:
+    for mailbox, event in post:
+        mailbox.deliver(event)
+
+
+def _end(jobs: Sequence[Job], reason: FinishReason, error: Exception) -> None:
+    for job in jobs:
+        job.end_for_reader(reason, error)

@@ -1,0 +1,82 @@
+"""Faults on demand, for tests of a real server: a forward that fails at a chosen call.
+
+Knows nothing of who is hurt. Off unless the environment says otherwise, and then said loudly at load.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.errors import LoadFailed
+
+VARIABLE = "MLSERVER_TORCH_STREAM_FAULTS"
+_FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|nan|death|slow=(?P<seconds>[\d.]+))")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at the ``call``-th forward (from 1) of a phase; ``slow`` happens at every one from there on."""
+
+    phase: str
+    call: int
+    kind: str
+    seconds: float = 0.0
+
+
+class Faults:
+    """All faults of one engine, as in ``decode:5:raise,prefill:2:oom,decode:9:nan,decode:20:death,decode:1:slow=0.1``.
+
+    ``raise``: an exception; ``oom``: torch's out-of-memory error; ``nan``: the first row's logits; ``death``: the end
+    of the thread; ``slow``: seconds of sleep.
+    """
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = tuple(faults)
+
+    def wrap(self, phase: str, forward: Forward) -> Forward:
+        return _Faulty([fault for fault in self._faults if fault.phase == phase], forward)
+
+
+def read_faults(environ: Mapping[str, str]) -> Faults | None:
+    """Raises LoadFailed for what is no fault."""
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return None
+    faults = []
+    for part in text.split(","):
+        match = _FORM.fullmatch(part.strip())
+        if match is None:
+            raise LoadFailed(f"{VARIABLE}: {part!r} is no fault; one is like decode:5:raise")
+        kind = match["kind"].partition("=")[0]
+        faults.append(Fault(match["phase"], int(match["call"]), kind, float(match["seconds"] or 0)))
+    return Faults(faults)
+
+
+class _Faulty:
+    def __init__(self, faults: Sequence[Fault], forward: Forward) -> None:
+        self._faults = faults
+        self._forward = forward
+        self._calls = 0
+
+    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
+        self._calls += 1
+        kinds = {fault.kind for fault in self._faults if fault.call == self._calls}
+        time.sleep(max((f.seconds for f in self._faults if f.kind == "slow" and f.call <= self._calls), default=0))
+        if "raise" in kinds:
+            raise RuntimeError("a fault was asked for")
+        if "oom" in kinds:
+            raise torch.OutOfMemoryError("a fault was asked for: out of memory")
+        if "death" in kinds:
+            raise SystemExit("a fault was asked for: the engine's death")
+        logits = self._forward(tokens, cache)
+        if "nan" in kinds:
+            logits = logits.clone()
+            logits[0] = torch.nan
+        return logits

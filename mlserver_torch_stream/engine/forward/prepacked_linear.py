@@ -1,0 +1,117 @@
+"""Linear layers of any model with their weights laid out once, as oneDNN wants them, for CPUs in bfloat16.
+
+For models that our own kernels do not know: at 16 rows a layer of a small model takes a third of ``F.linear``'s time,
+which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones, so every
+layer is compared with ``F.linear`` before it is taken, and the whole model before its own weights are given back. A
+layer knows no positions, so near ones suffice for that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.forward.model_forward import input_device
+
+logger = logging.getLogger(__name__)
+
+# Rows that the layout is made for; measured good from 1 to 512.
+_ROWS = 16
+_CHECKED_ROWS = (1, 5, 40)
+# Two orders of summing bfloat16 products in float32 differ in the last bits of the result, which has 8.
+_LAYER_TOLERANCE = 0.02
+# Of the logits, in their standard deviations, root mean square: as for our own kernels.
+_MODEL_TOLERANCE = 0.2
+
+
+def pack_linears(model: PreTrainedModel) -> int:
+    """How many layers were taken; their own weights are given back. 0 and the model as it was if any check fails."""
+    if input_device(model).type != "cpu" or not torch.backends.mkldnn.is_available():
+        return 0
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return 0
+    layers = list(_candidates(model))
+    if not layers:
+        return 0
+    packed = _Packed()
+    try:
+        expected = _logits(model)
+        for layer in layers:
+            packed.take(layer)
+        packed.release(model)
+        error = ((_logits(model) - expected).pow(2).mean().sqrt() / expected.std()).item()
+    except Exception as problem:  # private operators, and a model's code that may look at its weights
+        return _refused(packed, f"{type(problem).__name__}: {problem}".splitlines()[0])
+    if not error <= _MODEL_TOLERANCE:
+        return _refused(packed, f"logits differ by {error:.3g} standard deviations")
+    return len(layers)
+
+
+def _refused(packed: _Packed, why: str) -> int:
+    packed.undo()
+    logger.info("linear layers stay as they are: %s", why)
+    return 0
+
+
+def _candidates(model: nn.Module) -> Iterator[nn.Linear]:
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves their weights about
+        return
+    for module in model.modules():
+        # Neither subclasses (quantised, sharded) nor layers that somebody has replaced the forward of.
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and "forward" not in vars(module):
+            weight = module.weight
+            if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and type(weight.data) is Tensor:
+                yield module
+
+
+class _Packed:
+    """The layers that were taken, and the way back."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[nn.Linear, Tensor]] = []
+        self._released: list[tuple[nn.Linear, Tensor]] = []
+
+    def take(self, layer: nn.Linear) -> None:
+        """Raises ArithmeticError if it does not compute what the layer does, and whatever the operators raise."""
+        weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
+        forward = partial(_linear, weight, layer.bias)
+        for rows in _CHECKED_ROWS:
+            given = torch.linspace(-1, 1, rows * layer.in_features).view(1, rows, -1).to(layer.weight.dtype)
+            expected, got = F.linear(given, layer.weight, layer.bias).float(), forward(given).float()
+            if not (got - expected).abs().max() <= _LAYER_TOLERANCE * expected.abs().max():
+                raise ArithmeticError(f"a layer of {layer.out_features} x {layer.in_features} computes something else")
+        self._taken.append((layer, weight))
+        layer.forward = forward
+
+    def release(self, model: nn.Module) -> None:
+        """Frees the weights that no other module has, such as a tied embedding. Their shapes stay."""
+        owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+        for layer, packed in self._taken:
+            if owners[id(layer.weight)] == 1:
+                layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+                self._released.append((layer, packed))
+
+    def undo(self) -> None:
+        for layer, packed in self._released:
+            layer.weight = nn.Parameter(packed.to_dense(), requires_grad=False)
+        for layer, _ in self._taken:
+            del layer.forward
+
+
+def _linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(given, weight, bias, "none", [], "")
+    return result
+
+
+def _logits(model: PreTrainedModel) -> Tensor:
+    """Float32 ``[tokens, vocabulary]`` of a few tokens, in one piece."""
+    ids = torch.tensor([[(7 * i) % 97 + 1 for i in range(9)]]) % model.get_input_embeddings().weight.shape[0]
+    logits: Tensor = model(ids, use_cache=False, return_dict=True).logits[0].float()
+    return logits

@@ -1,0 +1,94 @@
+"""What a model's ``generation_config.json`` asks of its answers: as defaults of requests, as rules, or in vain.
+
+Knows nothing of requests. What it does not know of the file, it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
+
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_RENAMED = {
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
+_RULES = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
+# What changes no token of an answer here. ``max_length`` and ``num_return_sequences`` say what a request says itself
+# (``max_tokens``, ``n``); without an encoder ``generate`` leaves its two fields out as well; one beam has no penalty.
+_HARMLESS = frozenset(
+    (
+        *("do_sample", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+        *("max_length", "num_return_sequences", "renormalize_logits", "early_stopping", "length_penalty"),
+        *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+        *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "use_mtp"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "transformers_version"),
+    )
+)
+_ONLY_SAMPLED = ("epsilon_cutoff", "eta_cutoff", "top_h")
+_OFF: Mapping[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "diversity_penalty": 0,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "remove_invalid_values": False,
+    "token_healing": False,
+}
+
+
+def generation_defaults(config: Any) -> dict[str, Any]:
+    """What a model's own generation config asks for, in request-parameter names.
+
+    transformers' defaults for what the file leaves out (top-k 50, …) are not the model's wishes. Without ``do_sample``
+    the model wants greedy decoding, and the other values would only take effect behind the user's back.
+    """
+    given = _given(config)
+    defaults: dict[str, Any] = {}
+    if given.get("do_sample"):
+        defaults = {key: given[key] for key in _SAMPLED if key in given}
+        defaults.setdefault("temperature", 1.0)
+    return defaults | {name: given[key] for key, name in _RENAMED.items() if key in given}
+
+
+def generation_rules(config: Any) -> GenerationRules:
+    given = _given(config)
+    return GenerationRules(
+        suppressed=_ids(given.get("suppress_tokens")),
+        suppressed_first=_ids(given.get("begin_suppress_tokens")),
+        bad_words_ids=tuple(tuple(word) for word in given.get("bad_words_ids", ())),
+        forced_bos=_ids(given.get("forced_bos_token_id")),
+        forced_eos=_ids(given.get("forced_eos_token_id")),
+    )
+
+
+def not_honoured(config: Any) -> list[str]:
+    """Fields of ``generate`` that have a value which would change its answers and changes none here, with the value."""
+    known = {*_SAMPLED, *_RENAMED, *_RULES, *_HARMLESS}
+    declared = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - known
+    given = _given(config)
+    if not given.get("do_sample"):
+        declared.difference_update(_ONLY_SAMPLED)
+    return [f"{name} {given[name]!r}" for name in sorted(declared & set(given)) if given[name] != _OFF.get(name)]
+
+
+def _given(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.to_diff_dict().items() if value is not None} if config else {}
+
+
+def _ids(given: Any) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (int(given),)

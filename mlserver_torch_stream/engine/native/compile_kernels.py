@@ -1,0 +1,145 @@
+"""Compiles the kernels for this machine's CPU, once: the library is kept in the cache folder.
+
+Knows nothing of what the kernels do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.native.library_cache import keep, kept_libraries
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "kernels"
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+_SECONDS = 600.0  # takes 6 on a quiet core
+
+T = TypeVar("T")
+
+
+class NoKernels(Exception):
+    """The kernels cannot be had here; says why in one line."""
+
+
+def compiled_library(cache_dir: Path, open_library: Callable[[Path], T], seconds: float = _SECONDS) -> T:
+    """What ``open_library`` makes of the library's file, which is compiled unless this compiler's is kept already.
+
+    Where there is no compiler, or it fails, another compiler's library for the same sources and CPU is taken.
+    Raises NoKernels, as ``open_library`` may for a file that is of no use. The compiler is given so many ``seconds``.
+    """
+    folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint()}"
+    try:
+        compiler = _compiler()
+        own = f"{stem}-{_version(compiler)}"
+        opened = _open_kept(folder, own, open_library)
+        return _compile(compiler, folder, own, open_library, seconds) if opened is None else opened
+    except NoKernels as error:
+        opened = _open_kept(folder, stem, open_library)
+        if opened is None:
+            raise
+        logger.info("The kernels in %s are taken, whichever compiler has made them: %s", folder, error)
+        return opened
+
+
+def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T | None:
+    for path in kept_libraries(folder, stem):
+        try:
+            return open_library(path)
+        except NoKernels as error:  # made for another C++ library, or removed just now
+            logger.warning("%s is of no use here: %s", path, error)
+    return None
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise NoKernels("no C++ compiler")
+
+
+def _version(compiler: str) -> str:
+    return hashlib.sha256(f"{compiler} {_run([compiler, '--version'], _SECONDS)}".encode()).hexdigest()[:8]
+
+
+def _fingerprint() -> str:
+    """Of everything but the compiler that decides what it would make."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    digest.update(_cpu().encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on: a cache folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    described = [line for line in lines if line.partition(":")[0].strip() in names]
+    return "\n".join([platform.machine(), platform.processor(), *sorted(set(described))])
+
+
+def _compile(compiler: str, folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float) -> T:
+    """The library is opened before it is kept: no other process can have replaced or removed it by then."""
+    with _workplace(folder) as place:
+        made = Path(place, "decoder.so")
+        with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
+            _run([compiler, *_FLAGS, str(_SOURCES / "library.cpp"), "-o", str(made)], seconds)
+        opened = open_library(made)
+        if made.parent.parent == folder:
+            keep(made, folder, stem)
+    return opened
+
+
+def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder beside what is kept, so that a rename is enough; a temporary one where nothing can be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
+    except OSError as error:
+        why = f"the cache folder {folder} cannot be written: {error.strerror}"
+    try:
+        place = tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-")
+    except OSError:
+        raise NoKernels(why) from None
+    logger.warning("The kernels are compiled for this start alone: %s", why)
+    return place
+
+
+def _run(command: list[str], seconds: float) -> str:
+    """What the compiler prints. Raises NoKernels."""
+    compiler = command[0]
+    try:
+        # A session of its own: what a compiler starts, such as cc1plus, ends with it where the time is over.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        )
+    except OSError as error:
+        raise NoKernels(f"the compiler {compiler} cannot be started: {error.strerror}") from None
+    with process:
+        try:
+            printed, complaints = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise NoKernels(f"the compiler {compiler} took more than {seconds:g} s") from None
+    status = process.returncode
+    if status:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        said = [line.strip() for line in complaints.splitlines() if line.strip()]
+        message = next((line for line in said if "error" in line), said[0] if said else "it printed no error")
+        raise NoKernels(f"the compiler {compiler} {how}: {message[:300]}")
+    return printed

@@ -1,0 +1,113 @@
+"""Says which field of a model's config, or key of its rope, the kernels do not account for.
+
+Knows names and values only. What they did to the modules, ``structure`` reads off the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlserver_torch_stream.engine.loading.config_fields import declared_fields, rope_keys
+
+# What ``structure`` reads off the modules that the fields have shaped, the rotary table off the model's own rotary
+# module, and the cache's layout off the config.
+_READ = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "attention_bias",
+        "attention_out_bias",
+        "mlp_bias",
+        "use_bias",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
+        "layer_types",
+        "sliding_window",
+        "sliding_window_pattern",
+        "use_sliding_window",
+        "max_window_layers",
+    }
+)
+# What no forward of a model in ``eval`` depends on: training, ids that the tokenizer and the sampler use, bookkeeping.
+_HARMLESS = frozenset(
+    {
+        "initializer_range",
+        "attention_dropout",
+        "embd_pdrop",
+        "resid_pdrop",
+        "residual_dropout",
+        "pretraining_tp",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "use_cache",
+        "output_hidden_states",
+        "return_dict",
+        "dtype",
+        "architectures",
+        "transformers_version",
+        "id2label",
+        "label2id",
+        "problem_type",
+    }
+)
+# Of the fields and keys that are neither, the value that turns them off. None turns off any of them.
+_OFF: Mapping[str, Any] = {"chunk_size_feed_forward": 0, "is_encoder_decoder": False, "llama_4_scaling_beta": 0}
+# What transformers' rotary modules of the static kinds read themselves, and a length that some checkpoints repeat.
+_ROPE = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    }
+)
+
+
+def unknown_field(config: Any) -> str | None:
+    """The first field or rope key that may change what the model computes, with its value; None if there is none.
+
+    Only fields that the config's class declares count: its model cannot depend on keys that a checkpoint has besides.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return "per_layer_config"
+    others = (name for name in declared_fields(type(config)) if name not in _READ | _HARMLESS)
+    found = _first((name, getattr(config, name, None)) for name in others)
+    return found or _first((name, value) for name, value in rope_keys(config) if name not in _ROPE)
+
+
+def _first(pairs: Iterator[tuple[str, Any]]) -> str | None:
+    on = ((name, value) for name, value in pairs if value is not None and value != _OFF.get(name))
+    return next((f"{name} {value!r}" for name, value in on), None)

@@ -1,0 +1,125 @@
+"""Weights on their devices, with all that is found out about them once, whoever shares them.
+
+Knows nothing of requests or of the engines over them. Blocks for as long as loading takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
+from mlserver_torch_stream.engine.devices import check_devices
+from mlserver_torch_stream.engine.forward.model_forward import Forward, input_device
+from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
+from mlserver_torch_stream.engine.loading.heap import trim_heap
+from mlserver_torch_stream.engine.loading.loader import Place, Weights, load_weights
+from mlserver_torch_stream.engine.loading.placement import (
+    Held,
+    describe_moves,
+    moved_bytes,
+    read_placement,
+    seconds_per_step,
+)
+from mlserver_torch_stream.engine.loading.quantised import is_quantised
+from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching, check_generate
+from mlserver_torch_stream.engine.loading.shared_pool import Lease
+from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path, take_int8
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
+from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
+from mlserver_torch_stream.engine.process_resources import Shares, Turns
+from mlserver_torch_stream.engine.tensor_parallel.launch import Ranks, prepare_ranks
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import launched
+from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import ResolvedSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Weights with all that is found out about them once, whoever shares them. ``turns``: for who steps them."""
+
+    weights: Weights
+    findings: Findings
+    forward: Forward | None
+    packed: int  # linear layers of the model that oneDNN has laid out
+    device: torch.device  # of the token ids
+    turns: Turns | None  # None: its devices have turns of their own
+    ranks: Ranks | None = None
+    placement: tuple[Held, ...] = ()
+    pipeline: Pipeline | None = None
+    no_kernels: str | None = None  # why our own kernels, which would be faster, do not run
+
+    def check_devices(self) -> None:
+        """Raises what a device raises that is lost."""
+        if self.ranks is not None:
+            self.ranks.leader.check()
+        check_devices({self.device, *self.findings.costs})
+
+
+def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shares) -> Prepared:
+    """Raises LoadFailed."""
+    settings = resolved.settings
+    if settings.tensor_parallel_size > 1:
+        return _prepare_ranks(place, resolved, shares)
+    if launched(os.environ):
+        waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
+        logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
+    with torch.inference_mode():
+        weights = load_weights(place, resolved)
+        placement = read_placement(weights.model)
+        if moved_bytes(placement):
+            slowness = describe_moves(placement, seconds_per_step(weights.model))
+            logger.warning("%s: %s", resolved.source.name, slowness)
+        findings = Findings(problem="set by engine: serial")
+        if settings.engine != "serial":
+            with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each row alone"):
+                findings = check_batching(weights.model)
+        if findings.problem is not None:
+            check_generate(weights.model)
+        forward: Forward | None = None
+        no_kernels = None
+        quantised = is_quantised(weights.model)
+        if settings.weights == "int8":
+            if quantised:
+                raise LoadFailed("parameters.extra.weights: int8 is for dense weights, this checkpoint is quantised")
+            forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
+        elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
+            taken = take_fast_path(weights.model, threads, resolved.cache_dir)
+            forward, no_kernels = (None, taken) if isinstance(taken, str) else (taken, None)
+        packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
+        plain = forward is None and findings.cost is not None
+        pipeline = take_pipeline(weights.model, threads) if plain and settings.pipeline == "auto" else None
+        if plain and settings.fast_path == "auto":
+            with shares.recorders.turn():
+                forward = take_graphs(weights.model, settings.max_batch_rows, pipeline)
+    device = input_device(weights.model)
+    trim_heap()  # of what the conversion and the packing of the weights have left
+    logger.info("Loaded the weights of %s", resolved.source.name)
+    turns = None if pipeline is not None else shares.cores if device.type == "cpu" else Turns()
+    return Prepared(
+        *(weights, findings, forward, packed, device, turns),
+        placement=placement,
+        pipeline=pipeline,
+        no_kernels=no_kernels if device.type == "cpu" else None,
+    )
+
+
+def _prepare_ranks(place: Place, resolved: ResolvedSettings, shares: Shares) -> Prepared:
+    ranks = prepare_ranks(place, resolved)
+    weights, findings = ranks.shard.weights, ranks.shard.findings
+    device = input_device(weights.model)
+    turns = shares.cores if device.type == "cpu" else Turns()
+    return Prepared(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
+
+
+def give_back_weights(lease: Lease[Prepared]) -> None:
+    ranks = lease.value.ranks
+    if lease.end() and ranks is not None:
+        ranks.leader.stop()

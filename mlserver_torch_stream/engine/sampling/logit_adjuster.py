@@ -1,0 +1,147 @@
+"""What one row does to its own logits before sampling: bias, penalties, forbidden words, minimum length.
+
+Knows nothing of the batch, the temperature or the random numbers; touches only the ids concerned, never the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules, RowRules
+from mlserver_torch_stream.types import SamplingParameters
+
+
+class LogitAdjuster:
+    """The per-row changes of one sequence, in transformers' order; ``active`` is False when there is nothing to do.
+
+    Bias, repetition penalty (prompt and answer), presence and frequency penalties (answer), bad words, until
+    ``min_tokens`` are accepted no ``end_ids``, and the model's own ``rules``, for which ``max_tokens`` is. Ids at or
+    above ``vocab_size`` are ignored.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParameters,
+        *,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        end_ids: Iterable[int],
+        bad_words_ids: Sequence[Sequence[int]] = (),
+        rules: GenerationRules | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        rules = rules or GenerationRules()
+        bad_words_ids = (*bad_words_ids, *rules.bad_words_ids)
+        end_ids = {token_id for token_id in end_ids if 0 <= token_id < vocab_size}
+        self._min_tokens = params.min_tokens if end_ids else 0
+        self._end_ids = sorted(end_ids)
+        self._bias = _Bias(params.logit_bias, vocab_size) if params.logit_bias else None
+        self._bad_words = _BadWords(bad_words_ids, prompt_ids, vocab_size, end_ids) if bad_words_ids else None
+        self._repetition = params.repetition_penalty
+        self._presence = params.presence_penalty
+        self._frequency = params.frequency_penalty
+        penalised = self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
+        counted = prompt_ids if self._repetition != 1.0 else ()
+        self._seen = _SeenTokens(counted, vocab_size) if penalised else None
+        self._lasting = any(part is not None for part in (self._bias, self._bad_words, self._seen))
+        self._rules = RowRules(rules, len(prompt_ids), max_tokens, vocab_size)
+        self._accepted = 0
+
+    @property
+    def active(self) -> bool:
+        return self._lasting or self._accepted < self._min_tokens or self._rules.active(self._accepted)
+
+    def accept(self, token_id: int) -> None:
+        """Counts a token of the answer."""
+        self._accepted += 1
+        if self._seen is not None:
+            self._seen.add(token_id)
+        if self._bad_words is not None:
+            self._bad_words.add(token_id)
+
+    def apply(self, row: torch.Tensor) -> None:
+        """Changes ``row`` (float32 [vocab_size], writable) in place."""
+        if self._bias is not None:
+            self._bias.apply(row)
+        if self._seen is not None:
+            self._penalise(row, self._seen)
+        banned = self._bad_words.banned() if self._bad_words is not None else []
+        if self._accepted < self._min_tokens:
+            banned = banned + self._end_ids
+        if banned:
+            row.index_fill_(0, torch.tensor(banned, device=row.device), -torch.inf)
+        self._rules.apply(row, self._accepted)
+
+    def _penalise(self, row: torch.Tensor, seen: _SeenTokens) -> None:
+        ids, counts = seen.tensors(row.device)
+        if not len(ids):
+            return
+        values = row[ids]
+        if self._repetition != 1.0:
+            values = torch.where(values < 0, values * self._repetition, values / self._repetition)
+        if self._presence != 0.0 or self._frequency != 0.0:
+            values = values - (self._frequency * counts + self._presence * (counts > 0))
+        row.index_copy_(0, ids, values)
+
+
+class _Bias:
+    def __init__(self, bias: Mapping[int, float], vocab_size: int) -> None:
+        known = {token_id: value for token_id, value in bias.items() if 0 <= token_id < vocab_size}
+        self._ids = torch.tensor(list(known), dtype=torch.int64)
+        self._values = torch.tensor(list(known.values()), dtype=torch.float32)
+
+    def apply(self, row: torch.Tensor) -> None:
+        self._ids, self._values = self._ids.to(row.device), self._values.to(row.device)
+        row.index_add_(0, self._ids, self._values)
+
+
+class _SeenTokens:
+    """The distinct ids seen so far, and how often the answer holds each."""
+
+    def __init__(self, prompt_ids: Iterable[int], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        distinct = [i for i in dict.fromkeys(prompt_ids) if 0 <= i < vocab_size]
+        self._slot = {token_id: slot for slot, token_id in enumerate(distinct)}
+        self._ids = np.zeros(len(distinct) + 256, dtype=np.int64)
+        self._ids[: len(distinct)] = distinct
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    def add(self, token_id: int) -> None:
+        if not 0 <= token_id < self._vocab_size:
+            return
+        slot = self._slot.setdefault(token_id, len(self._slot))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token_id
+        self._counts[slot] += 1
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 [m] and counts float32 [m], valid until the next ``add``."""
+        used = len(self._slot)
+        return torch.from_numpy(self._ids[:used]).to(device), torch.from_numpy(self._counts[:used]).to(device)
+
+
+class _BadWords:
+    """Forbids the last id of a sequence whenever the ids before it are the last ones of prompt and answer."""
+
+    def __init__(
+        self, words: Sequence[Sequence[int]], prompt_ids: Sequence[int], vocab_size: int, end_ids: set[int]
+    ) -> None:
+        usable = [tuple(word) for word in words if word and 0 <= word[-1] < vocab_size]
+        usable = [word for word in usable if len(word) > 1 or word[0] not in end_ids]
+        self._always = sorted({word[0] for word in usable if len(word) == 1})
+        self._after = [(word[:-1], word[-1]) for word in usable if len(word) > 1]
+        self._reach = max((len(prefix) for prefix, _ in self._after), default=0)
+        self._recent = tuple(prompt_ids[-self._reach :]) if self._reach else ()
+
+    def add(self, token_id: int) -> None:
+        if self._reach:
+            self._recent = (*self._recent, token_id)[-self._reach :]
+
+    def banned(self) -> list[int]:
+        completed = [last for prefix, last in self._after if self._recent[-len(prefix) :] == prefix]
+        return self._always + completed

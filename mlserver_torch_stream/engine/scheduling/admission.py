@@ -1,0 +1,69 @@
+"""What is refused before an engine sees it: jobs that can never run, and jobs that are too many.
+
+Knows nothing of threads; the same checks hold for every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.errors import InvalidInput, QueueFull
+from mlserver_torch_stream.types import ModelInfo
+
+Refusal = Callable[[int, int, int], str | None]
+"""Why a job of (rows, prompt tokens, tokens at the end) could never run; None if it can."""
+
+
+class Admission:
+    """Raises InvalidInput, which names the field, or QueueFull."""
+
+    def __init__(self, info: ModelInfo, bounds: Bounds) -> None:
+        self._info = info
+        self._bounds = bounds
+
+    def check(self, jobs: Sequence[PromptJob], refusal: Refusal) -> None:
+        if len(jobs) > self._bounds.max_queue:
+            raise InvalidInput("text_input", f"{len(jobs)} prompts are more than the queue's {self._bounds.max_queue}")
+        for job in jobs:
+            self.check_length(len(job.prompt_ids), open_ended=job.open)
+            self.check_ids(job.prompt_ids)
+            self.check_size(job, len(job.prompt_ids), refusal)
+
+    def check_length(self, tokens: int, *, open_ended: bool) -> None:
+        context = self._info.max_context
+        if tokens == 0 and not open_ended:
+            raise InvalidInput("text_input", "the prompt is empty")
+        if tokens >= context:
+            raise InvalidInput("text_input", f"the prompt has {tokens} tokens, the context holds {context}")
+
+    def check_ids(self, prompt_ids: Sequence[int]) -> None:
+        """A tokenizer may know more ids than the model has embeddings; a GPU does not survive such an id."""
+        size = self._info.vocab_size
+        if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
+            raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
+
+    def check_size(self, job: PromptJob, prompt: int, refusal: Refusal) -> None:
+        """Of a prompt that has so many tokens now."""
+        context, asked = self._info.max_context, job.sampling.max_tokens
+        final = context if asked is None else min(context, prompt + asked)
+        reason = refusal(job.sampling.n, prompt, final)
+        if reason is not None:
+            too_many = job.sampling.n > 1 and refusal(1, prompt, final) is None
+            raise InvalidInput("n" if too_many else "max_tokens", reason)
+
+    def check_open(self, count: int, retry_after: int) -> None:
+        """Of prompts whose end has not come, before another one is opened."""
+        if count >= self._bounds.max_queue:
+            raise QueueFull(
+                f"{count} prompts are being sent in pieces already, of {self._bounds.max_queue} allowed", retry_after
+            )
+
+    def check_queue(self, jobs: Sequence[PromptJob], waiting: int, waiting_tokens: int, retry_after: int) -> None:
+        bounds = self._bounds
+        if waiting + len(jobs) > bounds.max_queue:
+            raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)
+        tokens = waiting_tokens + sum(len(job.prompt_ids) for job in jobs)
+        if bounds.max_queue_tokens is not None and waiting and tokens > bounds.max_queue_tokens:
+            raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queue_tokens} allowed", retry_after)

@@ -1,0 +1,93 @@
+"""Routes for liveness and readiness: JSON, which KServe's client reads, and 503 with the reason where a model has one.
+
+Knows nothing of why a model is not ready. Readiness of other models stays MLServer's own.
+"""
+
+from __future__ import annotations
+
+from mlserver import MLModel
+from mlserver.handlers import DataPlane
+from mlserver.rest.server import RESTServer
+from mlserver.rest.utils import to_status_code
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.rest.routes import find_model
+
+_NAME = "torch_stream:health"
+_LIVE = "/v2/health/live"
+_PATHS = (
+    _LIVE,
+    "/v2/health/ready",
+    "/v2/models/{model_name}/ready",
+    "/v2/models/{model_name}/versions/{model_version}/ready",
+)
+
+
+def add_routes(server: RESTServer) -> None:
+    """Puts our routes for health before MLServer's. Idempotent."""
+    routes = server._app.router.routes
+    if not any(getattr(route, "name", None) == _NAME for route in routes):
+        routes[:0] = [_HealthRoute(path, server._data_plane) for path in _PATHS]
+
+
+class _HealthRoute(Route):
+    """Answers for the whole server and for models of ours; MLServer's own route answers for other models."""
+
+    def __init__(self, path: str, data_plane: DataPlane) -> None:
+        super().__init__(path, self._answer, name=_NAME)
+        self._data_plane = data_plane
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is Match.FULL:
+            path = child["path_params"]
+            if "model_name" not in path or any(map(is_ours, self._asked(path))):
+                return match, child
+        return Match.NONE, {}
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        """What MLServer says, unless there is a trouble by then: one that comes meanwhile makes no 400."""
+        path = request.path_params
+        says = await self._says(path)
+        trouble = self._trouble(path)
+        if trouble is not None:
+            headers = {"retry-after": str(NotServing.retry_after)}
+            return JSONResponse({"error": trouble}, NotServing.status, headers)
+        name = {"name": path["model_name"]} if "model_name" in path else {}
+        return JSONResponse({**name, "live" if self.path == _LIVE else "ready": says}, to_status_code(says))
+
+    async def _says(self, path: dict[str, str]) -> bool:
+        if self.path == _LIVE:
+            return bool(await self._data_plane.live())
+        if "model_name" in path:
+            return bool(await self._data_plane.model_ready(path["model_name"], path.get("model_version")))
+        return bool(await self._data_plane.ready())
+
+    def _trouble(self, path: dict[str, str]) -> str | None:
+        if self.path == _LIVE:
+            return LIFECYCLE.failure
+        if "model_name" not in path and LIFECYCLE.leaving is not None:
+            return LIFECYCLE.leaving
+        ours = filter(is_ours, self._asked(path))
+        return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
+
+    def _asked(self, path: dict[str, str]) -> list[MLModel]:
+        if "model_name" not in path:
+            return _all_models(self._data_plane)
+        model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))
+        return [] if model is None else [model]
+
+
+def _all_models(data_plane: DataPlane) -> list[MLModel]:
+    found: list[MLModel] = []
+    for versions in data_plane._model_registry._models.values():
+        found += versions._versions.values()
+        if versions.default is not None and not versions.default.version:
+            found.append(versions.default)
+    return found

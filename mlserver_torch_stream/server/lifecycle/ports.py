@@ -1,0 +1,73 @@
+"""Ports that MLServer cannot listen on, told in one line before any model is loaded.
+
+Knows nothing of models. Left to MLServer, a busy port ends the process with tracebacks, and that of gRPC only when all
+models are loaded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+from mlserver.logging import logger
+from mlserver.rest.server import RESTServer
+from mlserver.settings import Settings
+
+from mlserver_torch_stream.server.lifecycle.threads import exit_now
+
+_OWN_FILES = "/proc/self/fd"
+
+
+def check(server: RESTServer) -> None:
+    """Ends the process with status 1 where a listener of a server that starts has no port.
+
+    At once: nothing is served yet, and uvicorn's own end would be a traceback for each listener.
+    """
+    listener = getattr(server, "_server", None)
+    if listener is None or listener.started:
+        return
+    problem = port_problem(server._settings)
+    if problem is not None:
+        logger.error(f"The server cannot start: {problem}")
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        exit_now(1)
+
+
+def port_problem(settings: Settings) -> str | None:
+    """Why MLServer, whose gRPC listener is there by now and whose others are about to be, cannot have all its ports."""
+    host = settings.host
+    told = "port {} ({}) cannot be listened on at {}: {}"
+    for name in ("http_port", "metrics_port"):
+        port = getattr(settings, name)
+        if name == "metrics_port" and not settings.metrics_endpoint:
+            continue
+        try:
+            _try(host, port)
+        except OSError as error:
+            return told.format(port, name, host, os.strerror(error.errno) if error.errno else error)
+    if settings.grpc_port and os.path.isdir(_OWN_FILES) and settings.grpc_port not in _own_ports():
+        return told.format(settings.grpc_port, "grpc_port", host, "it is in use, or not allowed")
+    return None
+
+
+def _try(host: str, port: int) -> None:
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(address)
+
+
+def _own_ports() -> Iterator[int]:
+    """The ports of this process's sockets."""
+    for name in os.listdir(_OWN_FILES):
+        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(name))) as own:
+            if own.family in (socket.AF_INET, socket.AF_INET6):
+                yield int(own.getsockname()[1])

@@ -1,0 +1,99 @@
+"""One line per request at its end, as ``key=value`` pairs, in the format that MLServer's own lines have.
+
+Knows nothing of where lines go. What a client wrote is quoted as JSON, so that no line and no terminal command can be
+made of it; neither prompts nor answers nor error messages, which may quote them, are in it unless asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.server.observability.request_record import RequestRecord
+from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt
+
+_PACKAGE = "mlserver_torch_stream"
+_PLAIN = frozenset("-_.:/+@")
+_MOST_CHARS = 128  # of what a client may choose freely
+
+logger = logging.getLogger(f"{_PACKAGE}.requests")
+
+
+def join_mlservers_log() -> None:
+    """Our loggers take level and handlers from MLServer's, unless an operator gives them their own. Idempotent.
+
+    Their names are not below ``mlserver``, so without it nothing below a warning would be shown.
+    """
+    logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
+
+
+class RequestLog:
+    """``prompts``: with prompts, answers and error messages. ``structured``: lines end up inside a JSON string."""
+
+    def __init__(self, *, prompts: bool = False, structured: bool = False) -> None:
+        self.prompts = prompts
+        self._structured = structured
+
+    def write(self, record: RequestRecord) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        line = " ".join(f"{key}={value}" for key, value in self._fields(record))
+        # MLServer's structured format does not escape what it puts between the quotes of `"message"`.
+        logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
+
+    def _fields(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
+        yield "request", _quoted(record.request_id)
+        yield "model", _quoted(record.model)
+        yield "version", _quoted(record.version)
+        yield "door", record.entrance.value
+        yield "status", str(record.status)
+        yield "client", "left" if record.client_left else "stayed"
+        yield "finish", ",".join(reason.value for reason in record.reasons) or "-"
+        yield "sequences", str(record.sequences)
+        yield "prompt_tokens", str(record.prompt_tokens)
+        yield "generated_tokens", str(record.generated_tokens)
+        yield "queue_ms", _milliseconds(record.queue_s)
+        yield "ttft_ms", _milliseconds(record.ttft_s)
+        yield "total_ms", _milliseconds(record.total_s)
+        if record.error is not None:
+            yield "error", type(record.error).__name__
+        if isinstance(record.error, InvalidInput):
+            yield "field", _quoted(record.error.field)
+        if self.prompts:
+            yield from _contents(record)
+
+
+def _contents(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    if record.prompts:
+        yield "prompts", _json([_prompt(prompt) for prompt in record.prompts])
+    if record.texts:
+        yield "texts", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
+    if record.error is not None:
+        yield "message", _json(str(record.error))
+
+
+def _prompt(prompt: Prompt) -> Any:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    if isinstance(prompt, ChatPrompt):
+        return prompt.messages
+    return prompt.token_ids
+
+
+def _quoted(text: str) -> str:
+    """As it is, if it can be taken for nothing else; otherwise as a JSON string of ASCII characters."""
+    if len(text) > _MOST_CHARS:
+        text = f"{text[:_MOST_CHARS]}..."
+    plain = text.isascii() and all(character.isalnum() or character in _PLAIN for character in text)
+    return text if text and plain else _json(text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"

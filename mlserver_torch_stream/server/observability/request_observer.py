@@ -1,0 +1,184 @@
+"""What is noticed of every request, told once, at its end, to the metrics, the log and the trace.
+
+Knows nothing of how requests are spelled or answered. All of it runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlserver.errors import MLServerError, ModelNotReady
+from opentelemetry.trace import Span, Tracer
+
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
+from mlserver_torch_stream.server.observability import tracing
+from mlserver_torch_stream.server.observability.metrics import REQUESTS
+from mlserver_torch_stream.server.observability.request_log import RequestLog
+from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
+from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, Entrance, RequestRecord
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
+
+# What a request ended with if its sequences ended differently: the first of these.
+_GRAVEST = (
+    FinishReason.ERROR,
+    FinishReason.TIMEOUT,
+    FinishReason.ABORT,
+    FinishReason.LENGTH,
+    FinishReason.TOOL_CALLS,
+    FinishReason.STOP,
+)
+
+
+@dataclass
+class Sinks:
+    """Who is told, besides the metrics. ``telemetry.install`` sets it once the server's settings are known."""
+
+    log: RequestLog | None = None
+    tracer: Tracer | None = None
+
+
+SINKS = Sinks()
+
+
+class RequestWatcher:
+    """Watches the requests that come to one model one way."""
+
+    def __init__(self, model: str, version: str | None, entrance: Entrance) -> None:
+        self._model = model
+        self._version = version or ""
+        self._entrance = entrance
+
+    def started(self, request: GenerationRequest) -> RequestWatch:
+        streaming = self._entrance.streams and request.stream is not False
+        return RequestWatch(self._record(request.request_id, request), streaming=streaming)
+
+    def refused(self, request_id: str, error: BaseException) -> None:
+        """A request that never became one."""
+        RequestWatch(self._record(request_id, None), streaming=self._entrance.streams).failed(error)
+
+    def _record(self, request_id: str, request: GenerationRequest | None) -> RequestRecord:
+        return RequestRecord(request_id, self._model, self._version, self._entrance, request)
+
+
+class RequestWatch:
+    """One request. ``streaming``: what comes before an error has been sent already, so it does not fail the request."""
+
+    def __init__(self, record: RequestRecord, *, streaming: bool) -> None:
+        self._record = record
+        self._streaming = streaming
+        self._began = time.monotonic()
+        self._metrics: ModelRequests = REQUESTS.of(record.model, record.version)
+        self._unfinished = record.sequences
+        self._accepted = False
+        self._seen = False
+        self._ended = False
+        self._last: dict[int, float] = {}  # when a sequence's last tokens came
+        self._keeps_text = SINKS.log is not None and SINKS.log.prompts
+        self._span: Span | None = None
+        if SINKS.tracer is not None:
+            self._span = tracing.start_span(SINKS.tracer, record)
+
+    def accepted(self) -> None:
+        """The engine has it."""
+        self._accepted = True
+
+    def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None:
+        """Its prompts are known to their end."""
+        self._record.prompts = tuple(prompts)
+        self._record.prompt_tokens = tokens
+
+    def event(self, event: TokenEvent) -> None:
+        """Called for every event, so it does little."""
+        count = len(event.token_ids)
+        if count:
+            now = time.monotonic()
+            last = self._last.get(event.index)
+            if last is not None:
+                self._metrics.inter_token.observe((now - last) / count, count)
+            elif self._record.ttft_s is None:
+                self._first_token(now)
+            self._last[event.index] = now
+            self._record.generated_tokens += count
+        if self._keeps_text:
+            self._record.texts.setdefault(event.index, []).append(event.text)
+        if event.finish_reason is not None:
+            self._finished(event, event.finish_reason)
+        self._seen = True
+
+    def failed(self, error: BaseException) -> None:
+        """It ends, with what its client is told."""
+        self._record.error = self._record.error or error
+        self._end()
+
+    def closed(self) -> None:
+        """Nobody reads on. Before its end, and without an error, that means that the client has left."""
+        if self._record.error is None and not self._ended:
+            self._record.status = CLIENT_LEFT
+        self._end()
+
+    def _first_token(self, now: float) -> None:
+        self._record.ttft_s = now - self._began
+        self._metrics.first_token.observe(self._record.ttft_s)
+        if self._span is not None:
+            self._span.add_event(tracing.FIRST_TOKEN)
+
+    def _finished(self, event: TokenEvent, reason: FinishReason) -> None:
+        record = self._record
+        record.reasons.append(reason)
+        if event.usage is not None:
+            record.queue_s = max(record.queue_s or 0.0, event.usage.queue_s)
+        if event.error is not None and (reason is FinishReason.ERROR or not (self._streaming and self._seen)):
+            record.error = record.error or event.error
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._end()
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        record = self._record
+        record.total_s = time.monotonic() - self._began
+        if record.error is not None:
+            record.status = status_of(record.error)
+        self._count()
+        if self._span is not None:
+            tracing.end_span(self._span, record)
+        if SINKS.log is not None:
+            SINKS.log.write(record)
+
+    def _count(self) -> None:
+        record, metrics = self._record, self._metrics
+        metrics.requests[self._outcome()] += 1
+        if record.error is not None:
+            metrics.count_error(record.status)
+        if not self._accepted:
+            return
+        for reason in record.reasons:
+            metrics.sequences[reason.value] += 1
+        metrics.sequences[FinishReason.ABORT.value] += self._unfinished
+        if record.queue_s is not None:
+            metrics.queue.observe(record.queue_s)
+        if not record.client_left:
+            metrics.request.observe(record.total_s)
+
+    def _outcome(self) -> str:
+        record = self._record
+        if record.client_left:
+            return CANCELLED
+        if not self._accepted:
+            return REFUSED
+        if record.error is not None and not record.reasons:
+            return FinishReason.ERROR.value
+        return next(reason.value for reason in _GRAVEST if reason in record.reasons)
+
+
+def status_of(error: BaseException) -> int:
+    """REST's status of an error, as our error table has it."""
+    if isinstance(error, RequestError):
+        return error.status
+    if isinstance(error, ModelNotReady):
+        return NotServing.status
+    return int(error.status_code) if isinstance(error, MLServerError) else GenerationFailed.status

@@ -1,0 +1,80 @@
+"""One OpenTelemetry span per request, below the span of the server that MLServer's instrumentation has begun.
+
+Knows nothing of what else is done at a request's end. The attributes are those of the GenAI conventions
+(opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans, in development); the waiting time has no name there, so it has
+vLLM's, ``gen_ai.latency.time_in_queue``. Neither prompts nor answers are in a span.
+"""
+
+from __future__ import annotations
+
+from mlserver.settings import Settings
+from mlserver.tracing import get_tracer_provider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.util.types import AttributeValue
+
+from mlserver_torch_stream.server.observability.request_record import RequestRecord
+from mlserver_torch_stream.types import ChatPrompt, GenerationRequest
+from mlserver_torch_stream.version import __version__
+
+_NAME = "mlserver_torch_stream"
+FIRST_TOKEN = "gen_ai.first_token"
+
+
+def tracer_of(settings: Settings) -> Tracer | None:
+    """None: MLServer's tracing is off."""
+    if not settings.tracing_server:
+        return None
+    tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
+    return tracer
+
+
+def start_span(tracer: Tracer, record: RequestRecord) -> Span:
+    """Its parent is the context of the task that calls this."""
+    request = record.request
+    chat = request is not None and isinstance(request.prompts[0], ChatPrompt)
+    operation = "chat" if chat else "text_completion"
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": _NAME,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.request_id,
+        "mlserver_torch_stream.model.version": record.version,
+        "mlserver_torch_stream.door": record.entrance.value,
+    }
+    if request is not None:
+        attributes.update(_asked(request))
+    return tracer.start_span(f"{operation} {record.model}", kind=SpanKind.INTERNAL, attributes=attributes)
+
+
+def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
+    sampling = request.sampling
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.request.choice.count": sampling.n,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+    }
+    if sampling.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        attributes["gen_ai.request.seed"] = sampling.seed
+    return attributes
+
+
+def end_span(span: Span, record: RequestRecord) -> None:
+    span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
+    span.set_attribute("gen_ai.usage.output_tokens", record.generated_tokens)
+    span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
+    if record.ttft_s is not None:
+        span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
+    if record.queue_s is not None:
+        span.set_attribute("gen_ai.latency.time_in_queue", record.queue_s)
+    if record.error is not None:
+        span.set_attribute("error.type", type(record.error).__name__)
+        # What is said of bad input may quote it.
+        span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
+    elif record.client_left:
+        span.set_attribute("error.type", "client_left")
+        span.set_status(Status(StatusCode.ERROR, "the client left"))
+    span.end()

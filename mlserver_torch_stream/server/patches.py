@@ -1,0 +1,102 @@
+"""What MLServer's own settings would do to streams, repaired or said once.
+
+Knows nothing of models' contents. MLServer hands its settings to no model, so they are read from the REST server at the
+moment when it registers one of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import warnings
+
+from mlserver import MLModel, ModelSettings
+from mlserver.logging import logger
+from mlserver.parallel.worker import Worker
+from mlserver.rest.server import RESTServer
+from mlserver.settings import Settings
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.server import grpc_messages, grpc_refusals
+from mlserver_torch_stream.server.lifecycle import health, ports, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.observability import telemetry
+from mlserver_torch_stream.server.observability.weights_metrics import WEIGHTS
+from mlserver_torch_stream.server.options import ServerOptions, read_options
+from mlserver_torch_stream.server.rest import http1, routes
+from mlserver_torch_stream.server.status import ModelNotLoaded, extend_grpc_codes
+
+_MARK = "_torch_stream_guarded"
+
+
+def install() -> None:
+    """Extends MLServer's gRPC side and puts our routes before its own when it registers a model of ours.
+
+    Idempotent.
+    """
+    extend_grpc_codes()
+    shutdown.install()
+    readiness.install()
+    grpc_messages.install()
+    grpc_refusals.install()
+    registry_lock.install()
+    WEIGHTS.show()
+    original = RESTServer.add_custom_handlers
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
+        if getattr(model, "streams_tokens", False) and not getattr(server, _MARK, False):
+            setattr(server, _MARK, True)
+            ports.check(server)
+            options = _options()
+            routes.install(server, options)
+            http1.install(server)
+            telemetry.install(server, options)
+            health.add_routes(server)
+            shutdown.take_signals()
+            warn_of_server_settings(server._settings)
+        return await original(server, model)
+
+    setattr(add_custom_handlers, _MARK, True)
+    RESTServer.add_custom_handlers = add_custom_handlers
+
+
+def _options() -> ServerOptions:
+    try:
+        return read_options()
+    except SettingsError as error:
+        logger.error(str(error))
+        raise ModelNotLoaded(str(error)) from None
+
+
+def warn_of_server_settings(settings: Settings) -> None:
+    if settings.parallel_workers:
+        logger.warning(
+            f"parallel_workers is {settings.parallel_workers}: inference workers cannot stream, so the models of "
+            "mlserver-torch-stream stay in the main process. Set parallel_workers to 0 to save the workers' memory."
+        )
+    if settings.gzip_enabled:
+        logger.warning(
+            "gzip_enabled is true: the headers of a streamed answer wait for its first token. Set it to false."
+        )
+
+
+def keep_out_of_workers(settings: ModelSettings) -> None:
+    """Makes MLServer run this model in the main process, whatever the server's ``parallel_workers``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the field is deprecated, said to go in MLServer 1.8
+        settings.parallel_workers = 0
+
+
+def keep_out_of_the_cache(settings: ModelSettings) -> None:
+    """MLServer's response cache would give every client the first one's sample."""
+    settings.cache_enabled = False
+
+
+def refuse_worker_process() -> None:
+    if isinstance(multiprocessing.current_process(), Worker):
+        raise LoadFailed(
+            "this is an inference worker, which cannot stream (a model with environment_tarball always runs in one); "
+            "set parallel_workers to 0 in settings.json and drop environment_tarball"
+        )

@@ -1,0 +1,337 @@
+"""A loaded model: requests in, jobs whose pieces come from workers out.
+
+Knows nothing of how requests are spelled. All of it runs on the event loop's thread, but for ``shutdown``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
+from mlserver_torch_stream.torchserve.batch_queue import Waiting
+from mlserver_torch_stream.torchserve.config import HandlerConfig
+from mlserver_torch_stream.torchserve.frames import split
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Job, Piece
+from mlserver_torch_stream.torchserve.rank_cancel import Message, Together
+from mlserver_torch_stream.torchserve.supervisor import Crew, Place
+from mlserver_torch_stream.torchserve.worker_process import Order, batch_message
+
+logger = logging.getLogger(__name__)
+_SEQUENCE_END = "ts_request_sequence_end"
+_MEET_S = 10.0  # for the ranks of a call that is to stop
+
+
+class Pool:
+    """``start`` once, on the loop; ``shutdown`` from any thread. ``close`` takes away what the workers ran on."""
+
+    def __init__(
+        self,
+        name: str,
+        config: HandlerConfig,
+        order: Callable[[int], Order],
+        figures: HandlerFigures,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self._figures = figures
+        self._close = close
+        self._waiting = Waiting(config)
+        self._jobs: dict[str, Job] = {}
+        self._crew = Crew(name, config, order, self)
+        self._loop = asyncio.get_running_loop()
+        self._refusing: str | None = None
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    async def start(self) -> None:
+        """Raises LoadFailed."""
+        await self._crew.start()
+        self._figures.asked = self
+
+    # --- what the lifecycle asks of an engine ---
+
+    @property
+    def trouble(self) -> str | None:
+        return self._crew.trouble
+
+    def drain(self, why: str) -> None:
+        self._refusing = why
+
+    def abort_all(self, why: str) -> None:
+        for job in list(self._jobs.values()):
+            job.fail(NotServing(why))
+            self.cancel(job)
+
+    def shutdown(self) -> None:
+        self._crew.end()
+        self._close()  # first: a process that is to end waits for the rest no longer than a moment
+        self._crew.wait()
+        if self._figures.asked is self:  # and not who came after it
+            self._figures.asked = None
+
+    # --- what figures ask ---
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def workers(self) -> int:
+        return len(self._crew.ready)
+
+    # --- requests ---
+
+    def submit(self, request: HandlerRequest) -> Job:
+        """Raises QueueFull, RequestTooLarge or NotServing."""
+        refusal = self._refusing or self._crew.trouble
+        if refusal is not None:
+            raise NotServing(refusal)
+        if self.config.useJobTicket and not any(self._room(place) for place in self._crew.ready):
+            raise QueueFull("no worker is free (useJobTicket)")
+        now = time.monotonic()
+        job = Job(request, self._key(request.request_id), now, self.cancel)
+        self._waiting.add(job, now)
+        self._jobs[job.key] = job
+        if request.timeout_s is not None:
+            job.deadline = self._loop.call_later(request.timeout_s, self._out_of_time, job, request.timeout_s)
+        self._pump()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Idempotent. The handler is told at its next send."""
+        if self._jobs.get(job.key) is not job:
+            return
+        job.over = True
+        place = self._place_of(job)
+        if place is None:
+            self._waiting.remove(job, time.monotonic())
+            self._forget(job)
+        elif place.worker is not None:
+            place.worker.send({"t": "cancel", "ids": [job.key]}, b"", everybody=False)
+
+    def _key(self, request_id: str) -> str:
+        """Handlers keep their state by it, so no two that run have the same."""
+        key, number = request_id, 1
+        while key in self._jobs:
+            number += 1
+            key = f"{request_id}#{number}"
+        return key
+
+    def _out_of_time(self, job: Job, seconds: float) -> None:
+        if not job.over:
+            job.fail(TimedOut(f"not answered within {seconds:g} s"))
+            self.cancel(job)
+
+    # --- batches ---
+
+    def _pump(self) -> None:
+        """Gives work to every worker that has room and whose next batch is due."""
+        now = time.monotonic()
+        for place in sorted(self._crew.ready, key=lambda each: len(each.active)):
+            while self._room(place) > 0:
+                due = self._waiting.due(place.number, place.idle_since, now)
+                if due is None:
+                    break
+                if due > now and not self._joinable:
+                    self._pump_at(place.number, due - now)
+                    break
+                self._dispatch(place, now)
+
+    def _pump_at(self, number: int, delay: float) -> None:
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        self._timers[number] = self._loop.call_later(delay, self._pump)
+
+    @property
+    def _joinable(self) -> bool:
+        """Requests go to a worker while others run there."""
+        return self.config.continuousBatching or self.config.asyncCommunication
+
+    def _room(self, place: Place) -> int:
+        if self.config.asyncCommunication:
+            return self.config.queue_size - len(place.active)
+        if self.config.continuousBatching:
+            return self.config.batchSize - len(place.active)
+        return 0 if place.active else self.config.batchSize
+
+    def _dispatch(self, place: Place, now: float) -> None:
+        batch = self._waiting.take(place.number, self._room(place))
+        if not place.active:
+            place.signed = now
+            if place.watch is None:
+                self._watch_in(place, self.config.responseTimeout)
+        for job in batch:
+            job.signed = now
+            job.alone |= len(batch) == 1 or self._joinable
+            place.active[job.key] = job
+        self._figures.batches += 1
+        self._figures.batched_requests += len(batch)
+        assert place.worker is not None
+        place.worker.send(*batch_message(batch), everybody=self.config.broadcasts)
+
+    # --- what workers say ---
+
+    def came(self, place: Place) -> None:
+        self._figures.restarts = self._crew.restarts
+        self._pump()
+
+    def heard(self, place: Place, header: dict[str, Any], body: bytes) -> None:
+        kind = header["t"]
+        if kind == "pieces":
+            self._deliver(place, header, body)
+        elif kind == "failed":
+            self._failed(place, header)
+        elif kind in ("sends", "asks", "next", "meets"):
+            self._of_ranks(place, header)
+        elif kind == "metric":
+            self._figures.note(header["name"], header["type"], header["value"], header["labels"])
+
+    def lost(self, place: Place, why: str) -> None:
+        """Its requests fail, and those of the sequences whose state it held."""
+        error = HandlerFailed(f"the handler's {why}")
+        gone = [*place.active.values(), *self._waiting.worker_lost(place.number)]
+        place.active.clear()
+        for job in gone:
+            job.fail(error)
+            self._forget(job)
+
+    def hopeless(self, why: str) -> None:
+        for job in self._waiting.clear():
+            job.fail(NotServing(why))
+            self._forget(job)
+
+    def _deliver(self, place: Place, header: dict[str, Any], body: bytes) -> None:
+        items = header["items"]
+        for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):
+            job = place.active.get(item["id"])
+            if job is None:
+                continue
+            job.signed = place.signed
+            self._figures.pieces += 1
+            if _SEQUENCE_END in item["headers"]:
+                job.closes_sequence = True
+            self._hand_over(place, job, Piece(value, item["last"], item["ct"], item["status"], item["headers"]))
+        for key in header["ended"]:
+            self._ended(place, key)
+
+    def _hand_over(self, place: Place, job: Job, piece: Piece) -> None:
+        if piece.last and piece.status >= 400:
+            job.fail(HandlerFailed(piece.value.decode(errors="replace")[:2000], piece.status))
+            return
+        job.deliver(piece)
+        if not job.lags or job.over:
+            return
+        if len(place.active) == 1 and not self._joinable and place.worker is not None:
+            job.drained = self._resume(place)
+            place.worker.pause()
+        else:
+            job.cut_if_far_behind()
+
+    def _resume(self, place: Place) -> Callable[[], None]:
+        worker = place.worker
+        assert worker is not None
+
+        def resume() -> None:
+            place.signed = time.monotonic()
+            worker.resume()
+
+        return resume
+
+    def _failed(self, place: Place, header: dict[str, Any]) -> None:
+        error = HandlerFailed(header["message"], header["status"])
+        for key in header["ids"]:
+            job = place.active.get(key)
+            if job is None or job.over:
+                continue
+            if header["again"]:
+                job.again = error
+            else:
+                job.fail(error)
+
+    def _ended(self, place: Place, key: str) -> None:
+        job = place.active.pop(key, None)
+        if job is None:
+            return
+        now = time.monotonic()
+        if not place.active:
+            place.idle_since = now
+        if job.again is not None and not job.over and not job.alone:
+            job.run_again()
+            self._waiting.add_again(job)
+        else:
+            job.fail(HandlerFailed("the handler ended without a result"))  # unless it has ended as it should
+            self._waiting.ended(job, now, job.closes_sequence)
+            self._forget(job)
+        self._pump()
+
+    def _forget(self, job: Job) -> None:
+        self._jobs.pop(job.key, None)
+        if job.deadline is not None:
+            job.deadline.cancel()
+
+    # --- ranks that stop together ---
+
+    def _of_ranks(self, place: Place, header: dict[str, Any]) -> None:
+        together = place.together
+        assert together is not None
+        kind, rank, call = header["t"], header["rank"], header["call"]
+        if kind == "sends":
+            together.ended(rank, call, header["sends"])
+        elif kind == "next":
+            self._tell_ranks(place, together.said_next(rank, call, header["send"]))
+        elif kind == "meets":
+            self._tell_ranks(place, together.met(rank, call, header["here"]))
+        else:
+            self._tell_ranks(place, together.asked(call, header["at"]))
+            limit = min(_MEET_S, self.config.responseTimeout / 2)
+            self._loop.call_later(limit, self._waited_long_enough, place, together, call)
+
+    def _waited_long_enough(self, place: Place, together: Together, call: int) -> None:
+        if place.together is together:  # and not those that came after them
+            self._tell_ranks(place, together.too_late(call))
+
+    def _tell_ranks(self, place: Place, message: Message | None) -> None:
+        if message is not None and place.worker is not None:
+            place.worker.send(message, b"", everybody=True)
+
+    def _place_of(self, job: Job) -> Place | None:
+        return next((place for place in self._crew.places if place.active.get(job.key) is job), None)
+
+    # --- handlers that never return ---
+
+    def _watch_in(self, place: Place, seconds: float) -> None:
+        place.watch = self._loop.call_later(seconds, self._check, place)
+
+    def _check(self, place: Place) -> None:
+        """One timer per worker while it is busy: it looks, and looks again when it would be too late."""
+        place.watch = None
+        if not place.active:
+            return
+        limit = self.config.responseTimeout
+        now = time.monotonic()
+        paused = any(job.drained is not None for job in place.active.values())
+        if self.config.asyncCommunication:
+            oldest = self._time_out_silent(place, now, limit)
+        else:
+            oldest = now if paused else place.signed
+        if now - oldest >= limit:
+            error: RequestError = TimedOut(f"the handler gave no sign for {limit} s (responseTimeout)")
+            for job in place.active.values():
+                job.fail(error)
+            self._crew.kill(place, f"worker {place.number} gave no sign for {limit} s and was ended")
+        else:
+            self._watch_in(place, oldest + limit - now)
+
+    def _time_out_silent(self, place: Place, now: float, limit: int) -> float:
+        """Each task on its own: cancelled at its limit. The time that decides whether the worker itself hangs."""
+        for job in list(place.active.values()):
+            if not job.over and now - job.signed >= limit:
+                job.signed = now  # as long again to heed it
+                job.fail(TimedOut(f"the handler gave no sign for {limit} s (responseTimeout)"))
+                self.cancel(job)
+        return min(job.signed for job in place.active.values())

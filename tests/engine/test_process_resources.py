@@ -1,0 +1,154 @@
+"""Several models in one process: promises of memory, and turns on the cores."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.process_resources import Shares, Turns
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
+from mlserver_torch_stream.types import SamplingParameters, TextPrompt
+from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tokens_of, watched
+from tests.engine.tiny import tiny_model as make
+
+GIB = 2**30
+
+
+def built(folder: Path, shares: Shares, **extra: object) -> BuiltEngine:
+    return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), shares)
+
+
+def test_promises_never_exceed_what_there_is_and_come_back() -> None:
+    shares = Shares()
+    owners = [object() for _ in range(6)]
+    promised = [shares.promise(owner, None, 8 * GIB) for owner in owners]
+    assert promised == [4 * GIB, 2 * GIB, GIB, GIB // 2, GIB // 4, GIB // 8]
+    shares.release(owners[0])
+    assert shares.promise(object(), None, 8 * GIB) == 2 * GIB + GIB // 16
+    shares.release(owners[0])  # twice is harmless
+    for owner in owners:
+        shares.release(owner)
+
+
+def test_what_was_asked_for_is_given_and_counted() -> None:
+    shares = Shares()
+    assert shares.promise("a", 6 * GIB, 8 * GIB) == 6 * GIB
+    assert shares.promise("b", None, 8 * GIB) == GIB
+    assert shares.promise("c", 9 * GIB, 8 * GIB) == 9 * GIB
+    assert shares.promise("d", None, 8 * GIB) == 0  # never below nothing
+
+
+def test_turns_are_taken_in_the_order_of_asking() -> None:
+    turns, order = Turns(), []
+    asked = threading.Semaphore(0)
+
+    def ask(number: int) -> None:
+        with turns.turn():
+            order.append(number)
+
+    threads = []
+    with turns.turn():
+        for number in range(8):
+            thread = threading.Thread(target=ask, args=(number,))
+            thread.start()
+            threads.append(thread)
+            while len(turns._waiting) <= number:
+                asked.acquire(timeout=0.001)
+    for thread in threads:
+        thread.join()
+    assert order == list(range(8))
+
+
+def test_a_turn_that_raises_is_handed_on() -> None:
+    turns = Turns()
+    with pytest.raises(ValueError), turns.turn():
+        raise ValueError
+    with turns.turn():
+        pass
+
+
+def test_two_busy_engines_step_in_turn() -> None:
+    """Never both at once, and neither gets two steps while the other one waits."""
+    turns = Turns()
+    first, second = make("llama"), make("llama", seed=1)
+    expected = [reference(model, prompt_of(5), 100) for model in (first, second)]
+    inside = 0
+    steps: list[str] = []
+
+    def note(model: PreTrainedModel, name: str) -> None:
+        def enter(*_: object) -> None:
+            nonlocal inside
+            inside += 1
+            assert inside == 1, "two models ran at once"
+            steps.append(name)
+
+        def leave(*_: object) -> None:
+            nonlocal inside
+            inside -= 1
+
+        model.get_input_embeddings().register_forward_pre_hook(enter)
+        model.lm_head.register_forward_hook(leave)
+
+    with running(first, turns=turns) as one, running(second, turns=turns) as other, watched(first) as watch:
+        note(first, "a")
+        note(second, "b")
+
+        async def scenario() -> list[list[int]]:
+            begun = asyncio.create_task(tokens_of(one, prompt_of(5), greedy(100)))
+            await watch.hold()  # both are busy before either goes on
+            late = asyncio.create_task(tokens_of(other, prompt_of(5), greedy(100)))
+            while not turns._waiting:
+                await asyncio.sleep(0.001)
+            watch.let_go()
+            return [await begun, await late]
+
+        assert run(scenario()) == expected
+    middle = "".join(steps)[4:180]
+    assert middle.count("a") == pytest.approx(middle.count("b"), abs=4)
+    assert "aaaa" not in middle and "bbbb" not in middle
+
+
+def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None:
+    shares = Shares()
+    one, other = built(tiny_model, shares), built(tiny_model, shares, kv_cache_memory="2MiB", max_batch_rows=3)
+    try:
+        assert one.info.max_context == 1024 and other.info.max_rows == 3
+        assert other.engine.stats().kv_cache_budget == 2 * 2**20 * 7 // 8  # an eighth is for kept prompts
+        assert one.engine.stats().kv_cache_budget > 2 * 2**20
+        assert "2 MiB" in other.summary and "context" in one.summary and "1 threads" in one.summary
+        ids = one.codec.encode(TextPrompt("The quick brown"))
+
+        async def both() -> None:
+            params = SamplingParameters(max_tokens=12, ignore_eos=True)
+            asked = [collect(each.engine, [PromptJob(tuple(ids), params)]) for each in (one, other) for _ in range(3)]
+            texts = {events[0].text for events in await asyncio.gather(*asked)}
+            assert len(texts) == 1 and texts != {""}
+
+        run(both())
+    finally:
+        one.shutdown()
+        other.shutdown()
+    assert not one.engine.alive
+    assert not shares._promised
+
+
+def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_back(tiny_model: Path) -> None:
+    shares = Shares()
+    with pytest.raises(LoadFailed, match="kv_cache_memory"):
+        built(tiny_model, shares, kv_cache_memory=100)
+    assert not shares._promised
+
+
+def test_a_small_cache_shortens_the_context(tiny_model: Path) -> None:
+    engine = built(tiny_model, Shares(), kv_cache_memory="256KiB")
+    try:
+        assert 2 <= engine.info.max_context < 1024
+        longest = engine.info.max_context
+        assert len(run(tokens_of(engine.engine, (5,) * (longest - 3), greedy(50)))) == 3
+    finally:
+        engine.shutdown()

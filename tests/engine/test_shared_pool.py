@@ -1,0 +1,169 @@
+"""Things made once: for concurrent askers, until the last user leaves, and again after a failure.
+
+And what tells weights and engines apart.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine import prepared_model
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.loading.fingerprint import weights_key
+from mlserver_torch_stream.engine.loading.shared_pool import Pool
+from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
+from mlserver_torch_stream.types import SamplingParameters
+from tests.engine.tiny import collect, run
+
+_AT_ONCE = 8
+
+
+def settings(folder: Path, **extra: Any) -> ResolvedSettings:
+    return parse_settings(str(folder), extra, environ={})
+
+
+def test_concurrent_askers_get_one_thing_made_once() -> None:
+    pool: Pool[object] = Pool()
+    all_ask = threading.Barrier(_AT_ONCE)
+
+    def ask(_: int) -> object:
+        all_ask.wait(10)
+        return pool.lease("key", object).value
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        assert len(set(threads.map(ask, range(_AT_ONCE)))) == 1
+    assert pool.made == 1
+
+
+def test_the_last_to_leave_is_told_once_and_then_it_is_made_anew() -> None:
+    pool: Pool[object] = Pool()
+    first, second = pool.lease("key", object), pool.lease("key", object)
+    assert first.value is second.value and len(pool) == 1
+    assert not first.end() and not first.end()
+    assert second.end() and not second.end()
+    assert len(pool) == 0
+    assert pool.lease("key", object).value is not first.value
+
+
+def test_a_failure_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
+    pool: Pool[int] = Pool()
+    makes, waits = threading.Event(), threading.Event()
+
+    def fail() -> int:
+        makes.set()
+        assert waits.wait(10)
+        raise LoadFailed("no")
+
+    def wait() -> None:
+        assert makes.wait(10)
+        threading.Timer(0.05, waits.set).start()
+        pool.lease("key", lambda: 1)
+
+    with ThreadPoolExecutor(2) as threads:
+        tries = threads.submit(pool.lease, "key", fail), threads.submit(wait)
+        for each in tries:
+            with pytest.raises(LoadFailed):
+                each.result(10)
+    assert pool.made == 0 and len(pool) == 0
+    assert pool.lease("key", lambda: 2).value == 2
+
+
+def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+    def key(threads: int = 2, **extra: Any) -> Hashable:
+        return weights_key(settings(folder, **extra), threads)
+
+    plain = key()
+    assert plain == key(max_batch_rows=3, kv_cache_memory="1MiB", max_queue=1, chat_template="{{ 1 }}", max_context=9)
+    shaping: list[dict[str, Any]] = [
+        {"dtype": "bfloat16"},
+        {"revision": "other"},
+        {"device_map": "cpu"},
+        {"attn_implementation": "eager"},
+        {"quantization_config": {"load_in_8bit": True}},
+        {"trust_remote_code": True},
+        {"engine": "serial"},
+        {"fast_path": "off"},
+        {"weights": "int8"},
+    ]
+    keys = [key(**extra) for extra in shaping]
+    assert len({plain, *keys, key(threads=3)}) == len(shaping) + 2
+    assert key(threads=3, fast_path="off") == key(fast_path="off"), "only our kernels are made for a number of threads"
+    os.utime(folder / "config.json", (1, 1))
+    assert key() != plain
+    with (folder / "more.json").open("w") as file:
+        file.write("{}")
+    assert key() not in (plain, key(dtype="bfloat16"))
+
+
+def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(*rows: int, **extra: Any) -> int:
+        return len({weights_key(settings(tiny_model, max_batch_rows=each, **extra), 2) for each in rows})
+
+    assert keys(4, 5) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert keys(4, 5) == 2
+    assert keys(3, 4) == 1
+    assert keys(4, 5, fast_path="off") == 1
+
+
+def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_model, "take_fast_path", lambda *_: "not wanted")
+    shares, loaded = Shares(), []
+    loading = threading.Thread(target=lambda: loaded.append(build_engine(settings(tiny_model), "m", shares=shares)))
+    with shares.recorders.turn():
+        loading.start()
+        while not shares.recorders._waiting:
+            assert loading.is_alive()
+            time.sleep(0.001)
+    loading.join()
+    loaded[0].shutdown()
+
+
+def answer(built: BuiltEngine) -> list[int]:
+    jobs = [PromptJob((5, 6, 7), SamplingParameters(max_tokens=12, ignore_eos=True))]
+    return list(run(collect(built.engine, jobs))[0].token_ids)
+
+
+def test_engines_with_other_settings_share_the_weights_and_answer_alike(tiny_model: Path) -> None:
+    shares = Shares()
+    first = build_engine(settings(tiny_model), "m", shares=shares)
+    same = build_engine(settings(tiny_model), "m", shares=shares)
+    other = build_engine(settings(tiny_model, max_batch_rows=3), "m", shares=shares)
+    twin = build_engine(settings(tiny_model), "n", shares=shares)
+    assert same.engine is first.engine
+    assert len({first.engine, other.engine, twin.engine}) == 3
+    assert (shares.weights.made, len(shares.weights), len(shares.engines)) == (1, 1, 3)
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(answer, [first, other, twin] * 4))
+    assert answers == [answers[0]] * 12 and len(answers[0]) == 12
+
+    assert not first.give_back() and same.engine.alive
+    for last in (same, other, twin):
+        assert last.give_back()
+        last.shutdown()
+    assert (len(shares.weights), len(shares.engines)) == (0, 0)
+
+
+def test_a_failed_load_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    shares = Shares()
+    with pytest.raises(LoadFailed):
+        build_engine(settings(tiny_model, kv_cache_memory=1), "m", shares=shares)
+    assert (len(shares.weights), len(shares.engines)) == (0, 0)
+    built = build_engine(settings(tiny_model), "m", shares=shares)
+    assert built.give_back()
+    built.shutdown()

@@ -1,0 +1,207 @@
+"""A model split over two ranks, the test's own process and a child: the tokens of one process, and no hang ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.planning.model_size import read_size
+from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.tensor_parallel import leader, rank_processes
+from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing
+from mlserver_torch_stream.model_source import ModelSource
+from mlserver_torch_stream.settings import parse_settings
+from mlserver_torch_stream.types import FinishReason
+from tests.engine.tiny import collect, greedy, idle, prompt_of, run, tokens_of, until
+from tests.engine.tiny import tiny_model as make
+
+REQUESTS = [(prompt_of(3 + 9 * number, number), 8 + 5 * number) for number in range(5)]
+SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 8, "fast_path": "off"}
+
+
+def build(folder: Path, deaths: list[BaseException] | None = None, **extra: Any) -> BuiltEngine:
+    resolved = parse_settings(str(folder), {**SETTINGS, **extra}, environ={})
+    return build_engine(resolved, on_death=deaths.append if deaths is not None else None, shares=Shares())
+
+
+def end(built: BuiltEngine) -> None:
+    if built.give_back():
+        built.shutdown()
+
+
+async def together(engine: EngineWorker, requests: Sequence[tuple[tuple[int, ...], int]]) -> list[list[int]]:
+    answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
+    return [await answer for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> Iterator[list[list[int]]]:
+    """What one process answers."""
+    built = build(tiny_model)
+    yield run(together(built.engine, REQUESTS))
+    end(built)
+
+
+@pytest.fixture(scope="module")
+def deaths() -> list[BaseException]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
+    """Two of them; their pulse goes between as many steps as it can."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leader, "_BEAT", 0.01)
+        built = build(tiny_model, deaths, tensor_parallel_size=2)
+        yield built
+        end(built)
+    assert not torch.distributed.is_initialized()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
+
+
+def pids(built: BuiltEngine) -> Sequence[int]:
+    crew = built.lease.value.weights.value.ranks.leader._crew  # type: ignore[union-attr]
+    assert isinstance(crew, rank_processes.Children)
+    return crew.pids
+
+
+def test_two_ranks_give_the_tokens_of_one_process(ranks: BuiltEngine, expected: list[list[int]]) -> None:
+    assert "2 ranks" in ranks.summary
+    assert run(together(ranks.engine, REQUESTS)) == expected
+
+
+def test_kept_prompts_are_kept_on_every_rank(ranks: BuiltEngine, expected: list[list[int]]) -> None:
+    run(together(ranks.engine, REQUESTS))
+    before = ranks.engine.stats().prefix_hit_tokens
+    assert run(together(ranks.engine, REQUESTS)) == expected
+    assert ranks.engine.stats().prefix_hit_tokens > before
+
+
+def test_each_rank_holds_half_of_the_cache_and_of_the_layers(ranks: BuiltEngine, tiny_model: Path) -> None:
+    prepared = ranks.lease.value.weights.value
+    whole = build(tiny_model)
+    cost = prepared.findings.cost
+    assert cost is not None
+    assert 2 * cost.of(1, 100) == whole.lease.value.weights.value.findings.cost.of(1, 100)  # type: ignore[union-attr]
+    end(whole)
+    weight = prepared.weights.model.model.layers[0].mlp.up_proj.weight
+    assert 2 * weight.to_local().numel() == weight.numel()
+
+
+def test_nobody_beyond_this_machine_can_reach_them(ranks: BuiltEngine) -> None:
+    sockets = [each for pid in (os.getpid(), *pids(ranks)) for each in psutil.Process(pid).net_connections("tcp")]
+    listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+
+
+def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, expected: list[list[int]]) -> None:
+    async def scenario() -> list[list[int]]:
+        others = [asyncio.create_task(tokens_of(ranks.engine, prompt, greedy(count))) for prompt, count in REQUESTS]
+        stream = ranks.engine.submit([PromptJob(prompt_of(20, 9), greedy(500, n=3))])
+        await stream.__anext__()
+        stream.close()
+        answers = [await other for other in others]
+        await until(lambda: idle(ranks.engine), "an idle engine")
+        return answers
+
+    assert run(scenario()) == expected
+
+
+def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
+    ranks: BuiltEngine, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    """As after a reload, while the last requests of the engine before still run."""
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queue": 7}
+    other = build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ranks.shares)
+    assert ranks.shares.weights.made == 1
+
+    async def both() -> list[list[list[int]]]:
+        return list(await asyncio.gather(*(together(each.engine, REQUESTS) for each in (ranks, other))))
+
+    assert run(both()) == [expected, expected]
+    end(other)
+    assert run(together(ranks.engine, REQUESTS)) == expected
+
+
+def test_another_split_model_in_the_same_process_is_refused(ranks: BuiltEngine, tiny_model: Path) -> None:
+    with pytest.raises(LoadFailed, match="another model in this process is split over ranks"):
+        build(tiny_model, tensor_parallel_size=2, dtype="bfloat16")
+    assert ranks.engine.alive
+
+
+def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
+    ranks: BuiltEngine, deaths: list[BaseException]
+) -> None:
+    """The last test of these ranks."""
+
+    async def scenario() -> None:
+        readers = [
+            asyncio.create_task(collect(ranks.engine, [PromptJob(prompt_of(9, number), greedy(900))]))
+            for number in range(3)
+        ]
+        await until(lambda: ranks.engine.stats().running_rows == 3, "three rows")
+        os.kill(pids(ranks)[0], signal.SIGKILL)
+        for reader in readers:
+            event = (await asyncio.wait_for(reader, 30))[0]
+            assert event.finish_reason is FinishReason.ERROR
+            assert isinstance(event.error, GenerationFailed)
+            assert "rank 1 was killed by SIGKILL" in event.error.message
+        assert not ranks.engine.alive
+        with pytest.raises(NotServing):
+            ranks.engine.submit([PromptJob(prompt_of(3))])
+        await until(lambda: bool(deaths), "word of the death")
+
+    run(scenario())
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused_with_those_that_do(tiny_model: Path) -> None:
+    with pytest.raises(LoadFailed, match=r"4 does not divide .* 4 attention heads and 2 key-value heads.*: 1, 2$"):
+        build(tiny_model, tensor_parallel_size=4)
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadFailed, match="tensor_parallel_size: this checkpoint is quantised"):
+        build(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(LoadFailed, match="is quantised, and a config does not say"):
+        read_size(ModelSource("folder", str(tmp_path)))
+
+
+def test_a_model_without_a_plan_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    for file in tiny_model.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    make("opt").save_pretrained(tmp_path)
+    with pytest.raises(LoadFailed, match="no plan that splits models of type opt"):
+        build(tmp_path, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("device_map", "auto"),
+        ("weights", "int8"),
+        ("engine", "serial"),
+        ("max_memory", {"cpu": "1GiB"}),
+    ],
+)
+def test_settings_that_do_not_go_with_ranks_are_named(tiny_model: Path, key: str, value: Any) -> None:
+    extra = {key: value, "fast_path": "auto"}
+    with pytest.raises(LoadFailed, match=f"tensor_parallel_size: 2 does not go with {key}"):
+        build(tiny_model, tensor_parallel_size=2, **extra)

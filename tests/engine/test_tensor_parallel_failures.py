@@ -1,0 +1,173 @@
+"""Ranks go together or not at all: what one of them has against it, rank 0 says, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
+from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
+from mlserver_torch_stream.engine.tensor_parallel.rank_group import Group
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import Children, Launched
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import Watch, collect, greedy, prompt_of, run, until, watched
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("refuses", "^rank 1: no room for xxxxx$"),
+        ("dies", "the ranks lost each other while loading: rank 1 ended with status 7"),
+    ],
+)
+def test_what_one_rank_cannot_do_none_does(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, what: str, message: str
+) -> None:
+    """The template makes the message longer than a frame of the channel."""
+    monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.unwilling")
+    monkeypatch.setenv("UNWILLING", what)
+    settings = {"tensor_parallel_size": 2, "chat_template": "x" * 9000 + "{{ messages }}"}
+    with pytest.raises(LoadFailed, match=message):
+        build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=Shares())
+    assert not torch.distributed.is_initialized()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
+
+
+def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server loads all of its models when it starts."""
+    monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.tied")
+    failures: list[Exception] = []
+
+    def form() -> None:
+        with pytest.raises(LoadFailed) as failure:
+            rendezvous.form(2, {})
+        failures.append(failure.value)
+
+    first = threading.Thread(target=form)
+    first.start()
+    end = time.monotonic() + 30
+    while not (
+        child := [each for each in threading.enumerate() if isinstance(each, rank_processes._Child) and each.ident]
+    ):
+        assert time.monotonic() < end, "no child was started"
+        time.sleep(0.01)
+    form()
+    child[0]._spawned.wait()
+    child[0].process.kill()
+    first.join(60)
+    assert ["being split over ranks" in str(failure) for failure in failures] == [True, False]
+    assert "rank 1 was killed by SIGKILL" in str(failures[1])
+
+
+def test_a_model_that_ranks_were_started_for_but_is_not_split_says_what_is_missing(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks wait for it, in vain."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), shares=Shares())
+    if built.give_back():
+        built.shutdown()
+    assert "tensor_parallel_size is not set for" in caplog.text and "2 ranks were started" in caplog.text
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.heard: list[BaseException] = []
+
+    def fail(self, error: BaseException, patience: float) -> None:
+        self.heard.append(error)
+
+
+def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.tied")
+    crew = Children(2, 1)
+    leader = Leader(Group(torch.distributed.HashStore(), 0, 1), crew)
+    engines = [_Engine() for _ in range(3)]
+    for engine in engines:
+        leader.tell_of_loss(engine.fail)
+    gone = weakref.ref(engines.pop())
+    del engine
+    assert gone() is None
+    crew.kill()
+    crew.end(0)
+    engines.append(_Engine())
+    leader.tell_of_loss(engines[-1].fail)
+    leader.stop()
+    assert [[str(error) for error in engine.heard] for engine in engines] == [["rank 1 was killed by SIGKILL"]] * 3
+
+
+def test_a_pulse_that_comes_after_the_end_says_so() -> None:
+    leader = Leader(Group(torch.distributed.HashStore(), 0, 1), Launched())
+    leader.stop()
+    with pytest.raises(RanksLost, match="let go"), leader.speaking("pulse"):
+        pass
+
+
+_FOLLOWER = """
+import os
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_launched
+group = find_launched(os.environ)
+group.hear()
+group.leave()
+"""
+
+
+@pytest.mark.slow
+def test_launched_ranks_that_have_had_their_model_are_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_LAUNCHED", timedelta(seconds=60))
+    monkeypatch.setattr(rendezvous, "_LEFT", threading.Event())
+    with subprocess.Popen([sys.executable, "-c", _FOLLOWER], env={**os.environ, "RANK": "1"}) as other:
+        group, _ = rendezvous.form(2, environ)
+        group.tell("go")
+        assert other.wait(30) == 0
+        group.leave()
+    with pytest.raises(LoadFailed, match="these ranks have had their model"):
+        rendezvous.form(2, environ)
+
+
+@pytest.mark.slow
+def test_an_error_that_one_rank_alone_meets_ends_all_and_one_before_it_is_told_ends_its_request(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[BaseException] = []
+    monkeypatch.setenv("MLSERVER_TORCH_STREAM_FAULTS", "prefill:2:raise")
+    resolved = parse_settings(str(tiny_model), {"tensor_parallel_size": 2, "threads": 1}, environ={})
+    built = build_engine(resolved, on_death=deaths.append, shares=Shares())
+
+    async def scenario(watch: Watch) -> None:
+        first = (await collect(built.engine, [PromptJob(prompt_of(5), greedy(5))]))[0]
+        second = (await collect(built.engine, [PromptJob(prompt_of(5, 1), greedy(5))]))[0]
+        third = (await collect(built.engine, [PromptJob(prompt_of(5, 2), greedy(5))]))[0]
+        assert first.error is None and third.error is None
+        assert second.error is not None and "RuntimeError" in str(second.error)
+        watch.fail = lambda ids: RuntimeError("only here")
+        last = (await collect(built.engine, [PromptJob(prompt_of(5, 3), greedy(5))]))[0]
+        assert last.error is not None and "only here" not in str(last.error), "that is for the log"
+        await until(lambda: bool(deaths), "word of the death")
+        assert not built.engine.alive
+
+    with watched(built.lease.value.weights.value.weights.model) as watch:
+        run(scenario(watch))
+    if built.give_back():
+        built.shutdown()
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,114 @@
+"""The processes of ranks: whom the kernel and a pipe tie to whom, who waits for whom, and for how long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import Children
+from mlserver_torch_stream.errors import LoadFailed
+
+# Its children are tied to it and do nothing else: neither torch nor a group.
+_ROOT = Path(__file__).parents[2]
+_LEADER = """
+import sys, time
+from mlserver_torch_stream.engine.tensor_parallel import children
+children._MODULE = "tests.engine.tied"
+crew = children.Children(3, 1)
+print(*crew.pids, flush=True)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, f"{what} never came"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Children that end at once, by themselves."""
+    monkeypatch.setattr(rank_processes, "_MODULE", "keyword")
+    yield
+
+
+def lead(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process with two children, which are tied to it, and their pids."""
+    process = subprocess.Popen([sys.executable, "-c", _LEADER + ending], stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("ending", ["time.sleep(600)", "import os; os.kill(os.getpid(), 9)", "sys.exit(3)"])
+def test_no_child_outlives_rank_0_however_that_ends(ending: str) -> None:
+    process, pids = lead(ending)
+    with process:
+        assert len(pids) == 2
+        if "sleep" in ending:
+            time.sleep(0.2)
+            assert all(alive(pid) for pid in pids)
+            process.kill()
+        process.wait(30)
+        until(lambda: not any(alive(pid) for pid in pids), "the children's end")
+
+
+def test_the_end_of_the_thread_that_loads_is_not_the_end_of_the_children() -> None:
+    """The kernel ties a child to the thread that has started it."""
+    ending = """
+import threading
+more = []
+thread = threading.Thread(target=lambda: more.append(children.Children(2, 1)))
+thread.start(); thread.join()
+time.sleep(0.5)
+print(more[0].fate(0), flush=True)
+crew.end(0); more[0].end(0)
+"""
+    process, pids = lead(ending)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "None"
+        assert process.wait(30) == 0
+        until(lambda: not any(alive(pid) for pid in pids), "the children's end")
+
+
+def test_a_childs_end_is_told_at_once_and_later(quick: None) -> None:
+    crew = Children(2, 1)
+    assert crew.fate(30) == "rank 1 ended with status 0"
+    told: list[str] = []
+    crew.watch(told.append)
+    assert told == ["rank 1 ended with status 0"]
+    crew.end(0)
+
+
+def test_a_rank_that_ends_before_it_has_come_fails_the_load_at_once(quick: None) -> None:
+    began = time.monotonic()
+    with pytest.raises(LoadFailed, match="rank 1 ended with status 0"):
+        rendezvous.form(2, {})
+    assert time.monotonic() - began < 60, "it waited for three minutes"
+
+
+def test_a_launcher_that_started_another_number_of_ranks_is_told() -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(LoadFailed, match="2 ranks are wanted and 3 were started"):
+        rendezvous.form(2, environ)
+
+
+def test_ranks_share_the_cores_of_their_machine() -> None:
+    assert rendezvous.ranks_here(4, {}) == 4
+    launched = {"RANK": "0", "WORLD_SIZE": "4"}
+    assert rendezvous.ranks_here(4, {**launched, "LOCAL_WORLD_SIZE": "2"}) == 2
+    assert rendezvous.ranks_here(4, launched) == 1
