@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
-from mlserver_torch_stream.cli.row_completion import Asking
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
-from mlserver_torch_stream.cloud.prefetch import Ahead
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cli.row_completion import RowRequest
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
@@ -40,16 +40,16 @@ class LateStore(Store):
             yield chunk
 
 
-async def measure(ahead: Ahead) -> dict[str, Any]:
-    meter = Meter()
+async def measure(ahead: PrefetchedRange) -> dict[str, Any]:
+    meter = RunMetrics()
     store = LateStore.memory()
     for number in range(_OBJECTS):
         await store.put(f"{number:03}.txt", f"Story number {number} begins in a small town where".encode())
     objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
-    engine = await EngineInfer.load(EMBEDDED, {}, Asking({"max_tokens": _TOKENS}), meter)
+    engine = await EngineInfer.load(EMBEDDED, {}, RowRequest({"max_tokens": _TOKENS}), meter)
     began = time.monotonic()
     rows = Source(store, objects, ahead=ahead).rows()
-    async for result in infer_rows(rows, engine, Limits(batch_rows=8, batches=8), meter):
+    async for result in infer_rows(rows, engine, PipelineLimits(batch_rows=8, batches=8), meter):
         assert result.outcome.failure is None, result.outcome.failure
     took = time.monotonic() - began
     await engine.aclose()
@@ -64,14 +64,14 @@ async def measure(ahead: Ahead) -> dict[str, Any]:
 
 
 def main() -> int:
-    ahead = asyncio.run(measure(Ahead()))
+    ahead = asyncio.run(measure(PrefetchedRange()))
     found = {
         "date": time.strftime("%Y-%m-%d"),
         "objects": _OBJECTS,
         "late_ms": _LATE_S * 1e3,
         "max_tokens": _TOKENS,
         "ahead": ahead,
-        "one_at_a_time": asyncio.run(measure(Ahead(pieces=1))),
+        "one_at_a_time": asyncio.run(measure(PrefetchedRange(pieces=1))),
     }
     text = json.dumps(found, indent=2)
     print(text)

@@ -26,10 +26,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.api import Engine, PromptJob
+from mlserver_torch_stream.engine.api import Engine, EngineRequest
 from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.loading import loader
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters
@@ -63,7 +63,7 @@ class Bench:
     @contextmanager
     def engine(self, **extra: Any) -> Iterator[Engine]:
         given = {"max_batch_rows": max(STREAMS), "max_queue": 1024, **extra}
-        built = build_engine(parse_settings(str(self.folder), given, environ={}), shares=Shares())
+        built = build_engine(parse_settings(str(self.folder), given, environ={}), shares=ProcessResources())
         self.summary = built.summary
         print(f"    {self.summary}")
         try:
@@ -90,7 +90,7 @@ def prompt(row: int) -> tuple[int, ...]:
 
 async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[int]]:
     async def one(row: int) -> list[int]:
-        stream = engine.submit([PromptJob(prompt(row), SamplingParameters(max_tokens=tokens, ignore_eos=True))])
+        stream = engine.submit([EngineRequest(prompt(row), SamplingParameters(max_tokens=tokens, ignore_eos=True))])
         found: list[int] = []
         async for event in stream:
             if event.error is not None:
@@ -104,7 +104,7 @@ async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[
 async def speed(engine: Engine, rows: int, seconds: float) -> float:
     """Tokens/s of rows of mixed lengths, once all of them are decoded, or as many as there is room for."""
     sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
-    streams = [engine.submit([PromptJob(prompt(row), sampling)]) for row in range(rows)]
+    streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
     try:
         patience = time.monotonic() + PATIENCE
         while engine.alive and engine.stats().running_rows < rows and time.monotonic() < patience:

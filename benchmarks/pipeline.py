@@ -23,10 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
@@ -96,20 +96,20 @@ def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipe
     samplers = SamplerFactory(codec, VOCABULARY, ())
     options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_rows": rows, "prefill_tokens": 512}
     backend = (
-        PipelinedBackend(model, samplers, pipeline=devices.pipeline(model), **options)
+        PipelinedBatcher(model, samplers, pipeline=devices.pipeline(model), **options)
         if pipelined
-        else BatchedBackend(model, samplers, **options)
+        else ContinuousBatcher(model, samplers, **options)
     )
-    engine = EngineWorker(backend, codec, ModelInfo(VOCABULARY, CONTEXT, rows), ())
+    engine = EngineCore(backend, codec, ModelInfo(VOCABULARY, CONTEXT, rows), ())
     try:
         return asyncio.run(_measure(engine, rows, seconds))
     finally:
         engine.shutdown()
 
 
-async def _measure(engine: EngineWorker, rows: int, seconds: float) -> float:
+async def _measure(engine: EngineCore, rows: int, seconds: float) -> float:
     sampling = SamplingParameters(max_tokens=CONTEXT - 16, ignore_eos=True)
-    streams = [engine.submit([PromptJob(tuple(range(row, row + 8)), sampling)]) for row in range(rows)]
+    streams = [engine.submit([EngineRequest(tuple(range(row, row + 8)), sampling)]) for row in range(rows)]
     try:
         while engine.stats().running_rows < rows:
             await asyncio.sleep(0.01)
@@ -123,7 +123,7 @@ async def _measure(engine: EngineWorker, rows: int, seconds: float) -> float:
             stream.close()
 
 
-async def _next_step(engine: EngineWorker) -> tuple[float, int]:
+async def _next_step(engine: EngineCore) -> tuple[float, int]:
     """When one has ended, and the tokens so far; what lies between two of them is whole steps."""
     tokens = engine.stats().generated_tokens
     while engine.stats().generated_tokens == tokens:

@@ -81,7 +81,7 @@ def stream(
     ``timeout`` bounds the seconds between two events. Raises ClientError.
     """
     body = _body(prompt, messages, parameters)
-    reader = _Reader()
+    reader = _EventReader()
     try:
         with (
             httpx.Client(timeout=_timeouts(timeout)) as client,
@@ -107,7 +107,7 @@ async def astream(
 ) -> AsyncGenerator[Delta, None]:
     """``stream`` for asyncio."""
     body = _body(prompt, messages, parameters)
-    reader = _Reader()
+    reader = _EventReader()
     try:
         async with (
             httpx.AsyncClient(timeout=_timeouts(timeout)) as client,
@@ -134,7 +134,7 @@ def model_names(url: str, timeout: float = _CONNECT_TIMEOUT_S) -> list[str]:
     return sorted({item["name"] for item in response.json()})
 
 
-class _Reader:
+class _EventReader:
     """Turns chunks into deltas and remembers whether the stream ended as it should."""
 
     def __init__(self) -> None:

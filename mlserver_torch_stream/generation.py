@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, PromptJob, TokenStream
+from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, EngineRequest, TokenStream
 from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
     ChatPrompt,
@@ -33,7 +33,7 @@ Opened = Callable[[TokenStream], None]
 """Is given a stream as soon as there is one, so that its owner can close it at any time."""
 
 
-class Codec(Protocol):
+class PromptEncoder(Protocol):
     """The tokenizer's side of an engine: prompts to ids."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
@@ -42,7 +42,7 @@ class Codec(Protocol):
         """Ids of the part of ``text`` that more text behind it cannot change."""
 
 
-class Watch(Protocol):
+class RequestObserver(Protocol):
     """Is told how one request fares; what it is told after the request's end it ignores."""
 
     def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None:
@@ -59,10 +59,10 @@ class Watch(Protocol):
         """Nobody reads on."""
 
 
-class Watcher(Protocol):
+class RequestObservers(Protocol):
     """Is told of every request before anything is done for it."""
 
-    def started(self, request: GenerationRequest) -> Watch: ...
+    def started(self, request: GenerationRequest) -> RequestObserver: ...
 
     def refused(self, request_id: str, error: BaseException) -> None:
         """A request that could not be decoded."""
@@ -73,9 +73,9 @@ class Generator:
     """A loaded model's engine and codec: what turns requests into token streams, each watched by ``watcher``."""
 
     engine: Engine
-    codec: Codec
+    codec: PromptEncoder
     info: ModelInfo
-    watcher: Watcher | None = None
+    watcher: RequestObservers | None = None
 
     async def start(self, request: GenerationRequest, opened: Opened) -> None:
         """Submits all prompts of a request. Raises RequestError."""
@@ -86,7 +86,7 @@ class Generator:
                 ids = tuple(await _off_loop_if_long(self.codec.encode, prompt))
                 jobs.append(replace(self._job(request), prompt_ids=ids, first_index=position * n))
             watch.prompted(request.prompts, sum(len(job.prompt_ids) for job in jobs))
-            opened(_Watched(self.engine.submit(jobs), watch))
+            opened(_ObservedStream(self.engine.submit(jobs), watch))
 
     async def assemble(
         self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
@@ -97,7 +97,7 @@ class Generator:
         ``timeout`` seconds (0: at any time). Raises RequestError.
         """
         with self._watched(request) as watch:
-            stream = _Watched(self.engine.submit([replace(self._job(request), open=True)]), watch)
+            stream = _ObservedStream(self.engine.submit([replace(self._job(request), open=True)]), watch)
             opened(stream)
             arrivals = Arrivals(pieces, stream, timeout)
             try:
@@ -130,9 +130,9 @@ class Generator:
             raise
 
     @contextmanager
-    def _watched(self, request: GenerationRequest) -> Iterator[Watch]:
+    def _watched(self, request: GenerationRequest) -> Iterator[RequestObserver]:
         """Whatever ends the start of a request ends its watch."""
-        watch = _NOBODY if self.watcher is None else self.watcher.started(request)
+        watch = _NO_OBSERVER if self.watcher is None else self.watcher.started(request)
         try:
             yield watch
         except (asyncio.CancelledError, GeneratorExit):
@@ -143,8 +143,8 @@ class Generator:
             raise
 
     @staticmethod
-    def _job(request: GenerationRequest) -> PromptJob:
-        return PromptJob(
+    def _job(request: GenerationRequest) -> EngineRequest:
+        return EngineRequest(
             prompt_ids=(),
             sampling=request.sampling,
             priority=request.priority or DEFAULT_PRIORITY,
@@ -153,10 +153,10 @@ class Generator:
         )
 
 
-class _Watched:
+class _ObservedStream:
     """A token stream whose watch sees each event when its reader takes it."""
 
-    def __init__(self, stream: TokenStream, watch: Watch) -> None:
+    def __init__(self, stream: TokenStream, watch: RequestObserver) -> None:
         self._stream = stream
         self._watch = watch
         self.extend = stream.extend
@@ -176,7 +176,7 @@ class _Watched:
         self._watch.closed()
 
 
-class _Nobody:
+class _NoObserver:
     """Watches nothing."""
 
     def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None: ...
@@ -190,13 +190,13 @@ class _Nobody:
     def closed(self) -> None: ...
 
 
-_NOBODY = _Nobody()
+_NO_OBSERVER = _NoObserver()
 
 
 class _KnownIds:
     """The ids of a growing prompt that no further piece will change; those of a chat are known at its end."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: PromptEncoder) -> None:
         self._codec = codec
         self._texts: list[str] = []
         self._length = 0

@@ -20,25 +20,25 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.loading import build, reclaim_memory, resolve
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.server.lifecycle.base_runtime import Resident
-from mlserver_torch_stream.server.lifecycle.model_slot import Stay
+from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
+from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.observability.metrics import ENGINES, REQUESTS
-from mlserver_torch_stream.server.observability.request_observer import RequestWatcher
-from mlserver_torch_stream.server.observability.request_record import Entrance
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import as_server_error
-from mlserver_torch_stream.server.streams.stream_session import Session
+from mlserver_torch_stream.server.streams.stream_session import StreamSession
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.factory import BuiltEngine
 
 
-class TorchStreamRuntime(Resident):
+class TorchStreamRuntime(BaseRuntime):
     """Streams the tokens of a Hugging Face causal language model."""
 
-    _stay: Stay[BuiltEngine]
+    _stay: ModelSlot[BuiltEngine]
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -65,7 +65,7 @@ class TorchStreamRuntime(Resident):
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         answer: V2Answer | None = None
         try:
-            generator = self._entered(Entrance.GRPC_UNARY, payload.id or "")
+            generator = self._entered(EndpointKind.GRPC_UNARY, payload.id or "")
             request_id = payload.id or str(uuid4())
             with generator.decoding(request_id):
                 request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
@@ -78,12 +78,12 @@ class TorchStreamRuntime(Resident):
                 answer.close()
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
-        session: Session | None = None
+        session: StreamSession | None = None
         try:
-            generator = self._entered(Entrance.GRPC_STREAM)
+            generator = self._entered(EndpointKind.GRPC_STREAM)
             options = read_options()
             patience = options.stalled_reader_timeout, options.piece_timeout
-            session = Session(generator, self._model_name(), payloads, self.visits, *patience)
+            session = StreamSession(generator, self._model_name(), payloads, self.visits, *patience)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -93,12 +93,12 @@ class TorchStreamRuntime(Resident):
             if session is not None:
                 session.close()
 
-    def generator(self, entrance: Entrance) -> Generator:
+    def generator(self, entrance: EndpointKind) -> Generator:
         """What turns requests into token streams. Raises NotServing."""
         built = self._stay.built
         return Generator(built.engine, built.codec, built.info, self._watcher(entrance))
 
-    def _entered(self, entrance: Entrance, request_id: str = "") -> Generator:
+    def _entered(self, entrance: EndpointKind, request_id: str = "") -> Generator:
         """``generator`` for gRPC, where nobody else notices that there is none."""
         try:
             return self.generator(entrance)
@@ -106,8 +106,8 @@ class TorchStreamRuntime(Resident):
             self._watcher(entrance).refused(request_id, error)
             raise
 
-    def _watcher(self, entrance: Entrance) -> RequestWatcher:
-        return RequestWatcher(self.name, self.version, entrance)
+    def _watcher(self, entrance: EndpointKind) -> ModelRequestObservers:
+        return ModelRequestObservers(self.name, self.version, entrance)
 
     def _model_name(self) -> ModelName:
         return ModelName(self.name, self.version)

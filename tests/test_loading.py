@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from mlserver_torch_stream.engine.loading.loader import Place, load_tokenizer
+from mlserver_torch_stream.engine.loading.loader import ModelFiles, load_tokenizer
 from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build
@@ -74,7 +74,7 @@ def test_a_model_that_brings_only_a_sentencepiece_file_has_a_tokenizer(tmp_path:
     (folder / "tokenizer.vocab").unlink()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    tokenizer = load_tokenizer(Place(str(folder), None), parse_settings(str(folder), {}, environ={}))
+    tokenizer = load_tokenizer(ModelFiles(str(folder), None), parse_settings(str(folder), {}, environ={}))
     assert tokenizer.decode(tokenizer("The lazy fox")["input_ids"]) == "The lazy fox"
 
 

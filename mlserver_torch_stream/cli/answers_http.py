@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlserver_torch_stream.protocol.chat_completion import Choice
+from mlserver_torch_stream.protocol.chat_completion import ChatChoice
 from mlserver_torch_stream.protocol.openai_chunks import ChunkFold
 from mlserver_torch_stream.protocol.text_completion import completion
 from mlserver_torch_stream.types import TokenLogprob
@@ -79,7 +79,7 @@ class OpenAIAnswer:
 
 
 @dataclass
-class V2Answer:
+class V2ServerAnswer:
     """Texts, finish reasons, log-probabilities and counts, from output tensors."""
 
     model: str
@@ -98,7 +98,7 @@ class V2Answer:
 
     def body(self) -> dict[str, Any]:
         choices = [
-            Choice(index, "".join(self._texts[index]), self._reasons.get(index), self._logprobs.get(index))
+            ChatChoice(index, "".join(self._texts[index]), self._reasons.get(index), self._logprobs.get(index))
             for index in sorted(self._texts)
         ]
         return completion(self.chat, self.model, choices, self)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.cli.argument_types import count, positive, seconds
-from mlserver_torch_stream.cli.row_completion import Asking
+from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Refused
-from mlserver_torch_stream.cloud.pipeline import Limits
-from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.cloud_errors import RunRefused
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind
-from mlserver_torch_stream.cloud.run import Job
+from mlserver_torch_stream.cloud.run import CloudRun
 from mlserver_torch_stream.settings import parse_bytes
 
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     except Interrupted:
         print("interrupted before anything was inferred", file=sys.stderr)
         return INTERRUPTED
-    except Refused as error:
+    except RunRefused as error:
         print(f"error: {error.message}", file=sys.stderr)
         return REFUSED
 
@@ -156,10 +156,10 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     watch.add_argument("--limit", type=positive, help="end after so many objects or records")
 
 
-def make_asking(arguments: argparse.Namespace, model: str | None = None) -> Asking:
+def make_asking(arguments: argparse.Namespace, model: str | None = None) -> RowRequest:
     media = arguments.url is not None and arguments.api == "openai"
     served = {*arguments.served_model_name, *([model] if model is not None else [])}
-    return Asking(arguments.parameters, arguments.chat, media, served)
+    return RowRequest(arguments.parameters, arguments.chat, media, served)
 
 
 def shown_name(arguments: argparse.Namespace) -> str | None:
@@ -173,23 +173,23 @@ def created() -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise Refused(f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {text!r}")
+        raise RunRefused(f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {text!r}")
     return int(text)
 
 
-def make_limits(arguments: argparse.Namespace) -> Limits:
+def make_limits(arguments: argparse.Namespace) -> PipelineLimits:
     remote = arguments.url is not None
     rows = arguments.batch_rows or (1 if remote else 8)
     batches = arguments.batches or (arguments.concurrency if remote else 8)
     weight = arguments.batch_tokens or arguments.batch_bytes or 16 * 2**20
-    return Limits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
+    return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
 
 
-def make_job(arguments: argparse.Namespace, model: str) -> Job:
+def make_job(arguments: argparse.Namespace, model: str) -> CloudRun:
     """``model``: its name or place, which with everything that shapes answers tells this run from others."""
     index, count = arguments.worker
     failures = 0 if arguments.fail_fast else arguments.max_failures
-    return Job(
+    return CloudRun(
         input=arguments.input,
         model=identity(arguments, model),
         output=None if arguments.output == STDOUT else arguments.output,
@@ -202,7 +202,7 @@ def make_job(arguments: argparse.Namespace, model: str) -> Job:
         max_failures=failures,
         retry_failed=arguments.retry_failed,
         limits=make_limits(arguments),
-        ahead=Ahead(arguments.prefetch, arguments.prefetch_bytes),
+        ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
         retry=Retry(arguments.tries),
         stall_s=arguments.stall,
         storage=dict(arguments.storage),
@@ -219,18 +219,18 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 def _check(arguments: argparse.Namespace) -> None:
     """Options that mean nothing beside each other are refused by name."""
     if arguments.url is None and (arguments.api != "v2" or arguments.unary):
-        raise Refused("--api and --unary say how a server is asked; give its --url")
+        raise RunRefused("--api and --unary say how a server is asked; give its --url")
     if arguments.url is not None and arguments.extra:
-        raise Refused("--extra: settings of the engine in this process; with --url they are the server's")
+        raise RunRefused("--extra: settings of the engine in this process; with --url they are the server's")
     if arguments.url is not None and arguments.batch_tokens:
-        raise Refused("--batch-tokens: the tokens of a server's prompts are not known here; use --batch-bytes")
+        raise RunRefused("--batch-tokens: the tokens of a server's prompts are not known here; use --batch-bytes")
     if arguments.batch_tokens and arguments.batch_bytes:
-        raise Refused("--batch-bytes: a batch is bounded by bytes or by --batch-tokens, not by both")
+        raise RunRefused("--batch-bytes: a batch is bounded by bytes or by --batch-tokens, not by both")
     if arguments.command == "run" and arguments.on is not None:
         if arguments.output == STDOUT:
-            raise Refused("--on: several workers need an --output that they share")
+            raise RunRefused("--on: several workers need an --output that they share")
         if arguments.worker != (1, 1):
-            raise Refused("--worker: is chosen by --on itself")
+            raise RunRefused("--worker: is chosen by --on itself")
 
 
 def api_key() -> str | None:

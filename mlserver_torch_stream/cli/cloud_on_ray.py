@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mlserver_torch_stream.cli import cloud as options
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import InUse, Refused
+from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import RENEW_S, SILENCE_S
 from mlserver_torch_stream.cloud.run import plan
 from mlserver_torch_stream.cloud.sink import Done, find_done
@@ -24,7 +24,7 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         import ray
     except ImportError:
-        raise Refused("--on ray: needs the extra [ray]: pip install 'mlserver-torch-stream[ray]'") from None
+        raise RunRefused("--on ray: needs the extra [ray]: pip install 'mlserver-torch-stream[ray]'") from None
     from mlserver_torch_stream.cli.cloud_run import model_name
     from mlserver_torch_stream.cli.interruptible import run_to_end
 
@@ -37,7 +37,7 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return await find_done(output, arguments.part_rows, Retry(arguments.tries))
 
     if arguments.dry_run:
-        raise Refused("--dry-run: says nothing of a cluster; leave --on away")
+        raise RunRefused("--dry-run: says nothing of a cluster; leave --on away")
     run_to_end(check())  # what is wrong with the run is told here, before the cluster hears of it
     count = arguments.workers
     typed = [*argv, "--progress", "off"]
@@ -63,10 +63,10 @@ def run_lane(argv: Sequence[str]) -> int:
             if time.monotonic() > end:
                 return _refused(error)
             time.sleep(RENEW_S / 3)
-        except Refused as error:
+        except RunRefused as error:
             return _refused(error)
 
 
-def _refused(error: Refused) -> int:
+def _refused(error: RunRefused) -> int:
     print(f"error: {error.message}", file=sys.stderr)
     return options.REFUSED

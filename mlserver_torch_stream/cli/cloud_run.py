@@ -20,11 +20,11 @@ from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Full, Refused
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused, StorageFull
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
-from mlserver_torch_stream.cloud.run import Plan, plan, results, write
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
 _AGAIN = "what is written is kept; the same command goes on from there"
@@ -43,9 +43,9 @@ class Stopwatch:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
 
-def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
+def run(arguments: argparse.Namespace, meter: RunMetrics | None = None) -> int:
     """The exit status. Raises Refused where the run may not start, LeftBehind where it ended while a model loaded."""
-    meter = meter or Meter()
+    meter = meter or RunMetrics()
     watch = Stopwatch()
     try:
         failed = run_to_end(_run(arguments, meter, watch))
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
     except Interrupted:
         _say(f"interrupted{_hint(arguments)}")
         status = options.INTERRUPTED
-    except Refused:
+    except RunRefused:
         raise
     except CloudError as error:
         _say(f"error: {error.message}{_hint(arguments)}")
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, meter: Meter | None = None) -> int:
     return status
 
 
-async def _run(arguments: argparse.Namespace, meter: Meter, watch: Stopwatch) -> int:
+async def _run(arguments: argparse.Namespace, meter: RunMetrics, watch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(options.make_job(arguments, name))
     try:
@@ -96,7 +96,7 @@ async def model_name(arguments: argparse.Namespace) -> str:
 
 @asynccontextmanager
 async def model(
-    arguments: argparse.Namespace, name: str, meter: Meter
+    arguments: argparse.Namespace, name: str, meter: RunMetrics
 ) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
     """The callable that infers a batch, and what a row weighs in it."""
     asking = options.make_asking(arguments, name)
@@ -142,18 +142,18 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
         kind = kind_of(key, given)
         form = closed_format(key, kind)
         if form is not None:
-            raise Refused(
+            raise RunRefused(
                 f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
                 "size, or choose others with --glob"
             )
         if not asking.takes(kind):
-            raise Refused(
+            raise RunRefused(
                 f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
                 "choose others with --glob, or say with --as how to read them"
             )
 
 
-async def _print(planned: Plan, infer: Infer, meter: Meter) -> int:
+async def _print(planned: RunPlan, infer: Infer, meter: RunMetrics) -> int:
     """Lines on stdout, each as soon as those before it are out."""
     async with aclosing(results(planned, infer, meter)) as found:
         async for result in found:
@@ -163,11 +163,11 @@ async def _print(planned: Plan, infer: Infer, meter: Meter) -> int:
             except BrokenPipeError:
                 raise
             except OSError as error:
-                raise Full(f"stdout: {error.strerror or error}") from None
+                raise StorageFull(f"stdout: {error.strerror or error}") from None
     return meter.failed
 
 
-def _total(planned: Plan) -> Total:
+def _total(planned: RunPlan) -> Total:
     """What is ahead of this worker."""
     source, job, done = planned.objects, planned.job, planned.done
     again = sum(count for number, count in done.failures.items() if job.owns(number))
@@ -188,7 +188,7 @@ def _total(planned: Plan) -> Total:
     return Total(None if zipped else sum(each.info.size for each in source) // job.lanes, rows)
 
 
-def _described(planned: Plan) -> str:
+def _described(planned: RunPlan) -> str:
     job, objects = planned.job, planned.objects
     kinds: dict[str, int] = {}
     for each in objects:
@@ -217,7 +217,7 @@ def _described(planned: Plan) -> str:
     return "\n".join(lines)
 
 
-def write_metrics(path: str, meter: Meter) -> None:
+def write_metrics(path: str, meter: RunMetrics) -> None:
     try:
         Path(path).write_text(json.dumps(meter.figures(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:

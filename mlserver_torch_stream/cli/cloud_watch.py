@@ -17,12 +17,12 @@ from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, wr
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import summary
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, Refused
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.polling import Poller
 from mlserver_torch_stream.cloud.rows import Infer, Kind
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Credentials, Queue
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Watcher
@@ -31,13 +31,13 @@ from mlserver_torch_stream.cloud.watching import Watcher
 def watch(arguments: argparse.Namespace) -> int:
     """The exit status. Raises Refused, or LeftBehind where it ended while a model loaded."""
     _check(arguments)
-    meter, stopwatch = Meter(), Stopwatch()
+    meter, stopwatch = RunMetrics(), Stopwatch()
     try:
         failed = run_to_end(_watch(arguments, meter, stopwatch))
         status = options.ROWS_FAILED if failed else options.OK
     except Interrupted:
         status = options.INTERRUPTED
-    except Refused:
+    except RunRefused:
         raise
     except CloudError as error:
         print(f"error: {error.message}; what has no result yet comes again", file=sys.stderr)
@@ -50,25 +50,25 @@ def watch(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if (arguments.input is None) == (arguments.kafka is None):
-        raise Refused("--input: give it, or --kafka, and not both")
+        raise RunRefused("--input: give it, or --kafka, and not both")
     if arguments.kafka is not None:
         for name in ("topic", "group"):
             if getattr(arguments, name) is None:
-                raise Refused(f"--{name}: --kafka needs it")
+                raise RunRefused(f"--{name}: --kafka needs it")
         for name in ("queue", "glob", "kind"):
             if getattr(arguments, name) is not None:
-                raise Refused(f"--{'as' if name == 'kind' else name}: is for objects, not for records of --kafka")
+                raise RunRefused(f"--{'as' if name == 'kind' else name}: is for objects, not for records of --kafka")
     else:
         for name in ("topic", "group", "dead_letter"):
             if getattr(arguments, name) is not None:
-                raise Refused(f"--{name.replace('_', '-')}: is for --kafka")
+                raise RunRefused(f"--{name.replace('_', '-')}: is for --kafka")
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
-            raise Refused("--queue: SQS tells of objects in s3:// alone; without it --input is polled")
+            raise RunRefused("--queue: SQS tells of objects in s3:// alone; without it --input is polled")
         if lies_within(arguments.output, arguments.input):
-            raise Refused("--output: lies within --input, so that results would be read as input")
+            raise RunRefused("--output: lies within --input, so that results would be read as input")
 
 
-async def _watch(arguments: argparse.Namespace, meter: Meter, stopwatch: Stopwatch) -> int:
+async def _watch(arguments: argparse.Namespace, meter: RunMetrics, stopwatch: Stopwatch) -> int:
     storage = dict(arguments.storage)
     Store.open(arguments.output, storage, arguments.stall, make=False)  # what is wrong with it is told before the load
     name = await model_name(arguments)
@@ -86,7 +86,7 @@ async def _watch(arguments: argparse.Namespace, meter: Meter, stopwatch: Stopwat
     return meter.failed
 
 
-async def _objects(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: Meter) -> None:
+async def _objects(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: RunMetrics) -> None:
     retry = Retry(arguments.tries)
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
     kind = None if arguments.kind is None else Kind(arguments.kind)
@@ -130,11 +130,11 @@ async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
         yield lease
 
 
-async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: Meter) -> None:
+async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: RunMetrics) -> None:
     try:
         from mlserver_torch_stream.cloud.kafka import Topic
     except ImportError:
-        raise Refused("--kafka: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
+        raise RunRefused("--kafka: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
     topic = Topic(
         arguments.kafka,
         arguments.topic,

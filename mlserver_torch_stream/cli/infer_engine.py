@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cli.interruptible import in_a_thread
-from mlserver_torch_stream.cli.row_completion import Ask, Asking, Unsuitable, each, refused
-from mlserver_torch_stream.cloud.cloud_errors import Refused, Unavailable
+from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
+from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.rows import Outcome, Row, refusal
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.errors import (
     GenerationFailed,
     LoadFailed,
@@ -25,10 +25,10 @@ from mlserver_torch_stream.errors import (
     RequestError,
     SettingsError,
 )
-from mlserver_torch_stream.protocol.chat_completion import Choice
+from mlserver_torch_stream.protocol.chat_completion import ChatChoice
 from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.text_completion import completion
-from mlserver_torch_stream.protocol.usage import Tally
+from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.types import (
     ChatPrompt,
     FinishReason,
@@ -52,11 +52,11 @@ class EngineInfer:
 
     built: BuiltEngine
     name: str
-    asking: Asking
+    asking: RowRequest
 
     @classmethod
     async def load(
-        cls, model: str, extra: Mapping[str, Any], asking: Asking, meter: Meter, name: str | None = None
+        cls, model: str, extra: Mapping[str, Any], asking: RowRequest, meter: RunMetrics, name: str | None = None
     ) -> EngineInfer:
         """``name``: the model's in the answers; None: the source's own. Raises Refused, or LeftBehind where it is
         cancelled: a load cannot be stopped."""
@@ -68,7 +68,7 @@ class EngineInfer:
             resolved = parse_settings(model, extra)
             built = await in_a_thread(lambda: build(resolved, "cloud", lambda error: None))
         except (SettingsError, LoadFailed) as error:
-            raise Refused(f"--model: {error}") from None
+            raise RunRefused(f"--model: {error}") from None
         meter.load_model_latency_milli_secs.update(round((time.monotonic() - began) * 1e3))
         meter.model_byte_size.update(_peak_bytes() - before)
         source = resolved.source.name
@@ -81,7 +81,7 @@ class EngineInfer:
         """The row's prompt in tokens; of a row that cannot be asked, as many as it has bytes."""
         try:
             return len(self.built.codec.encode(self._request(self.asking.ask(row)).prompts[0]))
-        except (Unsuitable, RequestError):
+        except (RowUnsuitable, RequestError):
             return row.size
 
     async def aclose(self) -> None:
@@ -92,21 +92,21 @@ class EngineInfer:
         try:
             request = self._request(self.asking.ask(row))
             return await self._answer(request)
-        except Unsuitable as error:
+        except RowUnsuitable as error:
             return refused("unsuitable", str(error))
         except (NotServing, QueueFull) as error:
-            raise Unavailable(f"the engine takes no more: {error.message}") from None
+            raise StoreUnavailable(f"the engine takes no more: {error.message}") from None
         except RequestError as error:
             return Outcome(failure=refusal(error))
 
-    def _request(self, ask: Ask) -> GenerationRequest:
+    def _request(self, ask: RowQuestion) -> GenerationRequest:
         return decode_body(ask.body, self.built.info, "row")
 
     async def _answer(self, request: GenerationRequest) -> Outcome:
         from mlserver_torch_stream.generation import Generator
 
         streams: list[TokenStream] = []
-        tally = Tally(request)
+        tally = UsageCounter(request)
         answers = [_Sequence() for _ in tally.unfinished]
         try:
             await Generator(self.built.engine, self.built.codec, self.built.info).start(request, streams.append)
@@ -120,12 +120,12 @@ class EngineInfer:
                 stream.close()
         return Outcome(self._body(request, answers, tally), None, tally.prompt_tokens, tally.completion_tokens)
 
-    def _body(self, request: GenerationRequest, answers: Sequence[_Sequence], tally: Tally) -> dict[str, Any]:
+    def _body(self, request: GenerationRequest, answers: Sequence[_Sequence], tally: UsageCounter) -> dict[str, Any]:
         (prompt,) = request.prompts
         before = prompt.text if request.reply.echo_prompt and isinstance(prompt, TextPrompt) else ""
         wanted = request.sampling.logprobs
         choices = [
-            Choice(index, before + "".join(answer.texts), answer.reason, answer.logprobs if wanted else None)
+            ChatChoice(index, before + "".join(answer.texts), answer.reason, answer.logprobs if wanted else None)
             for index, answer in enumerate(answers)
         ]
         return completion(isinstance(prompt, ChatPrompt), self.name, choices, tally)
@@ -134,7 +134,7 @@ class EngineInfer:
         """A row that the model broke on fails; one that a dead engine left is inferred again by the next run."""
         message = str(error) if error is not None else f"ended with {reason.value if reason else 'no reason'}"
         if not self.built.engine.alive:
-            return Unavailable(f"the engine died: {message}")
+            return StoreUnavailable(f"the engine died: {message}")
         return error if isinstance(error, RequestError) else GenerationFailed(message)
 
 

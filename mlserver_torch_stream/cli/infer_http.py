@@ -15,11 +15,17 @@ from urllib.parse import quote
 import httpx
 
 from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
-from mlserver_torch_stream.cli.answers_http import GenerationBroke, HttpAnswer, OpenAIAnswer, V2Answer, reason_of
-from mlserver_torch_stream.cli.row_completion import Ask, Asking, Unsuitable, each, refused
+from mlserver_torch_stream.cli.answers_http import GenerationBroke, HttpAnswer, OpenAIAnswer, V2ServerAnswer, reason_of
+from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
 from mlserver_torch_stream.client import EventParser
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import (
+    AccessDenied,
+    CloudError,
+    ObjectMissing,
+    RunRefused,
+    StoreUnavailable,
+)
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, refusal
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_error import error_object
@@ -63,7 +69,7 @@ class HttpInfer:
     url: str
     model: str
     api: Api
-    asking: Asking
+    asking: RowRequest
     most: int = 32
     stream: bool = True
     key: str | None = None
@@ -90,7 +96,7 @@ class HttpInfer:
             ask = self.asking.ask(row)
             path, body = self._request(ask)
             content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except Unsuitable as error:
+        except RowUnsuitable as error:
             return refused("unsuitable", str(error))
         except RequestError as error:
             return Outcome(failure=refusal(error))
@@ -116,7 +122,7 @@ class HttpInfer:
     def _again(self, error: CloudError) -> None:
         self.retries += 1
 
-    def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+    def _request(self, ask: RowQuestion) -> tuple[str, dict[str, Any]]:
         if self.api == "openai":
             body = {**ask.parameters, "model": self.model, "stream": self.stream}
             if self.stream:
@@ -134,9 +140,9 @@ class HttpInfer:
         end = "generate_stream" if self.stream else "infer"
         return f"/v2/models/{quote(self.model, safe='')}/{end}", {"inputs": inputs, "parameters": parameters}
 
-    async def _attempt(self, path: str, content: bytes, ask: Ask) -> Outcome:
+    async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
         concurrency = self.gate.concurrency
-        answer = OpenAIAnswer() if self.api == "openai" else V2Answer(self.name or self.model, ask.chat)
+        answer = OpenAIAnswer() if self.api == "openai" else V2ServerAnswer(self.name or self.model, ask.chat)
         async with self.gate.through() as started:
             began = time.monotonic()
             try:
@@ -147,7 +153,7 @@ class HttpInfer:
                         raise self._refusal(response, await response.aread())
                     body = await self._read(response, answer)
             except httpx.HTTPError as error:
-                raise Unavailable(f"{self.url}: {error or type(error).__name__}") from error
+                raise StoreUnavailable(f"{self.url}: {error or type(error).__name__}") from error
             concurrency.answered()
         span = began, time.monotonic()
         return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
@@ -169,18 +175,18 @@ class HttpInfer:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             text = f"the server's answer cannot be read: {type(error).__name__}: {error}"
             raise _Failed(text, _UNREADABLE) from None
-        raise Unavailable(f"{self.url}: the stream ended before its last event")
+        raise StoreUnavailable(f"{self.url}: the stream ended before its last event")
 
     def _refusal(self, response: httpx.Response, body: bytes) -> CloudError:
         status = response.status_code
         told, error = _told(body)
         text = f"{self.url} answered {status}: {told}"
         if status in _LATER:
-            return Unavailable(text, _seconds(response.headers.get("Retry-After")))
+            return StoreUnavailable(text, _seconds(response.headers.get("Retry-After")))
         if status in (401, 403):
-            return Denied(text)
+            return AccessDenied(text)
         if status == 404:
-            return Missing(text)
+            return ObjectMissing(text)
         if status >= 500:
             return _Failed(text, status, error)
         return _Rejected(_failure("invalid_request", text, status, error))
@@ -220,7 +226,7 @@ async def only_model(url: str, api: Api, key: str | None) -> str:
                 answer = await client.post("/v2/repository/index", json={"ready": True})
                 names = sorted({model["name"] for model in answer.raise_for_status().json()})
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
+        raise RunRefused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
     if len(names) != 1:
-        raise Refused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")
+        raise RunRefused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")
     return str(names[0])

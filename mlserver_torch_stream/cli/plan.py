@@ -17,8 +17,8 @@ from mlserver_torch_stream.model_source import resolve_source
 from mlserver_torch_stream.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.planning.capacity import Plan
-    from mlserver_torch_stream.engine.planning.device_catalogue import Device
+    from mlserver_torch_stream.engine.planning.capacity import CapacityPlan
+    from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
     from mlserver_torch_stream.engine.planning.model_size import ModelSize
 
 _CONTEXT = 4096
@@ -49,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if any(plan.fits for plan in plans) else 1
 
 
-def _device(arguments: argparse.Namespace) -> Device:
+def _device(arguments: argparse.Namespace) -> DeviceSpec:
     from mlserver_torch_stream.engine.loading.host_limits import read_host
-    from mlserver_torch_stream.engine.planning.device_catalogue import Device, find_device
+    from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec, find_device
 
     if arguments.device not in (None, _HOST):
         device = find_device(arguments.device)
@@ -65,10 +65,10 @@ def _device(arguments: argparse.Namespace) -> Device:
     if memory is None or arguments.bandwidth is None:
         raise SettingsError(f"give --device, or --memory and --bandwidth; --device {_HOST} needs --bandwidth too")
     flops = None if arguments.tflops is None else arguments.tflops * 1e12
-    return Device(name, memory, arguments.bandwidth * 1e9, flops, "as given")
+    return DeviceSpec(name, memory, arguments.bandwidth * 1e9, flops, "as given")
 
 
-def _head(name: str, size: ModelSize, device: Device, context: int) -> list[str]:
+def _head(name: str, size: ModelSize, device: DeviceSpec, context: int) -> list[str]:
     flops = "" if device.flops is None else f", {device.flops / 1e12:,.4g} TFLOP/s in bf16"
     experts = f", of which a token meets {size.active / 1e9:.2f}" if size.experts else ""
     row = size.cost.of(1, context)
@@ -81,7 +81,7 @@ def _head(name: str, size: ModelSize, device: Device, context: int) -> list[str]
     ]
 
 
-def _table(plans: Sequence[Plan]) -> list[str]:
+def _table(plans: Sequence[CapacityPlan]) -> list[str]:
     rows = [
         [
             "devices",
@@ -108,7 +108,7 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _advice(plans: Sequence[Plan], size: ModelSize) -> list[str]:
+def _advice(plans: Sequence[CapacityPlan], size: ModelSize) -> list[str]:
     least = next((plan.ranks for plan in plans if plan.fits), None)
     limits = (
         "Speeds are limits: memory read once per step, or arithmetic, whichever is slower. Streams are what the cache "

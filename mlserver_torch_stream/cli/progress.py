@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 
 _EVERY_S = 0.2
 _BAR = 20
@@ -25,7 +25,7 @@ class Total:
     rows: int | None
 
 
-def share(meter: Meter, total: Total) -> float | None:
+def share(meter: RunMetrics, total: Total) -> float | None:
     """How much is done, from 0 to 1: by rows where their number is known, else by bytes, else unknown."""
     done, whole = (meter.rows, total.rows) if total.rows is not None else (meter.input_bytes, total.nbytes)
     if whole is None:
@@ -33,7 +33,7 @@ def share(meter: Meter, total: Total) -> float | None:
     return min(1.0, done / whole) if whole else 1.0
 
 
-def progress_line(meter: Meter, total: Total, elapsed: float, columns: int | None = None) -> str:
+def progress_line(meter: RunMetrics, total: Total, elapsed: float, columns: int | None = None) -> str:
     """Bar, rows, bytes, tokens per second, time left, failures; in so many ``columns``, as a longer line would wrap."""
     done = share(meter, total)
     rows = f"{meter.rows}/{total.rows}" if total.rows is not None else f"{meter.rows}"
@@ -53,7 +53,7 @@ def progress_line(meter: Meter, total: Total, elapsed: float, columns: int | Non
     return told if columns is None else told[: columns - 1]
 
 
-def summary(meter: Meter, elapsed: float) -> str:
+def summary(meter: RunMetrics, elapsed: float) -> str:
     """What was done, how fast, and how busy the engine was."""
     busy = meter.busy.share()
     lines = [
@@ -86,7 +86,7 @@ def _clock(seconds: float) -> str:
 class Progress:
     """Draws the line anew while its block runs; draws nothing where ``shown`` is false."""
 
-    def __init__(self, meter: Meter, total: Total, out: TextIO, shown: bool) -> None:
+    def __init__(self, meter: RunMetrics, total: Total, out: TextIO, shown: bool) -> None:
         self._meter = meter
         self._total = total
         self._out = out

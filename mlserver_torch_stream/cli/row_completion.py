@@ -20,12 +20,12 @@ from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
 _RUNS_OWN = ("stream", "model")  # the run says how rows are answered, and by whom; rows were checked to agree
 
 
-class Unsuitable(Exception):
+class RowUnsuitable(Exception):
     """A row that this model cannot take, as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RowQuestion:
     """One row as a request: ``messages`` or ``prompt``, and the parameters beside it."""
 
     prompt: str | None
@@ -43,7 +43,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class RowRequest:
     """How rows become requests: ``defaults`` are parameters for rows that do not say, ``chat`` makes texts messages,
     ``media`` allows images and sound as parts of a message, ``served`` are the names by which rows may call the model.
     """
@@ -56,11 +56,11 @@ class Asking:
     def takes(self, kind: Kind) -> bool:
         return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
 
-    def ask(self, row: Row) -> Ask:
+    def ask(self, row: Row) -> RowQuestion:
         """Raises Unsuitable, or UnknownModel."""
         if not self.takes(row.kind):
             form = closed_format(row.key, row.kind)
-            raise Unsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
+            raise RowUnsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")
             body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}
@@ -70,7 +70,7 @@ class Asking:
         else:
             body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
         said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}
-        return Ask(body.get(PROMPT), body.get(MESSAGES), {**self.defaults, **said})
+        return RowQuestion(body.get(PROMPT), body.get(MESSAGES), {**self.defaults, **said})
 
 
 def _media(row: Row) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Retry:
         """Seconds to wait after the ``failed``-th failure, from 1; ``draw`` in [0, 1) is the jitter."""
         jitter = random.random() if draw is None else draw
         pause: float = min(self.longest, self.first * 2.0 ** (failed - 1)) * (0.5 + jitter / 2)
-        asked = error.retry_after if isinstance(error, Unavailable) else None
+        asked = error.retry_after if isinstance(error, StoreUnavailable) else None
         return pause if asked is None else min(self.longest, max(pause, asked))
 
     async def run(self, attempt: Callable[[], Awaitable[T]], again: Callable[[CloudError], None] | None = None) -> T:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Exists, Missing, Refused
+from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import MANIFEST, differences, digest
 from mlserver_torch_stream.cloud.rows import RunIdentity
 from mlserver_torch_stream.cloud.store import Store
@@ -27,21 +27,21 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
     """
     try:
         found = await retry.run(lambda: output.get(MANIFEST))
-    except Missing:
+    except ObjectMissing:
         return None
     try:
         was = json.loads(found)
         form, run = was["format"], RunIdentity(str(was["run"]), int(was["created"]) if was["format"] == FORMAT else 0)
     except (ValueError, KeyError, TypeError):
-        raise Refused(f"--output: the manifest in {output.url} is none that this program wrote") from None
+        raise RunRefused(f"--output: the manifest in {output.url} is none that this program wrote") from None
     if form != FORMAT:
-        raise Refused(
+        raise RunRefused(
             f"--output: {output.url} was written in format {form}, by another version of this program, whose rows look "
             f"different from those of format {FORMAT}; choose an empty place"
         )
     differing = differences({key: value for key, value in was.items() if key not in _OWN}, config)
     if differing:
-        raise Refused(f"--output: {output.url} belongs to another run: {'; '.join(differing[:_MOST_TOLD])}")
+        raise RunRefused(f"--output: {output.url} belongs to another run: {'; '.join(differing[:_MOST_TOLD])}")
     return run
 
 
@@ -52,7 +52,7 @@ async def claim(output: Store, config: Mapping[str, Any], created: int, retry: R
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"
     try:
         await retry.run(lambda: output.create(MANIFEST, text))
-    except Exists:
+    except ObjectExists:
         found = await read_claim(output, config, retry)
         assert found is not None, "the manifest has gone"
         return found

@@ -17,7 +17,7 @@ class CloudError(Exception):
         self.message = message
 
 
-class Unavailable(CloudError):
+class StoreUnavailable(CloudError):
     """No answer, a broken or stalled one, or one that says: later. ``retry_after``: seconds the server asked for."""
 
     code = "unavailable"
@@ -28,39 +28,39 @@ class Unavailable(CloudError):
         self.retry_after = retry_after
 
 
-class Missing(CloudError):
+class ObjectMissing(CloudError):
     code = "missing"
 
 
-class Denied(CloudError):
+class AccessDenied(CloudError):
     code = "denied"
 
 
-class Changed(CloudError):
+class ObjectChanged(CloudError):
     """The object is not the one that was listed."""
 
     code = "changed"
 
 
-class Exists(CloudError):
+class ObjectExists(CloudError):
     """A conditional create that found something there."""
 
     code = "exists"
 
 
-class Full(CloudError):
+class StorageFull(CloudError):
     """No room where the output goes."""
 
     code = "full"
 
 
-class Refused(CloudError):
+class RunRefused(CloudError):
     """A run that may not start, or not as it was asked for: the option is named."""
 
     code = "refused"
 
 
-class InUse(Refused):
+class InUse(RunRefused):
     """Another command is writing to the output."""
 
     code = "in_use"

@@ -19,11 +19,11 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.claim import claim
-from mlserver_torch_stream.cloud.cloud_errors import Exists, Missing, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.parse import parse_row
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Infer, Row
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
@@ -48,9 +48,9 @@ class Topic:
     dead_letter: str | None = None
     part_rows: int = 64
     part_wait: float = 0.5
-    limits: Limits = field(default_factory=Limits)
+    limits: PipelineLimits = field(default_factory=PipelineLimits)
     retry: Retry = field(default_factory=Retry)
-    meter: Meter = field(default_factory=Meter)
+    meter: RunMetrics = field(default_factory=RunMetrics)
     created: int | None = None
     done: int = 0
 
@@ -77,7 +77,7 @@ class Topic:
                     *(self._part(consumer, producer, partition, records) for partition, records in found.items())
                 )
         except KafkaError as error:
-            raise Unavailable(f"--kafka: {self.servers}: {error}") from None
+            raise StoreUnavailable(f"--kafka: {self.servers}: {error}") from None
         finally:
             await consumer.stop()
             if producer is not None:
@@ -106,7 +106,7 @@ class Topic:
                 try:
                     await self.retry.run(lambda name=name, data=data: self.output.create(name, data))  # type: ignore[misc]
                     written = data
-                except Exists:  # by a consumer that has this partition now
+                except ObjectExists:  # by a consumer that has this partition now
                     continue
             rows = [json.loads(line) for line in written.splitlines()]
             last = rows[-1]["line"]
@@ -130,7 +130,7 @@ class Topic:
     async def _written(self, name: str) -> bytes | None:
         try:
             return await self.retry.run(lambda: self.output.get(name))
-        except Missing:
+        except ObjectMissing:
             return None
 
     async def _inferred(self, partition: TopicPartition, records: Sequence[Any]) -> bytes:

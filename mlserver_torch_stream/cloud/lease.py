@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Exists, InUse, Missing
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, ObjectChanged, ObjectExists, ObjectMissing
 from mlserver_torch_stream.cloud.store import Store
 
 RENEW_S = 15.0
@@ -56,14 +56,14 @@ class WriterLease:
         """Raises InUse where a command that is alive writes parts which this one would write."""
         names = [info.key async for info in self._output.list() if self._shares_parts(info.key)]
         for name in names:
-            with suppress(Missing):
+            with suppress(ObjectMissing):
                 self._refuse_if_alive(await self._retry.run(lambda name=name: self._output.get(name)))  # type: ignore[misc]
 
     async def __aenter__(self) -> WriterLease:
         await self._retry.run(self.check)
         try:
             await self._retry.run(lambda: self._output.create(self._name, self._text()))
-        except Exists:
+        except ObjectExists:
             await self._take_over()
         self._renewing = asyncio.create_task(self._keep())
         return self
@@ -79,7 +79,9 @@ class WriterLease:
     def require(self) -> None:
         """Raises Changed once another command has taken the output over."""
         if self._lost:
-            raise Changed(f"{self._output.url}: another command writes to it now, as this one was silent for too long")
+            raise ObjectChanged(
+                f"{self._output.url}: another command writes to it now, as this one was silent for too long"
+            )
 
     async def _take_over(self) -> None:
         """The lease of a command that has ended or died; of two that try, one succeeds."""
@@ -87,7 +89,7 @@ class WriterLease:
         self._refuse_if_alive(data)
         try:
             await self._retry.run(lambda: self._output.replace(self._name, self._text(), marks))
-        except Changed:
+        except ObjectChanged:
             data, _ = await self._retry.run(lambda: self._output.look(self._name))
             self._refuse_if_alive(data)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Refused
+from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import glob_pattern
 from mlserver_torch_stream.cloud.rows import Failure
 from mlserver_torch_stream.cloud.source import Listed
@@ -25,36 +25,38 @@ _HEADS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InputLocation:
     """A store, and the one object in it that is meant, if it is one."""
 
     store: Store
     only: str | None = None
 
 
-async def open_input(url: str, options: Mapping[str, str], retry: Retry, *, manifest: bool, stall_s: float) -> Place:
+async def open_input(
+    url: str, options: Mapping[str, str], retry: Retry, *, manifest: bool, stall_s: float
+) -> InputLocation:
     """A URL whose last part looks like a file is one where there is such an object, else a prefix."""
     parent, _, name = url.rstrip("/").rpartition("/")
     web = url.startswith(("http://", "https://"))
     if web and not manifest:
-        return Place(Store.open(parent, options, stall_s), name)
+        return InputLocation(Store.open(parent, options, stall_s), name)
     if "://" not in url or url.startswith("file://"):
         path = Path(url.removeprefix("file://")).expanduser()
         if path.is_file():
-            return Place(Store.open(str(path.parent), options, stall_s), path.name)
+            return InputLocation(Store.open(str(path.parent), options, stall_s), path.name)
         if not path.is_dir():
-            raise Refused(f"--input: no such file or folder: {path}")
+            raise RunRefused(f"--input: no such file or folder: {path}")
     elif "." in name and not web and not parent.endswith("//") and parent.count("/") >= 2:
         store = Store.open(parent, options, stall_s)
         try:
             await retry.run(lambda: store.head(name))
-            return Place(store, name)
-        except (Missing, Denied):
+            return InputLocation(store, name)
+        except (ObjectMissing, AccessDenied):
             pass  # a prefix, then; listing will say so if it is denied too
-    return Place(Store.open(url, options, stall_s))
+    return InputLocation(Store.open(url, options, stall_s))
 
 
-async def list_objects(place: Place, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
+async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
     """In the order of their keys, or in the manifest's. Raises CloudError where nothing can be listed."""
     if manifest is not None:
         return await heads(place.store, _manifest_keys(manifest), retry)
@@ -69,10 +71,10 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
     found: list[Listed] = []
     async for info in store.list():
         if pattern.fullmatch(info.key):
-            unreadable = Failure(Refused.code, f"{info.key!r}: the library of stores has no way to name it")
+            unreadable = Failure(RunRefused.code, f"{info.key!r}: the library of stores has no way to name it")
             found.append(Listed(info, None if info.etag else unreadable))
             if len(found) > MOST_OBJECTS:
-                raise Refused(f"--input: more than {MOST_OBJECTS} objects; choose some of them with --glob")
+                raise RunRefused(f"--input: more than {MOST_OBJECTS} objects; choose some of them with --glob")
     return found
 
 
@@ -80,7 +82,10 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
     """Consoles keep an empty object ``name/`` for a folder. The library lists it as ``name``, which is not there."""
     empty = [each.info.key for each in found if each.info.key and not each.info.size]
     failures = {each.info.key: each.failure for each in await heads(store, empty, retry)}
-    folders = {"", *(key for key, failure in failures.items() if failure is not None and failure.code == Missing.code)}
+    folders = {
+        "",
+        *(key for key, failure in failures.items() if failure is not None and failure.code == ObjectMissing.code),
+    }
     return [each for each in found if each.info.key not in folders]
 
 
@@ -90,16 +95,16 @@ def _manifest_keys(data: bytes) -> list[str]:
     try:
         lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise Refused(f"--manifest: is not UTF-8: byte {error.start}") from None
+        raise RunRefused(f"--manifest: is not UTF-8: byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         key = _manifest_key(line.strip(), number)
         if key in keys:
-            raise Refused(f"--manifest: line {number} names {key} again, which line {keys[key]} has")
+            raise RunRefused(f"--manifest: line {number} names {key} again, which line {keys[key]} has")
         keys[key] = number
     if len(keys) > MOST_OBJECTS:
-        raise Refused(f"--manifest: more than {MOST_OBJECTS} objects")
+        raise RunRefused(f"--manifest: more than {MOST_OBJECTS} objects")
     return list(keys)
 
 
@@ -111,7 +116,7 @@ def _manifest_key(line: str, number: int) -> str:
     except (ValueError, KeyError, TypeError):
         key = None
     if not isinstance(key, str) or not key:
-        raise Refused(f'--manifest: line {number} is neither a key nor {{"key": "…"}}')
+        raise RunRefused(f'--manifest: line {number} is neither a key nor {{"key": "…"}}')
     return key
 
 
@@ -150,4 +155,4 @@ def decode_inputs(data: bytes) -> list[Listed]:
             found.append(Listed(ObjectInfo(value["key"], value["size"], value["etag"]), failure))
         return found
     except (ValueError, KeyError, TypeError):
-        raise Refused("--output: its inputs.jsonl is none that this program wrote") from None
+        raise RunRefused("--output: its inputs.jsonl is none that this program wrote") from None

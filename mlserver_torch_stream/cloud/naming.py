@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlserver_torch_stream.cloud.cloud_errors import Refused
+from mlserver_torch_stream.cloud.cloud_errors import RunRefused
 from mlserver_torch_stream.cloud.rows import Kind
 
 MANIFEST = "manifest.json"
@@ -111,7 +111,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)  # a name may hold a newline
     except re.error as error:
-        raise Refused(f"--glob: {glob}: {error.msg}") from None
+        raise RunRefused(f"--glob: {glob}: {error.msg}") from None
 
 
 def lies_within(inner: str, outer: str) -> bool:

@@ -13,14 +13,14 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from mlserver_torch_stream.cloud.cloud_errors import CloudError
-from mlserver_torch_stream.cloud.row_batcher import Batcher
+from mlserver_torch_stream.cloud.row_batcher import RowBatcher
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.window import Window
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PipelineLimits:
     """``window``: rows between being read and being delivered, ``window_bytes`` of their input; ``batches``: inferred
     at a time; ``batch_weight``: of the rows of a batch, in bytes unless they are weighed otherwise; ``max_wait``:
     seconds from a batch's first row."""
@@ -47,15 +47,15 @@ def _inference_failed(error: Exception) -> Failure:
 async def infer_rows(
     rows: AsyncGenerator[Row, None],
     infer: Infer,
-    limits: Limits = Limits(),
-    meter: Meter | None = None,
+    limits: PipelineLimits = PipelineLimits(),
+    meter: RunMetrics | None = None,
     weigh: Callable[[Row], int] = _size,
 ) -> AsyncGenerator[Result, None]:
     """One result for each row, in the order of the rows, as soon as all rows before it have theirs.
 
     Raises the CloudError that the source or ``infer`` raised, behind the results that came before it.
     """
-    flow = _Flow(infer, limits, meter or Meter(), weigh)
+    flow = _Flow(infer, limits, meter or RunMetrics(), weigh)
     feeder = asyncio.create_task(flow.feed(rows))
     try:
         async for result in flow.results():
@@ -70,12 +70,12 @@ async def infer_rows(
 class _Flow:
     """The state of one run of the stages; every method runs on the event loop's thread."""
 
-    def __init__(self, infer: Infer, limits: Limits, meter: Meter, weigh: Callable[[Row], int]) -> None:
+    def __init__(self, infer: Infer, limits: PipelineLimits, meter: RunMetrics, weigh: Callable[[Row], int]) -> None:
         self._infer = infer
         self._limits = limits
         self._meter = meter
         self._window: Window[Result] = Window(limits.window, limits.window_bytes)
-        self._batcher: Batcher[_Ticketed] = Batcher(
+        self._batcher: RowBatcher[_Ticketed] = RowBatcher(
             limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: max(1, weigh(item[1]))
         )
         self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows

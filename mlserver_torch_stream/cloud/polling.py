@@ -12,7 +12,7 @@ import re
 from collections.abc import AsyncGenerator, Callable
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Missing, Refused
+from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Announced
 
@@ -80,8 +80,8 @@ class Poller:
     async def _load(self) -> str | None:
         try:
             after = json.loads(await self._retry.run(lambda: self._output.get(CURSOR)))["after"]
-        except Missing:
+        except ObjectMissing:
             return None
         except (ValueError, KeyError, TypeError):
-            raise Refused(f"--output: its {CURSOR} is none that this program wrote") from None
+            raise RunRefused(f"--output: its {CURSOR} is none that this program wrote") from None
         return str(after)

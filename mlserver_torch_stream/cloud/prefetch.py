@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
 
-class Sized(Protocol):
+class HasSize(Protocol):
     @property
     def size(self) -> int: ...
 
 
-P = TypeVar("P", bound=Sized)
+P = TypeVar("P", bound=HasSize)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class PrefetchedRange:
     """``pieces`` in flight or waiting to be read, ``nbytes`` of them; one piece alone may be larger."""
 
     pieces: int = 32
@@ -36,7 +36,7 @@ class Ahead:
 class Prefetch(Generic[P]):
     """``fetch`` gets one piece; ``peak_bytes``: the most that was held at a time."""
 
-    def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: Ahead) -> None:
+    def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: PrefetchedRange) -> None:
         self._fetch = fetch
         self._ahead = ahead
         self._pending: deque[tuple[P, asyncio.Future[bytes]]] = deque()
@@ -95,10 +95,10 @@ async def fetch_range(
             async for chunk in chunks:
                 data.extend(chunk)
         if len(data) < end - start:
-            raise Unavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
+            raise StoreUnavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
 
     if end > start:
         await retry.run(attempt, again)
     if len(data) > end - start:
-        raise Unavailable(f"{info.key}: more bytes came than were asked for")
+        raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
     return bytes(data)

@@ -13,10 +13,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Refused
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectChanged, RunRefused
 from mlserver_torch_stream.cloud.listing import heads
 from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
-from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity
 from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
 from mlserver_torch_stream.cloud.source import Listed, Source
@@ -37,7 +37,7 @@ class FailedRow:
 
 
 @dataclass
-class Again:
+class FailedRowRetry:
     """``objects``: the run's, in order. ``lost``: JSONL objects whose one failed row stands for all of theirs: there is
     one place for them, so they are not tried again."""
 
@@ -48,7 +48,7 @@ class Again:
     part_rows: int
     run: RunIdentity
     retry: Retry
-    ahead: Ahead
+    ahead: PrefetchedRange
     again: Callable[[CloudError], None]
     most: int = MOST_AT_ONCE
     lost: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Again:
                     yield replace(row, index=was.index, line=was.line, custom_id=was.custom_id)
         if coming:
             where = coming[0]
-            raise Refused(
+            raise RunRefused(
                 f"--output: {part_name(where.index // self.part_rows)} has row {where.line} of {where.key}, which is "
                 "none of this run's input"
             )
@@ -130,11 +130,11 @@ class Again:
             try:
                 if merged != data:
                     await self.retry.run(lambda merged=merged, marks=marks: self.output.replace(name, merged, marks))  # type: ignore[misc]
-            except Changed:
+            except ObjectChanged:
                 continue
             await put_errors(self.output, number, failed_lines(merged), self.retry)
             return
-        raise Changed(f"{self.output.url}/{name}: another worker keeps changing it; it is left as it is")
+        raise ObjectChanged(f"{self.output.url}/{name}: another worker keeps changing it; it is left as it is")
 
 
 def merge(part: bytes, first: int, lines: Mapping[int, bytes]) -> bytes:
@@ -152,4 +152,4 @@ def _failed_row(line: bytes, number: int) -> FailedRow:
         record = json.loads(line)
         return FailedRow(record["index"], record["key"], record["line"], record["custom_id"])
     except (ValueError, KeyError, TypeError):
-        raise Refused(f"--output: {errors_name(number)} is none that this program wrote") from None
+        raise RunRefused(f"--output: {errors_name(number)} is none that this program wrote") from None

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Batcher(Generic[T]):
+class RowBatcher(Generic[T]):
     """``most_items``, ``most_weight``: a batch holds no more, except that one item alone may weigh more.
 
     ``max_wait``: seconds from a batch's first item until it leaves as it is.

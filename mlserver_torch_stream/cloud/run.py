@@ -14,15 +14,15 @@ from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.claim import claim, identify, read_claim
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Exists, Refused, TooManyFailures
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectExists, RunRefused, TooManyFailures
 from mlserver_torch_stream.cloud.lease import WriterLease
-from mlserver_torch_stream.cloud.listing import Place, decode_inputs, encode_inputs, list_objects, open_input
+from mlserver_torch_stream.cloud.listing import InputLocation, decode_inputs, encode_inputs, list_objects, open_input
 from mlserver_torch_stream.cloud.naming import INPUTS, done_name, lies_within, part_number
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
-from mlserver_torch_stream.cloud.prefetch import Ahead
-from mlserver_torch_stream.cloud.retry_failed import Again
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.retry_failed import FailedRowRetry
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row, RunIdentity
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
@@ -31,7 +31,7 @@ _TOLD = 5  # keys that a message names
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CloudRun:
     """``model``: what makes two runs with the same input differ, as plain JSON. ``lane`` of ``lanes``, from 1: parts
     n with n % lanes == lane - 1 are this worker's. ``max_failures``: rows that may fail before the run ends; None: all.
     ``retry_failed``: rows that failed in parts that are there are inferred again, before what is missing. ``created``:
@@ -49,8 +49,8 @@ class Job:
     lanes: int = 1
     max_failures: int | None = None
     retry_failed: bool = False
-    limits: Limits = field(default_factory=Limits)
-    ahead: Ahead = field(default_factory=Ahead)
+    limits: PipelineLimits = field(default_factory=PipelineLimits)
+    ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     retry: Retry = field(default_factory=Retry)
     stall_s: float = 30.0
     storage: Mapping[str, str] = field(default_factory=dict)
@@ -60,20 +60,20 @@ class Job:
     def __post_init__(self) -> None:
         """Raises Refused, which names the option."""
         if self.part_rows < 1:
-            raise Refused("--part-rows: must be at least 1")
+            raise RunRefused("--part-rows: must be at least 1")
         if not 1 <= self.lane <= self.lanes:
-            raise Refused("--worker: must be I/N with I from 1 to N")
+            raise RunRefused("--worker: must be I/N with I from 1 to N")
         if self.lanes > 1 and self.output is None:
-            raise Refused("--worker: several workers need an --output that they share")
+            raise RunRefused("--worker: several workers need an --output that they share")
         if self.retry_failed and self.output is None:
-            raise Refused("--retry-failed: needs the --output whose failed rows are to be tried again")
+            raise RunRefused("--retry-failed: needs the --output whose failed rows are to be tried again")
         if self.glob is not None and self.manifest is not None:
-            raise Refused("--glob: names objects beside --manifest, which names them all; give one of them")
+            raise RunRefused("--glob: names objects beside --manifest, which names them all; give one of them")
         if self.output is not None:
             if self.output.startswith(("http://", "https://")):
-                raise Refused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
+                raise RunRefused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
             if lies_within(self.output, self.input):
-                raise Refused("--output: lies within --input, so that results would be read as input")
+                raise RunRefused("--output: lies within --input, so that results would be read as input")
 
     def owns(self, part: int) -> bool:
         """True if the part is this worker's."""
@@ -92,12 +92,12 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What a run would do: its objects, and what its output holds already. ``known``: the output is this run's."""
 
-    job: Job
+    job: CloudRun
     run: RunIdentity
-    source: Place
+    source: InputLocation
     objects: list[Listed]
     output: Store | None
     done: Done
@@ -107,7 +107,7 @@ class Plan:
         await self.source.store.aclose()
 
 
-async def plan(job: Job) -> Plan:
+async def plan(job: CloudRun) -> RunPlan:
     """Lists the input, or reads the list that the output keeps. Writes nothing.
 
     Raises CloudError; Refused where the output is another run's, InUse where another command is writing to it.
@@ -119,60 +119,60 @@ async def plan(job: Job) -> Plan:
         raise
 
 
-async def _plan(job: Job) -> Plan:
+async def _plan(job: CloudRun) -> RunPlan:
     place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
     run = identify(job.config(), int(time.time()) if job.created is None else job.created)
     if job.output is None:
-        return Plan(job, run, place, await _list(job, place), None, Done())
+        return RunPlan(job, run, place, await _list(job, place), None, Done())
     output = Store.open(job.output, job.storage, job.stall_s, make=False)
     claimed = await read_claim(output, job.config(), job.retry)
     if claimed is None:
         await job.retry.run(lambda: _refuse_parts(output))
-        return Plan(job, run, place, await _list(job, place), output, Done())
+        return RunPlan(job, run, place, await _list(job, place), output, Done())
     await job.retry.run(WriterLease(output, job.lane, job.lanes, job.retry).check)
     objects = await _kept(output, job) or await _list(job, place)
-    return Plan(job, claimed, place, objects, output, await find_done(output, job.part_rows, job.retry), True)
+    return RunPlan(job, claimed, place, objects, output, await find_done(output, job.part_rows, job.retry), True)
 
 
 async def _refuse_parts(output: Store) -> None:
     async for info in output.list():
         if part_number(info.key) is not None:
-            raise Refused(f"--output: {output.url} holds parts without a manifest; choose an empty place")
+            raise RunRefused(f"--output: {output.url} holds parts without a manifest; choose an empty place")
 
 
-async def _begin(planned: Plan, output: Store) -> Plan:
+async def _begin(planned: RunPlan, output: Store) -> RunPlan:
     """Makes the output the run's, and writes what it goes on from. What another worker wrote before goes for this one,
     too."""
     job, objects = planned.job, planned.objects
     run = await claim(output, job.config(), planned.run.created, job.retry)
     try:
         await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
-    except Exists:
+    except ObjectExists:
         objects = await _kept(output, job) or objects
     done = planned.done if planned.known else await find_done(output, job.part_rows, job.retry)
     await mend_errors(output, done, job.retry)
     return replace(planned, run=run, objects=objects, output=output, done=done)
 
 
-async def _list(job: Job, place: Place) -> list[Listed]:
+async def _list(job: CloudRun, place: InputLocation) -> list[Listed]:
     manifest = None if job.manifest is None else await _read_manifest(job)
     objects = await list_objects(place, job.glob, manifest, job.retry)
     if not objects:
-        raise Refused(f"--input: nothing found in {job.input}" + (f" that is {job.glob}" if job.glob else ""))
+        raise RunRefused(f"--input: nothing found in {job.input}" + (f" that is {job.glob}" if job.glob else ""))
     return objects
 
 
-async def _read_manifest(job: Job) -> bytes:
+async def _read_manifest(job: CloudRun) -> bytes:
     assert job.manifest is not None
     parent, _, name = job.manifest.rpartition("/")
     store = Store.open(parent or ".", job.storage, job.stall_s, make=False)
     try:
         return await job.retry.run(lambda: store.get(name))
     except CloudError as error:
-        raise Refused(f"--manifest: {error.message}") from None
+        raise RunRefused(f"--manifest: {error.message}") from None
 
 
-async def _kept(output: Store, job: Job) -> list[Listed] | None:
+async def _kept(output: Store, job: CloudRun) -> list[Listed] | None:
     try:
         return decode_inputs(await job.retry.run(lambda: output.get(INPUTS)))
     except CloudError as error:
@@ -181,7 +181,7 @@ async def _kept(output: Store, job: Job) -> list[Listed] | None:
         return None
 
 
-async def results(planned: Plan, infer: Infer, meter: Meter, failures: int = 0) -> AsyncGenerator[Result, None]:
+async def results(planned: RunPlan, infer: Infer, meter: RunMetrics, failures: int = 0) -> AsyncGenerator[Result, None]:
     """The results that are still missing, in order. Raises TooManyFailures behind the one that was too many.
 
     ``failures``: of this run, so far.
@@ -209,27 +209,29 @@ async def results(planned: Plan, infer: Infer, meter: Meter, failures: int = 0) 
             _bear(job, failures, result)
 
 
-def _bear(job: Job, failures: int, result: Result) -> None:
+def _bear(job: CloudRun, failures: int, result: Result) -> None:
     if job.max_failures is not None and failures > job.max_failures:
         failure = result.outcome.failure
         last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
         raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
 
 
-async def stream(job: Job, infer: Infer, meter: Meter | None = None) -> AsyncGenerator[Result, None]:
+async def stream(job: CloudRun, infer: Infer, meter: RunMetrics | None = None) -> AsyncGenerator[Result, None]:
     """The results of a job without an output, one for each row, in order, while objects are still being fetched."""
     if job.output is not None:
-        raise Refused("--output: stream gives results to its caller; use write for an output")
+        raise RunRefused("--output: stream gives results to its caller; use write for an output")
     planned = await plan(job)
     try:
-        async with aclosing(results(planned, infer, meter or Meter())) as found:
+        async with aclosing(results(planned, infer, meter or RunMetrics())) as found:
             async for result in found:
                 yield result
     finally:
         await planned.aclose()
 
 
-async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str], None] = lambda message: None) -> int:
+async def write(
+    planned: RunPlan, infer: Infer, meter: RunMetrics, told: Callable[[str], None] = lambda message: None
+) -> int:
     """Writes the parts that are missing; returns how many of this worker's rows failed, in this run or before it.
 
     ``told`` hears of failed rows that cannot be tried again. Raises InUse where another command writes them.
@@ -242,7 +244,7 @@ async def write(planned: Plan, infer: Infer, meter: Meter, told: Callable[[str],
 
 
 async def _write(
-    planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None], lease: WriterLease
+    planned: RunPlan, output: Store, infer: Infer, meter: RunMetrics, told: Callable[[str], None], lease: WriterLease
 ) -> int:
     job = planned.job
     before = meter.failed
@@ -263,12 +265,12 @@ async def _write(
 
 
 async def _try_again(
-    planned: Plan, output: Store, infer: Infer, meter: Meter, told: Callable[[str], None], lease: WriterLease
+    planned: RunPlan, output: Store, infer: Infer, meter: RunMetrics, told: Callable[[str], None], lease: WriterLease
 ) -> int:
     """The number of rows that were. Raises TooManyFailures."""
     job, done = planned.job, planned.done
     source = planned.source.store
-    again = Again(
+    again = FailedRowRetry(
         *(source, planned.objects, job.kind, output, job.part_rows, planned.run, job.retry, job.ahead, meter.retried)
     )
     before = meter.failed

@@ -34,7 +34,7 @@ class Distribution:
 
 
 @dataclass
-class Busy:
+class BusyTime:
     """How much of the time at least one row was being inferred, from the first one's start to the last one's end.
 
     ``spans``: when there was one, in order; none touches another.
@@ -59,7 +59,7 @@ class Busy:
 
 
 @dataclass
-class Meter:
+class RunMetrics:
     """The counters of one run."""
 
     rows: int = 0  # delivered
@@ -77,7 +77,7 @@ class Meter:
     inference_batch_latency_micro_secs: Distribution = field(default_factory=Distribution)
     load_model_latency_milli_secs: Distribution = field(default_factory=Distribution)
     model_byte_size: Distribution = field(default_factory=Distribution)
-    busy: Busy = field(default_factory=Busy)
+    busy: BusyTime = field(default_factory=BusyTime)
 
     def batch_failed(self) -> None:
         self.failed_batches_counter += 1
@@ -106,6 +106,6 @@ class Meter:
         for name, value in vars(self).items():
             if isinstance(value, Distribution):
                 found[name] = value.figures()
-            elif not isinstance(value, Busy):
+            elif not isinstance(value, BusyTime):
                 found[name] = value
         return {**found, "busy_share": self.busy.share()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Exists, Missing, Refused
+from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import errors_name, part_name, part_number
 from mlserver_torch_stream.cloud.rows import Result, RunIdentity
 from mlserver_torch_stream.cloud.source import Cursor
@@ -87,9 +87,9 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
     """
     try:
         await retry.run(lambda: store.create(name, data))
-    except Exists:
+    except ObjectExists:
         if await retry.run(lambda: store.get(name)) != data:
-            raise Exists(
+            raise ObjectExists(
                 f"{store.url}/{name}: is there already, from another worker or run; it is left as it is"
             ) from None
 
@@ -149,7 +149,7 @@ async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
 async def _errors(store: Store, number: int, retry: Retry) -> bytes:
     try:
         return await retry.run(lambda: store.get(errors_name(number)))
-    except Missing:
+    except ObjectMissing:
         return b""
 
 
@@ -161,7 +161,7 @@ def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
             raise ValueError
         assert all({"key", "line", "response", "error"} <= set(record) for record in records)
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise Refused(f"--output: {part_name(number)} is no part that this run wrote") from None
+        raise RunRefused(f"--output: {part_name(number)} is no part that this run wrote") from None
     return records
 
 

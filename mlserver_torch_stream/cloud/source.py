@@ -12,11 +12,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Refused
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused
 from mlserver_torch_stream.cloud.gunzip import Damaged, Gunzip
 from mlserver_torch_stream.cloud.naming import is_gzip, kind_of
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
-from mlserver_torch_stream.cloud.prefetch import Ahead, Prefetch, fetch_range
+from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Row
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
@@ -43,7 +43,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ObjectRange:
     """Bytes ``start`` to ``end`` of an object, or nothing of one that is not to be fetched."""
 
     ordinal: int
@@ -73,7 +73,7 @@ class Source:
     kind: Kind | None = None
     strict: bool = False
     retry: Retry = field(default_factory=Retry)
-    ahead: Ahead = field(default_factory=Ahead)
+    ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     block: int = BLOCK_BYTES
     lines: Mapping[str, Collection[int]] | None = None
     again: Callable[[CloudError], None] = lambda error: None
@@ -81,7 +81,7 @@ class Source:
     def __post_init__(self) -> None:
         self._over: set[int] = set()  # objects of which nothing more is wanted
 
-    def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[Piece]:
+    def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[ObjectRange]:
         """What to fetch. An object that is one row is not fetched where that row is known not to be wanted."""
         index: int | None = cursor.index
         for ordinal in range(self._first(cursor), len(self.objects)):
@@ -93,7 +93,7 @@ class Source:
             if index is not None:
                 index += 1
             if skip or listed.failure is not None or too_large(kind, listed.info):
-                yield Piece(ordinal, listed, kind, 0, 0, True, skip)
+                yield ObjectRange(ordinal, listed, kind, 0, 0, True, skip)
                 continue
             yield from self._blocks(ordinal, listed, kind)
 
@@ -104,22 +104,22 @@ class Source:
         for ordinal, listed in enumerate(self.objects):
             if listed.info.key == cursor.key:
                 return ordinal + (cursor.line is None)
-        raise Refused(f"--output: its last part ends with {cursor.key}, which is none of this run's objects")
+        raise RunRefused(f"--output: its last part ends with {cursor.key}, which is none of this run's objects")
 
-    def _blocks(self, ordinal: int, listed: Listed, kind: Kind) -> Iterator[Piece]:
+    def _blocks(self, ordinal: int, listed: Listed, kind: Kind) -> Iterator[ObjectRange]:
         size, start = listed.info.size, 0
         while True:
             if ordinal in self._over:
                 return
             end = min(size, start + self.block)
-            yield Piece(ordinal, listed, kind, start, end, end == size)
+            yield ObjectRange(ordinal, listed, kind, start, end, end == size)
             start = end
             if start == size:
                 return
 
     async def rows(self, cursor: Cursor = Cursor(), wanted: Wanted = lambda index: True) -> AsyncGenerator[Row, None]:
         """The rows behind ``cursor`` whose index is ``wanted``; the others are counted."""
-        prefetch: Prefetch[Piece] = Prefetch(self._fetch, self.ahead)
+        prefetch: Prefetch[ObjectRange] = Prefetch(self._fetch, self.ahead)
         index = cursor.index
         reading: _Object | None = None
         async with aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
@@ -142,7 +142,7 @@ class Source:
                 if reading.over:
                     self._over.add(piece.ordinal)
 
-    def _object(self, piece: Piece, cursor: Cursor) -> _Object:
+    def _object(self, piece: ObjectRange, cursor: Cursor) -> _Object:
         key = piece.listed.info.key
         if self.lines is not None and piece.kind is Kind.JSONL:
             lines = self.lines[key]
@@ -150,7 +150,7 @@ class Source:
         done = cursor.line or 0 if key == cursor.key else 0
         return _Object(piece.ordinal, key, piece.kind, lambda number: number > done)
 
-    def _fetch(self, piece: Piece) -> asyncio.Future[bytes]:
+    def _fetch(self, piece: ObjectRange) -> asyncio.Future[bytes]:
         info = piece.listed.info
         return asyncio.ensure_future(fetch_range(self.store, info, piece.start, piece.end, self.retry, self.again))
 
@@ -178,7 +178,7 @@ class _Object:
     def lost(self, index: int, failure: Failure) -> Row:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
 
-    def rows(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
+    def rows(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
         failure = piece.listed.failure
         if failure is None and too_large(piece.kind, piece.listed.info):
             failure = Failure(
@@ -194,7 +194,7 @@ class _Object:
             if piece.last:
                 yield self._whole(index, b"".join(self.blocks))
 
-    def _lines(self, index: int, piece: Piece, data: bytes) -> Iterator[Row]:
+    def _lines(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
         try:
             for number, line in self._numbered(piece, data):
                 if number == 1 and line is not None:
@@ -206,7 +206,7 @@ class _Object:
             self.damaged = True
             yield self.lost(index, Failure("invalid_gzip", f"{self.key}: {error}"))
 
-    def _numbered(self, piece: Piece, data: bytes) -> Iterator[tuple[int, bytes | None]]:
+    def _numbered(self, piece: ObjectRange, data: bytes) -> Iterator[tuple[int, bytes | None]]:
         zipped = is_gzip(self.key, self.kind)
         for plain in self.gunzip.feed(data) if zipped else (data,):
             yield from self.lines.feed(plain)

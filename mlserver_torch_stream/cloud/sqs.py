@@ -21,7 +21,13 @@ from urllib.parse import unquote_plus, urlsplit
 import httpx
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Refused, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import (
+    AccessDenied,
+    CloudError,
+    ObjectMissing,
+    RunRefused,
+    StoreUnavailable,
+)
 from mlserver_torch_stream.cloud.watching import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
@@ -42,7 +48,9 @@ class Credentials:
         region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
         key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
         if not (key and secret and region):
-            raise Refused("--queue: needs AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION in the environment")
+            raise RunRefused(
+                "--queue: needs AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION in the environment"
+            )
         return cls(key, secret, region, environ.get("AWS_SESSION_TOKEN") or None)
 
 
@@ -110,7 +118,7 @@ class Queue:
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise Refused(f"--queue: {url} is no URL of a queue")
+            raise RunRefused(f"--queue: {url} is no URL of a queue")
         self._url = url
         self._host = parts.netloc
         self._endpoint = f"{parts.scheme}://{parts.netloc}/"
@@ -184,10 +192,10 @@ class Queue:
         try:
             answer = await self._client.post(self._endpoint, content=body, headers=headers)
         except httpx.HTTPError as error:
-            raise Unavailable(f"{self._url}: {error or type(error).__name__}") from None
+            raise StoreUnavailable(f"{self._url}: {error or type(error).__name__}") from None
         if answer.status_code == httpx.codes.OK:
             return answer.json() if answer.content else {}
         text = f"{self._url} answered {answer.status_code}: {answer.text[:300]}"
         if answer.status_code in (429, 500, 502, 503, 504) or "Throttl" in answer.text:
-            raise Unavailable(text)
-        raise Missing(text) if "NonExistentQueue" in answer.text else Denied(text)
+            raise StoreUnavailable(text)
+        raise ObjectMissing(text) if "NonExistentQueue" in answer.text else AccessDenied(text)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cloud.cloud_errors import (
-    Changed,
+    AccessDenied,
     CloudError,
-    Denied,
-    Exists,
-    Full,
-    Missing,
-    Refused,
-    Unavailable,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    RunRefused,
+    StorageFull,
+    StoreUnavailable,
 )
 
 # A process whose last act is an awaited call of obstore 0.12 may abort at its exit: a thread of the library wakes an
@@ -71,11 +71,11 @@ class Store:
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
-            raise Refused(f"{url}: unknown scheme {scheme!r}; known are {', '.join(SCHEMES)} and plain folders")
+            raise RunRefused(f"{url}: unknown scheme {scheme!r}; known are {', '.join(SCHEMES)} and plain folders")
         try:
             import obstore.store
         except ImportError:
-            raise Refused("objects need the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
+            raise RunRefused("objects need the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
         try:
             if scheme == "file":
                 folder = Path(url.removeprefix("file://")).expanduser().absolute()
@@ -86,10 +86,10 @@ class Store:
         except CloudError:
             raise
         except Exception as error:
-            raise Refused(f"{url}: {_first_line(error)}") from None
+            raise RunRefused(f"{url}: {_first_line(error)}") from None
         except BaseException as error:
             if type(error).__name__ == "PanicException":  # of the library, at options that it knows for other places
-                raise Refused(f"{url}: --storage: {_first_line(error)}") from None
+                raise RunRefused(f"{url}: --storage: {_first_line(error)}") from None
             raise
 
     @classmethod
@@ -106,7 +106,7 @@ class Store:
         others are then found without it.
         """
         if not self.listable:
-            raise Refused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
+            raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
         import obstore
         from obstore.exceptions import InvalidPathError
 
@@ -129,7 +129,7 @@ class Store:
             if key not in seen and (after is None or key > after):
                 try:
                     yield await self.head(key)
-                except Refused:
+                except RunRefused:
                     yield ObjectInfo(key, size, "")
 
     @property
@@ -152,7 +152,7 @@ class Store:
         answer = await self._call(info.key, lambda: obstore.get_async(self._backend, info.key, options=options))
         meta = answer.meta
         if meta["size"] != info.size or self._version(meta) != info.etag:
-            raise Changed(f"{info.key}: is another version than the one that was listed")
+            raise ObjectChanged(f"{info.key}: is another version than the one that was listed")
         chunks = answer.stream(min_chunk_size=_CHUNK)
         while True:
             try:
@@ -186,7 +186,7 @@ class Store:
 
         if self._local:
             if (await self.head(key)).etag != marks.get("e_tag"):
-                raise Changed(f"{self.url}/{key}: changed since it was read")
+                raise ObjectChanged(f"{self.url}/{key}: changed since it was read")
             return await self.put(key, data)
         mode: Any = dict(marks)
         await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode=mode, use_multipart=False))
@@ -228,22 +228,22 @@ class Store:
             return error
         where = f"{self.url.rstrip('/')}/{key}"
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
-            return Unavailable(f"{where}: nothing came for {self._stall_s:g} s")
+            return StoreUnavailable(f"{where}: nothing came for {self._stall_s:g} s")
         text = _first_line(error)
         if isinstance(error, ValueError):  # a key that the library has no name for, as one with an empty level
-            return Refused(f"{where}: {text}")
+            return RunRefused(f"{where}: {text}")
         for kinds, fault in (
-            ((exceptions.NotFoundError, FileNotFoundError), Missing(f"{where}: is not there")),
+            ((exceptions.NotFoundError, FileNotFoundError), ObjectMissing(f"{where}: is not there")),
             (
                 (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError),
-                Denied(f"{where}: no permission"),
+                AccessDenied(f"{where}: no permission"),
             ),
             (
                 (exceptions.PreconditionError, exceptions.NotModifiedError),
-                Changed(f"{where}: changed since it was listed"),
+                ObjectChanged(f"{where}: changed since it was listed"),
             ),
-            ((exceptions.AlreadyExistsError, FileExistsError), Exists(f"{where}: is there already")),
-            ((exceptions.InvalidPathError, exceptions.NotSupportedError), Refused(f"{where}: {text}")),
+            ((exceptions.AlreadyExistsError, FileExistsError), ObjectExists(f"{where}: is there already")),
+            ((exceptions.InvalidPathError, exceptions.NotSupportedError), RunRefused(f"{where}: {text}")),
         ):
             if isinstance(error, kinds):
                 return fault
@@ -280,12 +280,12 @@ def _by_text(where: str, whole: str, text: str) -> CloudError:
     """What the library tells by words alone."""
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
-            return Full(f"{where}: no room left to write: {text}")
+            return StorageFull(f"{where}: no room left to write: {text}")
     if any(sign in whole for sign in ("os error 13", "os error 30", "403 Forbidden", "401 Unauthorized")):
-        return Denied(f"{where}: no permission: {text}")
+        return AccessDenied(f"{where}: no permission: {text}")
     if "404 Not Found" in whole:  # of a bucket that is listed
-        return Missing(f"{where}: is not there")
-    return Unavailable(f"{where}: {text}")
+        return ObjectMissing(f"{where}: is not there")
+    return StoreUnavailable(f"{where}: {text}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.claim import FORMAT
-from mlserver_torch_stream.cloud.cloud_errors import Denied, Exists, Missing, Refused
+from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, ObjectExists, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import digest
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row, RunIdentity
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
@@ -45,10 +45,10 @@ class Watcher:
     infer: Infer
     model: Mapping[str, Any]
     kind: Kind | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: PipelineLimits = field(default_factory=PipelineLimits)
     retry: Retry = field(default_factory=Retry)
     objects: int = 8
-    meter: Meter = field(default_factory=Meter)
+    meter: RunMetrics = field(default_factory=RunMetrics)
     told: Callable[[str], None] = lambda message: None
     created: int | None = None
     seen: int = 0
@@ -86,13 +86,13 @@ class Watcher:
     async def _object(self, announced: Announced) -> None:
         try:
             listed = await self._listed(announced.key)
-        except Missing:  # gone again, as one that was worked on and tidied up is when it is announced twice
+        except ObjectMissing:  # gone again, as one that was worked on and tidied up is when it is announced twice
             self.told(f"{announced.key}: has gone before it was read; nothing to do")
             return await announced.done()
         name = self.result_name(listed.info)
         if not await self._there(name):
             data = await self._inferred(listed)
-            with suppress(Exists):  # another watcher was told of it too, and was faster
+            with suppress(ObjectExists):  # another watcher was told of it too, and was faster
                 await self.retry.run(lambda: self.output.create(name, data))
         await announced.done()
 
@@ -101,7 +101,7 @@ class Watcher:
         to read it, announced again, it is another."""
         try:
             return Listed(await self.retry.run(lambda: self.store.head(key)))
-        except (Denied, Refused) as error:
+        except (AccessDenied, RunRefused) as error:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
     async def _inferred(self, listed: Listed) -> bytes:
@@ -125,7 +125,7 @@ class Watcher:
     async def _there(self, name: str) -> bool:
         try:
             await self.retry.run(lambda: self.output.head(name))
-        except Missing:
+        except ObjectMissing:
             return False
         return True
 

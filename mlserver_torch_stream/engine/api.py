@@ -15,7 +15,7 @@ DEFAULT_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
-class PromptJob:
+class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
     ``open``: more ids follow through ``TokenStream.extend``; decoding starts when ``TokenStream.seal`` is called.
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     info: ModelInfo
 
-    def submit(self, jobs: Sequence[PromptJob]) -> TokenStream:
+    def submit(self, jobs: Sequence[EngineRequest]) -> TokenStream:
         """Queues the jobs of one request.
 
         Raises InvalidInput (a prompt that can never fit the context or the cache), QueueFull or NotServing.

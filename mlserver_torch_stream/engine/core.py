@@ -15,17 +15,16 @@ from dataclasses import replace
 
 import torch
 
-from mlserver_torch_stream.engine.api import EngineStats, PromptJob
-from mlserver_torch_stream.engine.batching.batcher import Backend, Remains
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.batching.batcher import Batcher, DeadBatcher
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.event_delivery import end_for_readers, post_events
 from mlserver_torch_stream.engine.inbox import Inbox
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.process_resources import Turns
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.process_resources import FairLock
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduling.admission import Admission
-from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds, Pace
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits, ServiceRate
 from mlserver_torch_stream.engine.step_progress import Work
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, out_of_time, trouble
@@ -39,7 +38,7 @@ _MOST_DEATHS = 3
 _DEATHS_WITHIN = 600.0  # seconds
 
 
-class EngineWorker:
+class EngineCore:
     """An ``Engine`` (see ``engine.api``) over any backend.
 
     ``rebuild`` makes a backend in the place of one that died; without it, or after too many deaths, the engine stays
@@ -49,15 +48,15 @@ class EngineWorker:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Batcher,
         codec: TextCodec,
         info: ModelInfo,
         eos_token_ids: tuple[int, ...],
         *,
-        bounds: Bounds | None = None,
+        bounds: QueueLimits | None = None,
         threads: int = 1,
-        turns: Turns | None = None,
-        rebuild: Callable[[], Backend] | None = None,
+        turns: FairLock | None = None,
+        rebuild: Callable[[], Batcher] | None = None,
         on_death: Callable[[BaseException], None] | None = None,
         name: str = "",
     ) -> None:
@@ -65,16 +64,16 @@ class EngineWorker:
         self._backend = backend
         self._codec = codec
         self._eos_token_ids = eos_token_ids
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or QueueLimits()
         self._admission = Admission(info, self._bounds)
         self._threads = threads
         self._turns = turns
         self._rebuild = rebuild
         self._on_death = on_death
         self._inbox = Inbox()
-        self._open: dict[Mailbox, list[Job]] = {}
+        self._open: dict[Mailbox, list[RequestState]] = {}
         self._deaths: list[float] = []
-        self._pace = Pace()
+        self._pace = ServiceRate()
         self._submitted = self._submitted_tokens = 0  # jobs and their prompts, written by the loop's thread
         self._taken = self._taken_tokens = 0  # of them, handed to the backend
         self._cancelled = 0  # sequences
@@ -97,7 +96,7 @@ class EngineWorker:
     def trouble(self) -> str | None:
         return trouble(self.works(), self._bounds, time.monotonic()) if self.alive else "its engine died"
 
-    def submit(self, jobs: Sequence[PromptJob]) -> Mailbox:
+    def submit(self, jobs: Sequence[EngineRequest]) -> Mailbox:
         if not self.alive:
             dead = self._dead
             raise NotServing("the engine is not running" if dead is None else f"the engine died: {in_short(dead)}")
@@ -112,7 +111,7 @@ class EngineWorker:
             self._admission.check_open(self._submitted - self._taken + stats.open_prompts, 1)
         mailbox = Mailbox(asyncio.get_running_loop(), sum(job.sampling.n for job in jobs), self._closed)
         context = self.info.max_context
-        accepted = [Job.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
+        accepted = [RequestState.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
         if any(job.open for job in jobs):
             self._open_prompt(mailbox, jobs, accepted)
         timeouts = [self._bounds.request_timeout if job.timeout_s is None else job.timeout_s for job in jobs]
@@ -126,7 +125,7 @@ class EngineWorker:
             raise NotServing("the engine has just stopped")
         return mailbox
 
-    def _open_prompt(self, mailbox: Mailbox, given: Sequence[PromptJob], jobs: list[Job]) -> None:
+    def _open_prompt(self, mailbox: Mailbox, given: Sequence[EngineRequest], jobs: list[RequestState]) -> None:
         if len(jobs) != 1:
             raise ValueError("an open prompt is the only job of its stream")
         job = jobs[0]
@@ -143,7 +142,7 @@ class EngineWorker:
 
         mailbox.feed_prompt_to(extend)
 
-    def _extend(self, job: Job, prompt_ids: list[int], whole: bool) -> None:
+    def _extend(self, job: RequestState, prompt_ids: list[int], whole: bool) -> None:
         if job.mailbox in self._open:
             job.grow(prompt_ids, whole)
             if whole:
@@ -199,7 +198,7 @@ class EngineWorker:
             end_for_readers(self._all_jobs(), FinishReason.ERROR, failure)
             self._say_dead(error)
 
-    def _all_jobs(self) -> list[Job]:
+    def _all_jobs(self) -> list[RequestState]:
         return [job for jobs in list(self._open.values()) for job in jobs]
 
     # --- on the engine's thread ---
@@ -207,7 +206,7 @@ class EngineWorker:
     def _closed(self, mailbox: Mailbox) -> None:
         self._inbox.post(lambda: self._cancel(mailbox))
 
-    def _accept(self, mailbox: Mailbox, jobs: list[Job], timeouts: list[float | None], tokens: int) -> None:
+    def _accept(self, mailbox: Mailbox, jobs: list[RequestState], timeouts: list[float | None], tokens: int) -> None:
         self._taken += len(jobs)
         self._taken_tokens += tokens
         if mailbox.closed_at is not None:
@@ -227,7 +226,7 @@ class EngineWorker:
     def _time_out(self, end: EndRequest) -> None:
         self._timed_out += self._end(end.jobs, end.reason, end.error)
 
-    def _end(self, jobs: Sequence[Job], reason: FinishReason, error: Exception | None) -> int:
+    def _end(self, jobs: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> int:
         """Ends jobs wherever they are, with the text they have; says how many sequences that were.
 
         Tells also those of their end that had met it when the engine died.
@@ -272,7 +271,7 @@ class EngineWorker:
         dead = self._backend
         if backend is None:
             if self._bury(error):
-                self._go_on_with(Remains(dead.stats()), error, last=True)
+                self._go_on_with(DeadBatcher(dead.stats()), error, last=True)
                 self._say_dead(error)
         else:
             logger.error("the engine was started anew")
@@ -297,7 +296,7 @@ class EngineWorker:
         if self._on_death is not None:
             self._on_death(error)
 
-    def _go_on_with(self, backend: Backend, error: BaseException, *, last: bool = False) -> None:
+    def _go_on_with(self, backend: Batcher, error: BaseException, *, last: bool = False) -> None:
         self._backend = backend
         self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
@@ -345,7 +344,7 @@ class EngineWorker:
             self._turns.pass_on()
         self._backend.progress.at("the next token of an answer alone")
 
-    def _deliver(self, answers: Sequence[Answer]) -> None:
+    def _deliver(self, answers: Sequence[SequenceState]) -> None:
         """Posts what the answers have to say, and forgets streams that ended."""
         post_events(answers)
         for answer in answers:

@@ -31,7 +31,7 @@ _WAITING = {
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
-class Waits(Exception):
+class DeviceSyncs(Exception):
     """An operation waits where none may."""
 
 
@@ -81,7 +81,7 @@ def no_waits() -> AbstractContextManager[object]:
 
 def _refuse(operation: Any, args: tuple[Any, ...], result: Any) -> None:
     if is_wait(operation, args, result) or _comes_from_host(operation, args, result):
-        raise Waits(f"{operation} cannot be recorded")
+        raise DeviceSyncs(f"{operation} cannot be recorded")
 
 
 def count_waits(forward: Callable[[], object]) -> int:

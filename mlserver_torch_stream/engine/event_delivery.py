@@ -10,14 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 
-def post_events(answers: Sequence[Answer]) -> None:
+def post_events(answers: Sequence[SequenceState]) -> None:
     """What the answers have to say since they were last asked. On the thread that they belong to."""
     posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
     for answer in answers:
@@ -29,9 +28,9 @@ def post_events(answers: Sequence[Answer]) -> None:
         _call(loop, _hand_out, post)
 
 
-def end_for_readers(jobs: Sequence[Job], reason: FinishReason, error: Exception) -> None:
+def end_for_readers(jobs: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
     """Tells the readers of an end that the engine's thread does not come to tell; what has ended stays as it is."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[RequestState]] = {}
     for job in jobs:
         by_loop.setdefault(job.mailbox.loop, []).append(job)
     for loop, theirs in by_loop.items():
@@ -50,6 +49,6 @@ def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:
         mailbox.deliver(event)
 
 
-def _end(jobs: Sequence[Job], reason: FinishReason, error: Exception) -> None:
+def _end(jobs: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
     for job in jobs:
         job.end_for_reader(reason, error)

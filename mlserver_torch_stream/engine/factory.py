@@ -16,13 +16,13 @@ from functools import partial
 import torch
 
 from mlserver_torch_stream.engine.api import Engine
-from mlserver_torch_stream.engine.batching.batcher import Backend
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBackend
-from mlserver_torch_stream.engine.batching.serial import SerialBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.batching.batcher import Batcher
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
+from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.fault_injection import VARIABLE, Faults, read_faults
+from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares as device_shares
 from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, in_words, prefix_bytes
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
@@ -34,11 +34,11 @@ from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.prepared_model import Prepared, give_back_weights, prepare
-from mlserver_torch_stream.engine.process_resources import PROCESS, Shares
+from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
+from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -52,16 +52,16 @@ OnDeath = Callable[[BaseException], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningEngine:
     """An engine and what it stands on, or several behind one: then ``parts`` are all of them, ``weights`` one's."""
 
     engine: Engine
     codec: TextCodec
     summary: str
-    weights: Lease[Prepared]
-    parts: tuple[Running, ...] = ()
+    weights: Lease[PreparedModel]
+    parts: tuple[RunningEngine, ...] = ()
 
-    def stop(self, shares: Shares) -> None:
+    def stop(self, shares: ProcessResources) -> None:
         """Blocks."""
         self.engine.shutdown()
         for part in self.parts or (self,):
@@ -73,8 +73,8 @@ class Running:
 class BuiltEngine:
     """One user's share of a running engine, and one line that says what is loaded where and how much cache it has."""
 
-    lease: Lease[Running]
-    shares: Shares
+    lease: Lease[RunningEngine]
+    shares: ProcessResources
 
     @property
     def engine(self) -> Engine:
@@ -102,7 +102,7 @@ class BuiltEngine:
 
 
 def build_engine(
-    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, shares: Shares = PROCESS
+    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, shares: ProcessResources = PROCESS
 ) -> BuiltEngine:
     """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
@@ -114,7 +114,7 @@ def build_engine(
     return BuiltEngine(shares.engines.lease(key, lambda: run(resolved, threads, on_death, shares)), shares)
 
 
-def reclaim_memory(shares: Shares = PROCESS) -> None:
+def reclaim_memory(shares: ProcessResources = PROCESS) -> None:
     """Frees what is left of engines that were shut down: modules in cycles, and blocks that CUDA's allocators keep."""
     gc.collect()
     if torch.cuda.is_initialized():
@@ -124,9 +124,11 @@ def reclaim_memory(shares: Shares = PROCESS) -> None:
     trim_heap()
 
 
-def _run_replicas(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
+def _run_replicas(
+    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: ProcessResources
+) -> RunningEngine:
     deaths = Deaths(resolved.settings.replicas, on_death)
-    parts: list[Running] = []
+    parts: list[RunningEngine] = []
     try:
         for settings in on_devices_of_their_own(resolved.settings):
             parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, shares))
@@ -137,14 +139,14 @@ def _run_replicas(resolved: ResolvedSettings, threads: int, on_death: OnDeath | 
     engines = [part.engine for part in parts]
     first = parts[0]
     summary = f"{len(parts)} replicas: {'; '.join(dict.fromkeys(part.summary for part in parts))}"
-    return Running(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
+    return RunningEngine(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
 
 
-def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: Shares) -> Running:
+def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: ProcessResources) -> RunningEngine:
     key = weights_key(resolved, threads)
     place = locate(resolved)
     codec = TextCodec(tokenizer := load_tokenizer(place, resolved))
-    lease: Lease[Prepared] = shares.weights.lease(key, lambda: prepare(place, resolved, threads, shares))
+    lease: Lease[PreparedModel] = shares.weights.lease(key, lambda: prepare(place, resolved, threads, shares))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
         return _start(resolved, lease, loaded, codec, threads, on_death, shares)
@@ -156,13 +158,13 @@ def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, sha
 
 def _start(
     resolved: ResolvedSettings,
-    lease: Lease[Prepared],
+    lease: Lease[PreparedModel],
     loaded: LoadedModel,
     codec: TextCodec,
     threads: int,
     on_death: OnDeath | None,
-    shares: Shares,
-) -> Running:
+    shares: ProcessResources,
+) -> RunningEngine:
     settings, prepared, host = resolved.settings, lease.value, read_host()
     vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.eos_token_ids, loaded.rules)
@@ -174,12 +176,12 @@ def _start(
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
     )
-    engine = EngineWorker(
+    engine = EngineCore(
         new_backend(),
         codec,
         info,
         loaded.eos_token_ids,
-        bounds=Bounds(
+        bounds=QueueLimits(
             settings.max_queue,
             settings.max_queue_tokens,
             settings.queue_timeout,
@@ -198,18 +200,18 @@ def _start(
         prepared.ranks.leader.tell_of_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
     summary = f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})"
-    return Running(engine, codec, summary, lease)
+    return RunningEngine(engine, codec, summary, lease)
 
 
 def _choose_backend(
     resolved: ResolvedSettings,
-    prepared: Prepared,
+    prepared: PreparedModel,
     loaded: LoadedModel,
     samplers: SamplerFactory,
     codec: TextCodec,
     host: Host,
-    shares: Shares,
-) -> tuple[Callable[[], Backend], int, str]:
+    shares: ProcessResources,
+) -> tuple[Callable[[], Batcher], int, str]:
     """What makes a backend over the weights, the context that it holds, and how it works, in words."""
     settings, findings = resolved.settings, prepared.findings
     problem, steady = findings.problem, steady_positions(loaded.model)
@@ -219,7 +221,7 @@ def _choose_backend(
         if settings.engine == "batched" or prepared.ranks is not None:
             raise LoadFailed(f"this model cannot be batched: {problem}")
         serial = partial(
-            SerialBackend,
+            SerialBatcher,
             loaded.model,
             samplers,
             max_rows=settings.max_batch_rows,
@@ -235,7 +237,7 @@ def _choose_backend(
         most=sys.maxsize if ranks is None else ranks.shard.room,
     )
     batched = partial(
-        BatchedBackend if prepared.pipeline is None else partial(PipelinedBackend, pipeline=prepared.pipeline),
+        ContinuousBatcher if prepared.pipeline is None else partial(PipelinedBatcher, pipeline=prepared.pipeline),
         loaded.model,
         samplers,
         cost=findings.cost,
@@ -268,7 +270,7 @@ def _choose_backend(
     return batched, context, how
 
 
-def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
+def _kernels(resolved: ResolvedSettings, prepared: PreparedModel) -> str:
     if prepared.ranks is not None:
         return str(prepared.ranks)
     if isinstance(prepared.forward, NativeForward):
@@ -283,13 +285,13 @@ def _kernels(resolved: ResolvedSettings, prepared: Prepared) -> str:
     return "".join(ways)
 
 
-def _rebuild(new_backend: Callable[[], Backend], prepared: Prepared) -> Backend:
+def _rebuild(new_backend: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
     """A fresh backend over the weights in memory. Raises what a device raises that is lost."""
     prepared.check_devices()
     return new_backend()
 
 
-def _faults() -> Faults | None:
+def _faults() -> FaultInjector | None:
     faults = read_faults(os.environ)
     if faults is not None:
         logger.warning("%s is set: this engine fails on purpose", VARIABLE)

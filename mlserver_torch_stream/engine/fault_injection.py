@@ -21,7 +21,7 @@ _FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """What happens at the ``call``-th forward (from 1) of a phase; ``slow`` happens at every one from there on."""
 
     phase: str
@@ -30,21 +30,21 @@ class Fault:
     seconds: float = 0.0
 
 
-class Faults:
+class FaultInjector:
     """All faults of one engine, as in ``decode:5:raise,prefill:2:oom,decode:9:nan,decode:20:death,decode:1:slow=0.1``.
 
     ``raise``: an exception; ``oom``: torch's out-of-memory error; ``nan``: the first row's logits; ``death``: the end
     of the thread; ``slow``: seconds of sleep.
     """
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[InjectedFault]) -> None:
         self._faults = tuple(faults)
 
     def wrap(self, phase: str, forward: Forward) -> Forward:
         return _Faulty([fault for fault in self._faults if fault.phase == phase], forward)
 
 
-def read_faults(environ: Mapping[str, str]) -> Faults | None:
+def read_faults(environ: Mapping[str, str]) -> FaultInjector | None:
     """Raises LoadFailed for what is no fault."""
     text = environ.get(VARIABLE, "")
     if not text:
@@ -55,12 +55,12 @@ def read_faults(environ: Mapping[str, str]) -> Faults | None:
         if match is None:
             raise LoadFailed(f"{VARIABLE}: {part!r} is no fault; one is like decode:5:raise")
         kind = match["kind"].partition("=")[0]
-        faults.append(Fault(match["phase"], int(match["call"]), kind, float(match["seconds"] or 0)))
-    return Faults(faults)
+        faults.append(InjectedFault(match["phase"], int(match["call"]), kind, float(match["seconds"] or 0)))
+    return FaultInjector(faults)
 
 
 class _Faulty:
-    def __init__(self, faults: Sequence[Fault], forward: Forward) -> None:
+    def __init__(self, faults: Sequence[InjectedFault], forward: Forward) -> None:
         self._faults = faults
         self._forward = forward
         self._calls = 0

@@ -16,23 +16,23 @@ from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.forward.model_forward import Forward, input_device
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.loader import Place, Weights, load_weights
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, load_weights
 from mlserver_torch_stream.engine.loading.placement import (
-    Held,
+    DeviceShare,
     describe_moves,
     moved_bytes,
     read_placement,
     seconds_per_step,
 )
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching, check_generate
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path, take_int8
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
-from mlserver_torch_stream.engine.process_resources import Shares, Turns
-from mlserver_torch_stream.engine.tensor_parallel.launch import Ranks, prepare_ranks
+from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
+from mlserver_torch_stream.engine.tensor_parallel.launch import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import launched
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.errors import LoadFailed
@@ -42,17 +42,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """Weights with all that is found out about them once, whoever shares them. ``turns``: for who steps them."""
 
-    weights: Weights
-    findings: Findings
+    weights: LoadedWeights
+    findings: SelfCheckResult
     forward: Forward | None
     packed: int  # linear layers of the model that oneDNN has laid out
     device: torch.device  # of the token ids
-    turns: Turns | None  # None: its devices have turns of their own
-    ranks: Ranks | None = None
-    placement: tuple[Held, ...] = ()
+    turns: FairLock | None  # None: its devices have turns of their own
+    ranks: LaunchedModel | None = None
+    placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
     no_kernels: str | None = None  # why our own kernels, which would be faster, do not run
 
@@ -63,7 +63,7 @@ class Prepared:
         check_devices({self.device, *self.findings.costs})
 
 
-def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shares) -> Prepared:
+def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, shares: ProcessResources) -> PreparedModel:
     """Raises LoadFailed."""
     settings = resolved.settings
     if settings.tensor_parallel_size > 1:
@@ -77,7 +77,7 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
         if moved_bytes(placement):
             slowness = describe_moves(placement, seconds_per_step(weights.model))
             logger.warning("%s: %s", resolved.source.name, slowness)
-        findings = Findings(problem="set by engine: serial")
+        findings = SelfCheckResult(problem="set by engine: serial")
         if settings.engine != "serial":
             with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each row alone"):
                 findings = check_batching(weights.model)
@@ -102,8 +102,8 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
     device = input_device(weights.model)
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)
-    turns = None if pipeline is not None else shares.cores if device.type == "cpu" else Turns()
-    return Prepared(
+    turns = None if pipeline is not None else shares.cores if device.type == "cpu" else FairLock()
+    return PreparedModel(
         *(weights, findings, forward, packed, device, turns),
         placement=placement,
         pipeline=pipeline,
@@ -111,15 +111,15 @@ def prepare(place: Place, resolved: ResolvedSettings, threads: int, shares: Shar
     )
 
 
-def _prepare_ranks(place: Place, resolved: ResolvedSettings, shares: Shares) -> Prepared:
+def _prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, shares: ProcessResources) -> PreparedModel:
     ranks = prepare_ranks(place, resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
-    turns = shares.cores if device.type == "cpu" else Turns()
-    return Prepared(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
+    turns = shares.cores if device.type == "cpu" else FairLock()
+    return PreparedModel(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
 
 
-def give_back_weights(lease: Lease[Prepared]) -> None:
+def give_back_weights(lease: Lease[PreparedModel]) -> None:
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
         ranks.leader.stop()

@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
-from mlserver_torch_stream.engine.loading.shared_pool import Pool
+from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 
 
-class Shares:
+class ProcessResources:
     """The one place where engines of a process learn of each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promised: dict[object, int] = {}
-        self.cores = Turns()
-        self.recorders = Turns()  # of CUDA graphs: torch wants one at a time, and no memory given back meanwhile
-        self.weights: Pool[Any] = Pool()
-        self.engines: Pool[Any] = Pool()
+        self.cores = FairLock()
+        self.recorders = FairLock()  # of CUDA graphs: torch wants one at a time, and no memory given back meanwhile
+        self.weights: SharedPool[Any] = SharedPool()
+        self.engines: SharedPool[Any] = SharedPool()
 
     def promise(self, owner: object, asked: int | None, available: int, engines: int = 1) -> int:
         """Bytes of KV cache on the host for ``owner``: what it asked for, else half of what nobody was promised.
@@ -41,7 +41,7 @@ class Shares:
             self._promised.pop(owner, None)
 
 
-class Turns:
+class FairLock:
     """A lock that is handed on in the order of asking, so that engines on the same cores step in turn.
 
     Two OpenMP pools that spin on the same cores slow each other tenfold (measured); a plain lock would let a busy
@@ -84,4 +84,4 @@ class Turns:
                 self._taken = False
 
 
-PROCESS = Shares()
+PROCESS = ProcessResources()

@@ -12,7 +12,7 @@ from threading import Lock
 
 import torch
 
-from mlserver_torch_stream.engine.api import Engine, EngineStats, PromptJob, TokenStream
+from mlserver_torch_stream.engine.api import Engine, EngineRequest, EngineStats, TokenStream
 from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import EngineSettings
@@ -55,7 +55,7 @@ class ReplicatedEngine:
         troubles = [replica.trouble for replica in self._replicas]
         return None if None in troubles else troubles[0]
 
-    def submit(self, jobs: Sequence[PromptJob]) -> TokenStream:
+    def submit(self, jobs: Sequence[EngineRequest]) -> TokenStream:
         """All jobs of a request go to one replica: the least loaded that lives and has room for them.
 
         Their caches can differ in size, with what else is on their devices.

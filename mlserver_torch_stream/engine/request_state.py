@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, PromptJob
+from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.stops import StopMatcher
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _MOST_TEXT = MOST_PER_EVENT // 2
 
 
-class Sequence:
+class SequenceState:
     """One row: its tokens so far, its text, and the events that wait to be delivered."""
 
-    def __init__(self, job: Job, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, job: RequestState, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
         params = job.params
         self.job = job
         self.index = index
@@ -130,7 +130,7 @@ class Sequence:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class RequestState:
     """One prompt on its way to ``params.n`` rows; ``prefilled`` of its ids are in a cache."""
 
     prompt: list[int]
@@ -145,12 +145,12 @@ class Job:
     started_at: float | None = None
     prefilled: int = 0
     ahead: bool = True  # while it is open, its ids may be prefilled in memory that it gives up to others
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[SequenceState] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, given: PromptJob, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
-    ) -> Job:
+        cls, given: EngineRequest, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
+    ) -> RequestState:
         job = cls(
             list(given.prompt_ids),
             given.sampling,
@@ -162,7 +162,7 @@ class Job:
         )
         indices = range(given.first_index, given.first_index + given.sampling.n)
         job.whole_at = job.submitted_at
-        job.sequences = [Sequence(job, index, codec, eos_token_ids) for index in indices]
+        job.sequences = [SequenceState(job, index, codec, eos_token_ids) for index in indices]
         return job
 
     @property

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.event_delivery import end_for_readers
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.scheduling.queue_limits import FAR, Bounds, Deadlines
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.scheduling.queue_limits import FAR, Deadlines, QueueLimits
 from mlserver_torch_stream.engine.step_progress import Work
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.types import FinishReason
@@ -32,7 +32,7 @@ _LEAST = 0.01  # seconds between two looks, whatever was set
 class EndRequest:
     """Jobs that are to end, as the engine's thread was asked at that time."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[RequestState, ...]
     reason: FinishReason
     error: Exception
     asked_at: float
@@ -64,20 +64,20 @@ class Decision:
 class WatchdogState:
     """Decides. All of it follows from what it was told and from the time that it is given."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: QueueLimits) -> None:
         self._bounds = bounds
         self._deadlines = Deadlines()
         self._asked: list[EndRequest] = []
         self._overdue: list[Work] = []
 
-    def watch(self, jobs: Sequence[Job], timeouts: Sequence[float | None]) -> None:
+    def watch(self, jobs: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
         """``timeouts``: of the whole of each job; the bound of its wait is the settings', once its prompt is whole."""
         for job, timeout in zip(jobs, timeouts, strict=True):
             if job.sealed:
                 self.watch_wait(job)
             self._deadlines.add(job, timeout, while_waiting=False)
 
-    def watch_wait(self, job: Job) -> None:
+    def watch_wait(self, job: RequestState) -> None:
         """The job's prompt is whole, so its time in the queue counts from now on."""
         self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
 
@@ -127,21 +127,21 @@ class WatchdogState:
         return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
 
 
-def out_of_time(job: Job, waited: bool, now: float) -> EndRequest:
+def out_of_time(job: RequestState, waited: bool, now: float) -> EndRequest:
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((job,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
 
-def trouble(works: Sequence[Work], bounds: Bounds, now: float) -> str | None:
+def trouble(works: Sequence[Work], bounds: QueueLimits, now: float) -> str | None:
     """Why an engine that is at this is not ready, in words; None if it is."""
     return next((not_back(work, now) for work in works if is_overdue(work, bounds, now)), None)
 
 
-def is_overdue(work: Work, bounds: Bounds, now: float) -> bool:
+def is_overdue(work: Work, bounds: QueueLimits, now: float) -> bool:
     return now - work.since >= _overdue_limit(work.tokens, bounds)
 
 
-def _overdue_limit(tokens: int, bounds: Bounds) -> float:
+def _overdue_limit(tokens: int, bounds: QueueLimits) -> float:
     """Half of what ends the process, so that routers look away before; or when no request could be in time."""
     return min(bounds.step_limit(tokens) / 2, math.inf if bounds.request_timeout is None else bounds.request_timeout)
 
@@ -168,7 +168,7 @@ class Watched(Protocol):
 class Watchdog:
     """Does what a ``WatchdogState`` decides, in a thread of its own. Its methods may be called from any thread."""
 
-    def __init__(self, engine: Watched, bounds: Bounds, name: str) -> None:
+    def __init__(self, engine: Watched, bounds: QueueLimits, name: str) -> None:
         self._engine = engine
         self._name = name
         self._state = WatchdogState(bounds)
@@ -179,13 +179,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=f"watchdog-{name}", daemon=True)
         self._thread.start()
 
-    def watch(self, jobs: Sequence[Job], timeouts: Sequence[float | None]) -> None:
+    def watch(self, jobs: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
         with self._changed:
             self._state.watch(jobs, timeouts)
             if self._state.next_deadline(now := time.monotonic()) < self._wakes_at - now:
                 self._tell()
 
-    def watch_wait(self, job: Job) -> None:
+    def watch_wait(self, job: RequestState) -> None:
         with self._changed:
             self._state.watch_wait(job)
             self._tell()

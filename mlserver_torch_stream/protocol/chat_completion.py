@@ -24,7 +24,7 @@ class TokenCounts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChatChoice:
     """One sequence's answer, or a part of it. A finish reason that is no FinishReason is another server's."""
 
     index: int
@@ -41,7 +41,7 @@ class ChatCompletion:
     model: str
     created: int
 
-    def whole(self, choices: Sequence[Choice], tally: TokenCounts) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChatChoice], tally: TokenCounts) -> dict[str, Any]:
         return {
             **self._head("chat.completion"),
             "choices": [
@@ -50,7 +50,7 @@ class ChatCompletion:
             "usage": usage_of(tally),
         }
 
-    def chunk(self, choice: Choice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
+    def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
         """``first``: the choice's first chunk; ``usage``: given on the request's last."""
         delta = _message(choice) if first else {"content": choice.text}
         head = {**self._head("chat.completion.chunk"), "choices": [_choice(choice, "delta", delta)]}
@@ -65,11 +65,11 @@ class ChatCompletion:
         }
 
 
-def _message(choice: Choice) -> dict[str, str]:
+def _message(choice: ChatChoice) -> dict[str, str]:
     return {"role": "assistant", "content": choice.text}
 
 
-def _choice(choice: Choice, key: str, value: dict[str, str]) -> dict[str, Any]:
+def _choice(choice: ChatChoice, key: str, value: dict[str, str]) -> dict[str, Any]:
     return {
         "index": choice.index,
         key: value,
@@ -83,7 +83,7 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {**_named(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def reason_of(choice: Choice) -> str | None:
+def reason_of(choice: ChatChoice) -> str | None:
     reason = choice.finish_reason
     return reason.value if isinstance(reason, FinishReason) else reason
 

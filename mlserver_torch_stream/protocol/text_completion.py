@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.protocol.chat_completion import (
+    ChatChoice,
     ChatCompletion,
-    Choice,
     TokenCounts,
     finite,
     reason_of,
@@ -20,7 +20,7 @@ from mlserver_torch_stream.protocol.chat_completion import (
 from mlserver_torch_stream.types import TokenLogprob
 
 
-def completion(chat: bool, model: str, choices: Sequence[Choice], counts: TokenCounts) -> dict[str, Any]:
+def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
     """The object of an answer that has no id and no time yet."""
     if chat:
         return ChatCompletion("", model, 0).whole(choices, counts)
@@ -28,7 +28,7 @@ def completion(chat: bool, model: str, choices: Sequence[Choice], counts: TokenC
 
 
 def text_completion(
-    request_id: str, model: str, created: int, choices: Sequence[Choice], counts: TokenCounts
+    request_id: str, model: str, created: int, choices: Sequence[ChatChoice], counts: TokenCounts
 ) -> dict[str, Any]:
     """``created`` is in seconds since the epoch."""
     return {

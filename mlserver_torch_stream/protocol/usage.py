@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent, Usage
 
 
-class Tally:
+class UsageCounter:
     """The usages of one request's sequences, filled in by their last events."""
 
     def __init__(self, request: GenerationRequest) -> None:

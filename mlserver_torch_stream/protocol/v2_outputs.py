@@ -14,7 +14,7 @@ from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import finite
-from mlserver_torch_stream.protocol.usage import Tally
+from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.types import ReplyOptions, TokenLogprob
 
 Body = dict[str, Any]
@@ -70,7 +70,7 @@ def _as_bytes(tensor: Body) -> Body:
     return {**tensor, "data": [element.encode() for element in tensor["data"]]}
 
 
-def totals(tally: Tally) -> dict[str, int]:
+def totals(tally: UsageCounter) -> dict[str, int]:
     """The response parameters that only the very last response carries."""
     return {
         "usage_prompt_tokens": tally.prompt_tokens,

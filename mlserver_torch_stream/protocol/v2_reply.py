@@ -11,8 +11,8 @@ import orjson
 from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.chat_completion import ChatCompletion, Choice, finite
-from mlserver_torch_stream.protocol.usage import Tally
+from mlserver_torch_stream.protocol.chat_completion import ChatChoice, ChatCompletion, finite
+from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.protocol.v2_outputs import (
     Body,
     as_response,
@@ -47,7 +47,7 @@ class StreamReply:
         self._model_name = model_name
         self._model_version = model_version
         self._request_index = request_index
-        self._tally = Tally(request)
+        self._tally = UsageCounter(request)
         self._shown = shown_outputs(request.reply)
         self._logprobs = request.sampling.logprobs
         self._chat = ChatCompletion(request.request_id, model_name, created)
@@ -133,7 +133,7 @@ class StreamReply:
 
     def _chunk(self, event: TokenEvent, final: bool) -> Body:
         logprobs = event.logprobs if self._logprobs else None
-        choice = Choice(event.index, event.text, event.finish_reason, logprobs)
+        choice = ChatChoice(event.index, event.text, event.finish_reason, logprobs)
         chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=self._tally if final else None)
         return output(names.OUTPUT_ALL, [orjson.dumps(chunk).decode()])
 
@@ -170,7 +170,7 @@ class UnaryReply:
         self._request = request
         self._model_name = model_name
         self._model_version = model_version
-        self._tally = Tally(request)
+        self._tally = UsageCounter(request)
         self._answers = [_Answer() for _ in self._tally.unfinished]
         self._chat = ChatCompletion(request.request_id, model_name, created)
 
@@ -235,7 +235,7 @@ class UnaryReply:
         texts = ["".join(answer.texts) for answer in self._answers]
         wanted = self._request.sampling.logprobs
         choices = [
-            Choice(index, text, answer.finish_reason, answer.logprobs if wanted else None)
+            ChatChoice(index, text, answer.finish_reason, answer.logprobs if wanted else None)
             for index, (text, answer) in enumerate(zip(texts, self._answers, strict=True))
         ]
         return [

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from mlserver_torch_stream.errors import QueueFull
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.frames import MOST_BYTES
-from mlserver_torch_stream.torchserve.handler_request import Job, RequestTooLarge
+from mlserver_torch_stream.torchserve.handler_request import HandlerJob, RequestTooLarge
 
 
 @dataclass
-class Sequence:
+class RequestSequence:
     """The requests that share a state in one worker."""
 
     id: str
     opened: float
     worker: int | None = None
-    pending: deque[Job] = field(default_factory=deque)
+    pending: deque[HandlerJob] = field(default_factory=deque)
     running: int = 0
     ended: bool = False
     idle_since: float = 0.0
@@ -32,7 +32,7 @@ class Sequence:
         return not self.pending and not self.running
 
 
-class Waiting:
+class BatchQueue:
     """At most ``jobQueueSize`` requests, of which those of a sequence go to one worker, in their order.
 
     Each batch holds at most one request of a sequence, or, where batches are continuous, all of it that fits.
@@ -41,15 +41,15 @@ class Waiting:
     def __init__(self, config: HandlerConfig, most_bytes: int = MOST_BYTES) -> None:
         self._config = config
         self._most_bytes = most_bytes  # of a batch
-        self._plain: deque[Job] = deque()
-        self._again: deque[Job] = deque()
-        self._sequences: dict[str, Sequence] = {}
+        self._plain: deque[HandlerJob] = deque()
+        self._again: deque[HandlerJob] = deque()
+        self._sequences: dict[str, RequestSequence] = {}
         self._per_worker = max(1, config.most_sequences // config.minWorkers)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._again) + sum(len(each.pending) for each in self._sequences.values())
 
-    def add(self, job: Job, now: float) -> None:
+    def add(self, job: HandlerJob, now: float) -> None:
         """Raises QueueFull or RequestTooLarge."""
         if job.bytes > self._most_bytes:
             raise RequestTooLarge(
@@ -62,18 +62,18 @@ class Waiting:
         else:
             self._plain.append(job)
 
-    def add_again(self, job: Job) -> None:
+    def add_again(self, job: HandlerJob) -> None:
         """One that is to be run again, before everybody else."""
         self._again.append(job)
 
-    def remove(self, job: Job, now: float) -> None:
+    def remove(self, job: HandlerJob, now: float) -> None:
         if job in self._again:  # it was taken once
             self.ended(job, now, closes_sequence=job.closes_sequence)
         for queue in (self._plain, self._again, *(each.pending for each in self._sequences.values())):
             if job in queue:
                 queue.remove(job)
 
-    def clear(self) -> list[Job]:
+    def clear(self) -> list[HandlerJob]:
         """All that wait, who are not to wait any more."""
         jobs = [*self._again, *self._plain, *(job for each in self._sequences.values() for job in each.pending)]
         self._again.clear()
@@ -98,13 +98,13 @@ class Waiting:
         first = min(job.arrived for job in candidates)
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
 
-    def take(self, worker: int, room: int) -> list[Job]:
+    def take(self, worker: int, room: int) -> list[HandlerJob]:
         """The next batch, of at most ``room`` requests, and no more of them than one message carries."""
         again = next(self._again_on(worker), None)
         if again is not None:
             self._again.remove(again)
             return [again]
-        batch: list[Job] = []
+        batch: list[HandlerJob] = []
         left = self._most_bytes
         for job in list(self._candidates(worker)):
             left -= job.bytes
@@ -114,7 +114,7 @@ class Waiting:
             self._begin(job, worker)
         return batch
 
-    def ended(self, job: Job, now: float, closes_sequence: bool) -> None:
+    def ended(self, job: HandlerJob, now: float, closes_sequence: bool) -> None:
         """A job that was taken is over; ``closes_sequence``: so is its sequence, as the handler or the client says."""
         sequence = self._of(job)
         if sequence is None:
@@ -125,7 +125,7 @@ class Waiting:
         if sequence.ended and sequence.idle:
             del self._sequences[sequence.id]
 
-    def worker_lost(self, worker: int) -> list[Job]:
+    def worker_lost(self, worker: int) -> list[HandlerJob]:
         """The sequences that this worker held are gone; their requests that wait have nobody to go to."""
         lost = [each for each in self._sequences.values() if each.worker == worker]
         again = [job for job in self._again if self._of(job) in lost]
@@ -135,13 +135,13 @@ class Waiting:
             del self._sequences[sequence.id]
         return [*again, *(job for sequence in lost for job in sequence.pending)]
 
-    def _add_to_sequence(self, job: Job, sequence_id: str, now: float) -> None:
+    def _add_to_sequence(self, job: HandlerJob, sequence_id: str, now: float) -> None:
         self._expire(now)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             if len(self._sequences) >= self._config.most_sequences:
                 raise QueueFull(f"sequence_id: {len(self._sequences)} sequences are open already (maxNumSequence)")
-            sequence = self._sequences[sequence_id] = Sequence(sequence_id, now)
+            sequence = self._sequences[sequence_id] = RequestSequence(sequence_id, now)
         if len(sequence.pending) >= self._config.maxSequenceJobQueueSize:
             raise QueueFull(f"sequence_id: {len(sequence.pending)} of its requests wait (maxSequenceJobQueueSize)")
         sequence.pending.append(job)
@@ -153,7 +153,7 @@ class Waiting:
             if sequence.idle and (now - sequence.idle_since > idle or too_old):
                 del self._sequences[sequence.id]
 
-    def _candidates(self, worker: int) -> Iterator[Job]:
+    def _candidates(self, worker: int) -> Iterator[HandlerJob]:
         """In the order in which they would be taken."""
         yield from self._again_on(worker)
         mine = sum(each.worker == worker for each in self._sequences.values())
@@ -170,14 +170,14 @@ class Waiting:
                 yield from list(sequence.pending)[:1]
         yield from self._plain
 
-    def _again_on(self, worker: int) -> Iterator[Job]:
+    def _again_on(self, worker: int) -> Iterator[HandlerJob]:
         """One of a sequence goes to the worker that holds its state, where it has been before."""
         for job in self._again:
             sequence = self._of(job)
             if sequence is None or sequence.worker == worker:
                 yield job
 
-    def _begin(self, job: Job, worker: int) -> None:
+    def _begin(self, job: HandlerJob, worker: int) -> None:
         sequence = self._of(job)
         if sequence is None:
             self._plain.remove(job)
@@ -186,7 +186,7 @@ class Waiting:
         sequence.worker = worker
         sequence.running += 1
 
-    def _of(self, job: Job) -> Sequence | None:
+    def _of(self, job: HandlerJob) -> RequestSequence | None:
         if not self._config.sequenceBatching or job.request.sequence_id is None:
             return None
         return self._sequences.get(job.request.sequence_id)

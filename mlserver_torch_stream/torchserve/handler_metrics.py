@@ -27,7 +27,7 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 ModelLabels = tuple[str, str]
 
 
-class Gauges(Protocol):
+class HandlerGauges(Protocol):
     """What is so now."""
 
     @property
@@ -38,7 +38,7 @@ class Gauges(Protocol):
 
 
 @dataclass
-class HandlerFigures:
+class HandlerMetrics:
     """Of one model, since the process began. ``asked`` is when somebody looks."""
 
     requests: Counter[str] = field(default_factory=lambda: Counter({"ok": 0, "error": 0, "cancelled": 0, "refused": 0}))
@@ -46,7 +46,7 @@ class HandlerFigures:
     batches: int = 0
     batched_requests: int = 0
     restarts: int = 0
-    asked: Gauges | None = None  # None: the model is not loaded
+    asked: HandlerGauges | None = None  # None: the model is not loaded
     own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
 
     def note(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
@@ -60,16 +60,16 @@ class HandlerFigures:
         count_and_sum[1] = value if kind == "gauge" else count_and_sum[1] + value
 
 
-class Figures(Collector):
+class HandlerMetricsCollector(Collector):
     """All models' figures. Written on the event loop's thread; a scrape in another may see them one request apart."""
 
     def __init__(self) -> None:
-        self._models: dict[ModelLabels, HandlerFigures] = {}
+        self._models: dict[ModelLabels, HandlerMetrics] = {}
         self._lock = Lock()
 
-    def of(self, model: str, version: str | None) -> HandlerFigures:
+    def of(self, model: str, version: str | None) -> HandlerMetrics:
         with self._lock:
-            return self._models.setdefault((model, version or ""), HandlerFigures())
+            return self._models.setdefault((model, version or ""), HandlerMetrics())
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # the handlers' own names are not known
@@ -82,7 +82,7 @@ class Figures(Collector):
             yield from _theirs(models)
 
 
-def _ours(models: Mapping[ModelLabels, HandlerFigures]) -> Iterator[Metric]:
+def _ours(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
     requests = CounterMetricFamily(_PREFIX + "requests", "Requests by how they ended", labels=(*_LABELS, "outcome"))
     for labels, figures in models.items():
         for outcome, count in figures.requests.items():
@@ -107,7 +107,7 @@ def _ours(models: Mapping[ModelLabels, HandlerFigures]) -> Iterator[Metric]:
         yield gauge
 
 
-def _theirs(models: Mapping[ModelLabels, HandlerFigures]) -> Iterator[Metric]:
+def _theirs(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
     """By name: all series of one name have one type and one set of labels, or they are no exposition."""
     families: dict[str, tuple[str, tuple[str, ...], Any]] = {}
     for model_labels, figures in models.items():
@@ -132,5 +132,5 @@ def _fit(name: str) -> str:
     return _UNFIT.sub("_", name)[:_MOST_LABEL_CHARS] or "_"
 
 
-FIGURES = Figures()
+FIGURES = HandlerMetricsCollector()
 REGISTRY.register(FIGURES)

@@ -48,7 +48,7 @@ def allowed_status(status: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RequestPart:
     """One field of a request: the body, or a form's field."""
 
     name: str
@@ -61,7 +61,7 @@ class HandlerRequest:
     """A request as a handler sees it. ``timeout_s``: from its arrival to its last piece."""
 
     request_id: str
-    parts: Sequence[Part]
+    parts: Sequence[RequestPart]
     headers: Mapping[str, str] = field(default_factory=dict)
     sequence_id: str | None = None
     sequence_end: bool = False
@@ -74,7 +74,7 @@ class HandlerRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ResponsePiece:
     value: bytes
     last: bool
     content_type: str = ""
@@ -82,14 +82,14 @@ class Piece:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Job:
+class HandlerJob:
     """A stream of pieces that ends once: with a last piece, with an error, or because its reader closed it.
 
     A job that has failed together with others may be run again, alone: pieces that come again are checked against those
     that have been delivered, and not delivered twice.
     """
 
-    def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[Job], None]) -> None:
+    def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[HandlerJob], None]) -> None:
         self.request = request
         self.key = key  # its id for the handler: unique among those that run
         self.arrived = arrived
@@ -102,14 +102,14 @@ class Job:
         self.deadline: asyncio.TimerHandle | None = None
         self.drained: Callable[[], None] | None = None  # is called once, when little waits
         self._closed = closed
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[ResponsePiece] = deque()
         self._bytes = 0
         self._error: RequestError | None = None
         self._delivered: list[bytes] = []  # digests, in case that it has to be run again
         self._repeating = 0  # of those, how many have come again
         self._came = asyncio.Event()
 
-    def deliver(self, piece: Piece) -> None:
+    def deliver(self, piece: ResponsePiece) -> None:
         if self.over:
             return
         if self._repeating < len(self._delivered):
@@ -155,10 +155,10 @@ class Job:
         self._came.set()
         self._tell_drained()
 
-    def __aiter__(self) -> Job:
+    def __aiter__(self) -> HandlerJob:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> ResponsePiece:
         """Raises RequestError once, after the pieces that came before it."""
         while not self._pieces:
             if self._error is not None:
@@ -187,5 +187,5 @@ class Job:
             self.close()
 
 
-def _digest(piece: Piece) -> bytes:
+def _digest(piece: ResponsePiece) -> bytes:
     return hashlib.blake2b(piece.value, digest_size=8).digest()

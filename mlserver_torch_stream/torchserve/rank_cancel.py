@@ -10,7 +10,7 @@ from typing import Any
 Message = dict[str, Any]
 
 
-class Together:
+class RankCancellation:
     """Only for handlers that have been seen to send alike on all ranks, as those do that leave it to TorchServe's
     function to be silent on other ranks than the first. Others, at the same number of sends, may be anywhere.
     """

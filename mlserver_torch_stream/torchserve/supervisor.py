@@ -16,25 +16,25 @@ from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.torchserve.config import HandlerConfig
-from mlserver_torch_stream.torchserve.handler_request import Job
-from mlserver_torch_stream.torchserve.rank_cancel import Together
-from mlserver_torch_stream.torchserve.worker_process import Ended, Order, Worker
+from mlserver_torch_stream.torchserve.handler_request import HandlerJob
+from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
+from mlserver_torch_stream.torchserve.worker_process import WorkerEnded, WorkerOrder, WorkerProcess
 
 logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MOST_DELAY_S = 0.1, 30.0
 _SOUND_S = 60.0  # a worker that has lived as long, or answered, was not wrong from the start
 
 
-class Place:
+class WorkerSlot:
     """One worker's place: the process that is in it now, if any, and what it works on."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.worker: Worker | None = None
+        self.worker: WorkerProcess | None = None
         self.turn = 0  # how many have been in it: what is heard of earlier ones means nothing any more
         self.ready = False
-        self.active: dict[str, Job] = {}
-        self.together: Together | None = None  # where its ranks may stop
+        self.active: dict[str, HandlerJob] = {}
+        self.together: RankCancellation | None = None  # where its ranks may stop
         self.idle_since = 0.0
         self.watch: asyncio.TimerHandle | None = None
         self.signed = 0.0  # when anything was heard of it
@@ -43,26 +43,28 @@ class Place:
         self.proven = False  # this process has answered
 
 
-class Manager(Protocol):
+class SupervisorListener(Protocol):
     """All of it is called on the event loop."""
 
-    def heard(self, place: Place, header: dict[str, Any], body: bytes) -> None: ...
+    def heard(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None: ...
 
-    def lost(self, place: Place, why: str) -> None:
+    def lost(self, place: WorkerSlot, why: str) -> None:
         """The worker that was ready in this place is no more."""
 
-    def came(self, place: Place) -> None:
+    def came(self, place: WorkerSlot) -> None:
         """A worker is ready."""
 
     def hopeless(self, why: str) -> None:
         """No worker is left, and the last attempt to start one has failed."""
 
 
-class Crew:
+class WorkerSupervisor:
     """``order`` makes what the worker with a number loads."""
 
-    def __init__(self, name: str, config: HandlerConfig, order: Callable[[int], Order], manager: Manager) -> None:
-        self.places = [Place(number) for number in range(config.minWorkers)]
+    def __init__(
+        self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], manager: SupervisorListener
+    ) -> None:
+        self.places = [WorkerSlot(number) for number in range(config.minWorkers)]
         self.trouble: str | None = None  # why there is no worker
         self.restarts = 0
         self._name = name
@@ -76,7 +78,7 @@ class Crew:
         self._over = False
 
     @property
-    def ready(self) -> list[Place]:
+    def ready(self) -> list[WorkerSlot]:
         return [place for place in self.places if place.ready]
 
     async def start(self) -> None:
@@ -87,7 +89,7 @@ class Crew:
             self.end()
             raise failed
 
-    def kill(self, place: Place, why: str) -> None:
+    def kill(self, place: WorkerSlot, why: str) -> None:
         if place.worker is not None:
             place.worker.kill(why)
 
@@ -104,15 +106,15 @@ class Crew:
             if place.worker is not None:
                 place.worker.wait()
 
-    async def _start(self, place: Place) -> None:
+    async def _start(self, place: WorkerSlot) -> None:
         """Raises LoadFailed."""
         done = self._waiting[place.number] = self._loop.create_future()
         name = f"{self._name} worker {place.number}"
         self._starting[place.number] = self._config.ranks
         place.turn += 1
-        place.together = Together(self._config.ranks) if self._config.stops == "together" else None
+        place.together = RankCancellation(self._config.ranks) if self._config.stops == "together" else None
         try:
-            place.worker = Worker(
+            place.worker = WorkerProcess(
                 name,
                 self._order(place.number),
                 self._post,
@@ -133,7 +135,7 @@ class Crew:
         finally:
             self._waiting.pop(place.number, None)
 
-    def _heard(self, place: Place, turn: int, header: dict[str, Any], body: bytes) -> None:
+    def _heard(self, place: WorkerSlot, turn: int, header: dict[str, Any], body: bytes) -> None:
         if turn != place.turn:
             return
         place.signed = time.monotonic()
@@ -151,13 +153,13 @@ class Crew:
             place.proven |= bool(header.get("ended"))
             self._manager.heard(place, header, body)
 
-    def _is_ready(self, place: Place) -> None:
+    def _is_ready(self, place: WorkerSlot) -> None:
         place.ready, place.proven = True, False
         place.born = place.idle_since = time.monotonic()
         self.trouble = None
         self._manager.came(place)
 
-    def _lost(self, place: Place, turn: int, ended: Ended) -> None:
+    def _lost(self, place: WorkerSlot, turn: int, ended: WorkerEnded) -> None:
         if turn != place.turn:
             return
         waiting = self._waiting.get(place.number)
@@ -175,7 +177,7 @@ class Crew:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start_again(self, place: Place) -> None:
+    async def _start_again(self, place: WorkerSlot) -> None:
         """Until it is ready, with more and more time between the attempts."""
         while True:
             await asyncio.sleep(place.delay_s)

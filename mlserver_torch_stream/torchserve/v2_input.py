@@ -17,7 +17,7 @@ import orjson
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.torchserve.config import HandlerConfig
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
 
 JSON = "application/json"
 _TEXT = "text/plain"
@@ -40,10 +40,10 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
 
 
 def read_body(
-    body: Mapping[str, Any] | Part, headers: Mapping[str, str], request_id: str, config: HandlerConfig
+    body: Mapping[str, Any] | RequestPart, headers: Mapping[str, str], request_id: str, config: HandlerConfig
 ) -> HandlerRequest:
     """The handler's own body. ``parameters`` of a JSON object stay where they are."""
-    part = body if isinstance(body, Part) else Part("body", JSON, orjson.dumps(body))
+    part = body if isinstance(body, RequestPart) else RequestPart("body", JSON, orjson.dumps(body))
     return _request(request_id, [part], headers, {}, config)
 
 
@@ -55,7 +55,7 @@ def is_v2(body: Mapping[str, Any]) -> bool:
 
 def _request(
     request_id: str,
-    parts: list[Part],
+    parts: list[RequestPart],
     transport: Mapping[str, str],
     parameters: Mapping[str, Any],
     config: HandlerConfig,
@@ -113,9 +113,9 @@ def _timeout(given: Any, config: HandlerConfig) -> float | None:
     return min(seconds, bound) if bound else seconds
 
 
-def _parts(payload: Any) -> list[Part]:
+def _parts(payload: Any) -> list[RequestPart]:
     fallback = payload.parameters.content_type if payload.parameters is not None else None
-    parts: dict[str, Part] = {}
+    parts: dict[str, RequestPart] = {}
     for tensor in payload.inputs:
         if tensor.name in parts:
             raise InvalidInput(tensor.name, "given twice")
@@ -124,7 +124,7 @@ def _parts(payload: Any) -> list[Part]:
     return list(parts.values())
 
 
-def _part(tensor: Any, content_type: str) -> Part:
+def _part(tensor: Any, content_type: str) -> RequestPart:
     datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
     data = getattr(tensor.data, "root", tensor.data)
     elements = data if isinstance(data, list) else [data]
@@ -133,17 +133,19 @@ def _part(tensor: Any, content_type: str) -> Part:
         _check_shape(tensor, len(values))
         kind = _CONTENT_TYPES.get(content_type, content_type)
         if len(values) == 1:
-            return Part(tensor.name, kind, values[0])
-        return Part(tensor.name, JSON, _json(tensor.name, [value.decode("utf-8", "replace") for value in values]))
+            return RequestPart(tensor.name, kind, values[0])
+        return RequestPart(
+            tensor.name, JSON, _json(tensor.name, [value.decode("utf-8", "replace") for value in values])
+        )
     if datatype not in _DATATYPES:
         raise InvalidInput(tensor.name, f"unknown datatype {datatype[:20]!r}")
     flat = not any(isinstance(each, list) for each in elements)
     if flat:
         _check_shape(tensor, len(elements))
-    return Part(tensor.name, JSON, _json(tensor.name, _shaped(elements, tensor.shape) if flat else elements))
+    return RequestPart(tensor.name, JSON, _json(tensor.name, _shaped(elements, tensor.shape) if flat else elements))
 
 
-def _whole(payload: Any) -> Part:
+def _whole(payload: Any) -> RequestPart:
     """The request as it came, for an envelope that reads V2 itself."""
     inputs = []
     for tensor in payload.inputs:
@@ -151,7 +153,7 @@ def _whole(payload: Any) -> Part:
         shown = [each.decode("utf-8", "replace") if isinstance(each, bytes) else each for each in _flat(data)]
         datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
         inputs.append({"name": tensor.name, "shape": list(tensor.shape), "datatype": datatype, "data": shown})
-    return Part("body", JSON, _json("inputs", {"id": payload.id, "inputs": inputs}))
+    return RequestPart("body", JSON, _json("inputs", {"id": payload.id, "inputs": inputs}))
 
 
 def _check_shape(tensor: Any, count: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Piece
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, ResponsePiece
 
 OUTPUT = "output"
 LENGTHS = "piece_lengths"
@@ -38,10 +38,10 @@ class Reply:
         self._count = 0
         self.final_sent = False
 
-    def piece(self, piece: Piece) -> Body:
+    def piece(self, piece: ResponsePiece) -> Body:
         return self._body(self._outputs([piece]), piece.last, piece)
 
-    def whole(self, pieces: Sequence[Piece]) -> Body:
+    def whole(self, pieces: Sequence[ResponsePiece]) -> Body:
         """One response of all pieces: their bytes joined, and where there are several how long each of them is."""
         outputs = self._outputs(pieces)
         if len(pieces) > 1:
@@ -55,13 +55,13 @@ class Reply:
         body["error"] = body["parameters"]["error"] = str(error) or type(error).__name__
         return body
 
-    def _outputs(self, pieces: Sequence[Piece]) -> list[Body]:
+    def _outputs(self, pieces: Sequence[ResponsePiece]) -> list[Body]:
         joined = b"".join(piece.value for piece in pieces)
         if self._speaks_v2 and len(pieces) == 1 and (outputs := _v2_outputs(joined)) is not None:
             return outputs
         return [{"name": OUTPUT, "datatype": "BYTES", "shape": [1], "data": [joined]}]
 
-    def _body(self, outputs: list[Body], final: bool, piece: Piece | None) -> Body:
+    def _body(self, outputs: list[Body], final: bool, piece: ResponsePiece | None) -> Body:
         request = self._request
         parameters: dict[str, Any] = {
             "request_id": request.request_id,

@@ -12,37 +12,37 @@ from collections.abc import Callable
 from typing import Any
 
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
-from mlserver_torch_stream.torchserve.batch_queue import Waiting
+from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.frames import split
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Job, Piece
-from mlserver_torch_stream.torchserve.rank_cancel import Message, Together
-from mlserver_torch_stream.torchserve.supervisor import Crew, Place
-from mlserver_torch_stream.torchserve.worker_process import Order, batch_message
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
+from mlserver_torch_stream.torchserve.rank_cancel import Message, RankCancellation
+from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
+from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, batch_message
 
 logger = logging.getLogger(__name__)
 _SEQUENCE_END = "ts_request_sequence_end"
 _MEET_S = 10.0  # for the ranks of a call that is to stop
 
 
-class Pool:
+class WorkerPool:
     """``start`` once, on the loop; ``shutdown`` from any thread. ``close`` takes away what the workers ran on."""
 
     def __init__(
         self,
         name: str,
         config: HandlerConfig,
-        order: Callable[[int], Order],
-        figures: HandlerFigures,
+        order: Callable[[int], WorkerOrder],
+        figures: HandlerMetrics,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self._figures = figures
         self._close = close
-        self._waiting = Waiting(config)
-        self._jobs: dict[str, Job] = {}
-        self._crew = Crew(name, config, order, self)
+        self._waiting = BatchQueue(config)
+        self._jobs: dict[str, HandlerJob] = {}
+        self._crew = WorkerSupervisor(name, config, order, self)
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -85,7 +85,7 @@ class Pool:
 
     # --- requests ---
 
-    def submit(self, request: HandlerRequest) -> Job:
+    def submit(self, request: HandlerRequest) -> HandlerJob:
         """Raises QueueFull, RequestTooLarge or NotServing."""
         refusal = self._refusing or self._crew.trouble
         if refusal is not None:
@@ -93,7 +93,7 @@ class Pool:
         if self.config.useJobTicket and not any(self._room(place) for place in self._crew.ready):
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
-        job = Job(request, self._key(request.request_id), now, self.cancel)
+        job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
         self._waiting.add(job, now)
         self._jobs[job.key] = job
         if request.timeout_s is not None:
@@ -101,7 +101,7 @@ class Pool:
         self._pump()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: HandlerJob) -> None:
         """Idempotent. The handler is told at its next send."""
         if self._jobs.get(job.key) is not job:
             return
@@ -121,7 +121,7 @@ class Pool:
             key = f"{request_id}#{number}"
         return key
 
-    def _out_of_time(self, job: Job, seconds: float) -> None:
+    def _out_of_time(self, job: HandlerJob, seconds: float) -> None:
         if not job.over:
             job.fail(TimedOut(f"not answered within {seconds:g} s"))
             self.cancel(job)
@@ -152,14 +152,14 @@ class Pool:
         """Requests go to a worker while others run there."""
         return self.config.continuousBatching or self.config.asyncCommunication
 
-    def _room(self, place: Place) -> int:
+    def _room(self, place: WorkerSlot) -> int:
         if self.config.asyncCommunication:
             return self.config.queue_size - len(place.active)
         if self.config.continuousBatching:
             return self.config.batchSize - len(place.active)
         return 0 if place.active else self.config.batchSize
 
-    def _dispatch(self, place: Place, now: float) -> None:
+    def _dispatch(self, place: WorkerSlot, now: float) -> None:
         batch = self._waiting.take(place.number, self._room(place))
         if not place.active:
             place.signed = now
@@ -176,11 +176,11 @@ class Pool:
 
     # --- what workers say ---
 
-    def came(self, place: Place) -> None:
+    def came(self, place: WorkerSlot) -> None:
         self._figures.restarts = self._crew.restarts
         self._pump()
 
-    def heard(self, place: Place, header: dict[str, Any], body: bytes) -> None:
+    def heard(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         kind = header["t"]
         if kind == "pieces":
             self._deliver(place, header, body)
@@ -191,7 +191,7 @@ class Pool:
         elif kind == "metric":
             self._figures.note(header["name"], header["type"], header["value"], header["labels"])
 
-    def lost(self, place: Place, why: str) -> None:
+    def lost(self, place: WorkerSlot, why: str) -> None:
         """Its requests fail, and those of the sequences whose state it held."""
         error = HandlerFailed(f"the handler's {why}")
         gone = [*place.active.values(), *self._waiting.worker_lost(place.number)]
@@ -205,7 +205,7 @@ class Pool:
             job.fail(NotServing(why))
             self._forget(job)
 
-    def _deliver(self, place: Place, header: dict[str, Any], body: bytes) -> None:
+    def _deliver(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         items = header["items"]
         for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):
             job = place.active.get(item["id"])
@@ -215,11 +215,11 @@ class Pool:
             self._figures.pieces += 1
             if _SEQUENCE_END in item["headers"]:
                 job.closes_sequence = True
-            self._hand_over(place, job, Piece(value, item["last"], item["ct"], item["status"], item["headers"]))
+            self._hand_over(place, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
         for key in header["ended"]:
             self._ended(place, key)
 
-    def _hand_over(self, place: Place, job: Job, piece: Piece) -> None:
+    def _hand_over(self, place: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:
             job.fail(HandlerFailed(piece.value.decode(errors="replace")[:2000], piece.status))
             return
@@ -232,7 +232,7 @@ class Pool:
         else:
             job.cut_if_far_behind()
 
-    def _resume(self, place: Place) -> Callable[[], None]:
+    def _resume(self, place: WorkerSlot) -> Callable[[], None]:
         worker = place.worker
         assert worker is not None
 
@@ -242,7 +242,7 @@ class Pool:
 
         return resume
 
-    def _failed(self, place: Place, header: dict[str, Any]) -> None:
+    def _failed(self, place: WorkerSlot, header: dict[str, Any]) -> None:
         error = HandlerFailed(header["message"], header["status"])
         for key in header["ids"]:
             job = place.active.get(key)
@@ -253,7 +253,7 @@ class Pool:
             else:
                 job.fail(error)
 
-    def _ended(self, place: Place, key: str) -> None:
+    def _ended(self, place: WorkerSlot, key: str) -> None:
         job = place.active.pop(key, None)
         if job is None:
             return
@@ -269,14 +269,14 @@ class Pool:
             self._forget(job)
         self._pump()
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: HandlerJob) -> None:
         self._jobs.pop(job.key, None)
         if job.deadline is not None:
             job.deadline.cancel()
 
     # --- ranks that stop together ---
 
-    def _of_ranks(self, place: Place, header: dict[str, Any]) -> None:
+    def _of_ranks(self, place: WorkerSlot, header: dict[str, Any]) -> None:
         together = place.together
         assert together is not None
         kind, rank, call = header["t"], header["rank"], header["call"]
@@ -291,23 +291,23 @@ class Pool:
             limit = min(_MEET_S, self.config.responseTimeout / 2)
             self._loop.call_later(limit, self._waited_long_enough, place, together, call)
 
-    def _waited_long_enough(self, place: Place, together: Together, call: int) -> None:
+    def _waited_long_enough(self, place: WorkerSlot, together: RankCancellation, call: int) -> None:
         if place.together is together:  # and not those that came after them
             self._tell_ranks(place, together.too_late(call))
 
-    def _tell_ranks(self, place: Place, message: Message | None) -> None:
+    def _tell_ranks(self, place: WorkerSlot, message: Message | None) -> None:
         if message is not None and place.worker is not None:
             place.worker.send(message, b"", everybody=True)
 
-    def _place_of(self, job: Job) -> Place | None:
+    def _place_of(self, job: HandlerJob) -> WorkerSlot | None:
         return next((place for place in self._crew.places if place.active.get(job.key) is job), None)
 
     # --- handlers that never return ---
 
-    def _watch_in(self, place: Place, seconds: float) -> None:
+    def _watch_in(self, place: WorkerSlot, seconds: float) -> None:
         place.watch = self._loop.call_later(seconds, self._check, place)
 
-    def _check(self, place: Place) -> None:
+    def _check(self, place: WorkerSlot) -> None:
         """One timer per worker while it is busy: it looks, and looks again when it would be too late."""
         place.watch = None
         if not place.active:
@@ -327,7 +327,7 @@ class Pool:
         else:
             self._watch_in(place, oldest + limit - now)
 
-    def _time_out_silent(self, place: Place, now: float, limit: int) -> float:
+    def _time_out_silent(self, place: WorkerSlot, now: float, limit: int) -> float:
         """Each task on its own: cancelled at its limit. The time that decides whether the worker itself hangs."""
         for job in list(place.active.values()):
             if not job.over and now - job.signed >= limit:

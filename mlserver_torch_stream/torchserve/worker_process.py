@@ -20,7 +20,7 @@ from typing import Any
 
 import mlserver_torch_stream
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader, encode_frame
-from mlserver_torch_stream.torchserve.handler_request import Job
+from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.interpreter import environment_of
 from mlserver_torch_stream.torchserve.log_drain import drain
 
@@ -46,7 +46,7 @@ Heard = Callable[[dict[str, Any], bytes], None]
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerOrder:
     """What a worker loads. ``message`` and ``body`` go to it as they are; ``environment`` has one mapping per rank.
 
     ``python``: the interpreter that runs it, None for the server's own.
@@ -58,15 +58,20 @@ class Order:
     python: str | None
 
 
-class Ended(Exception):
+class WorkerEnded(Exception):
     """Why a worker is no more."""
 
 
-class Worker:
+class WorkerProcess:
     """``heard`` gets messages with their ``rank``, ``lost`` the reason of the end, once; both on the loop."""
 
     def __init__(
-        self, name: str, order: Order, post: Callable[..., None], heard: Heard, lost: Callable[[Ended], None]
+        self,
+        name: str,
+        order: WorkerOrder,
+        post: Callable[..., None],
+        heard: Heard,
+        lost: Callable[[WorkerEnded], None],
     ) -> None:
         self.name = name
         self._post = post
@@ -114,7 +119,7 @@ class Worker:
     def kill(self, why: str | None = None) -> None:
         """Ends it with all that it has started. ``why`` is told to ``lost``, unless it has ended already."""
         if why is not None:
-            self._tell_lost(Ended(why))
+            self._tell_lost(WorkerEnded(why))
         for rank in self._ranks:
             rank.kill()
         self._flowing.set()
@@ -136,7 +141,7 @@ class Worker:
         except (OSError, BrokenFrame) as error:
             why = f": {error}"
         rank.kill()
-        self._tell_lost(Ended(f"{rank.name} {rank.wait()}{why}"))
+        self._tell_lost(WorkerEnded(f"{rank.name} {rank.wait()}{why}"))
         rank.close()
         self.kill()  # the other ranks are nothing without it
 
@@ -144,7 +149,7 @@ class Worker:
         self._room.release()
         self._heard(header, body)
 
-    def _tell_lost(self, ended: Ended) -> None:
+    def _tell_lost(self, ended: WorkerEnded) -> None:
         with self._ending:
             if self._told_end:
                 return
@@ -241,7 +246,7 @@ def _program(descriptor: int) -> str:
     )
 
 
-def batch_message(jobs: Sequence[Job]) -> tuple[dict[str, Any], bytes]:
+def batch_message(jobs: Sequence[HandlerJob]) -> tuple[dict[str, Any], bytes]:
     """What a worker is asked to run."""
     requests = [
         {

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Unavailable
-from mlserver_torch_stream.cloud.pipeline import Limits
+from mlserver_torch_stream.cloud.cloud_errors import StoreUnavailable
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, RunIdentity
-from mlserver_torch_stream.cloud.run import Job, plan, write
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run import CloudRun, plan, write
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 
 RUN = RunIdentity("run", 1_700_000_000)
 QUICK = Retry(tries=3, first=0.001, longest=0.01)
@@ -29,7 +29,7 @@ class Model:
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         await asyncio.sleep(0.001)
         if self._lasts is not None and len(self.asked) + len(rows) > self._lasts:
-            raise Unavailable("the model died")
+            raise StoreUnavailable("the model died")
         self.asked += [row.custom_id for row in rows]
         return [self._outcome(row) for row in rows]
 
@@ -40,22 +40,24 @@ class Model:
         return Outcome({"text": text[::-1]})
 
 
-def job(folder: Path, **changes: Any) -> Job:
+def job(folder: Path, **changes: Any) -> CloudRun:
     settings = {
         "output": str(folder / "out"),
         "part_rows": 4,
         "retry": QUICK,
-        "limits": Limits(batch_rows=3, window=9),
+        "limits": PipelineLimits(batch_rows=3, window=9),
         "created": RUN.created,
     }
-    return Job(str(folder / "in"), **{**settings, **changes})
+    return CloudRun(str(folder / "in"), **{**settings, **changes})
 
 
-def run(job: Job, model: Model, meter: Meter | None = None, told: Callable[[str], None] = lambda message: None) -> int:
+def run(
+    job: CloudRun, model: Model, meter: RunMetrics | None = None, told: Callable[[str], None] = lambda message: None
+) -> int:
     """The number of rows that failed."""
 
     async def act() -> int:
-        return await write(await plan(job), model, meter or Meter(), told)
+        return await write(await plan(job), model, meter or RunMetrics(), told)
 
     return asyncio.run(act())
 

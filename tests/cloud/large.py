@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlserver_torch_stream.cloud.pipeline import Limits
-from mlserver_torch_stream.cloud.prefetch import Ahead
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Outcome, Row
-from mlserver_torch_stream.cloud.run import Job, stream
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run import CloudRun, stream
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 
 MIB = 2**20
 
@@ -23,13 +23,13 @@ def _grown(before: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-async def _run(folder: str, mib: int, job: Job) -> dict[str, float]:
+async def _run(folder: str, mib: int, job: CloudRun) -> dict[str, float]:
     """Rows of about one MiB, none of them a divisor of a block."""
     prompt = "x" * (MIB - 100)
     with Path(folder, "large.jsonl").open("w") as out:
         for _ in range(mib):
             out.write(json.dumps({"prompt": prompt}) + "\n")
-    meter, count = Meter(), 0
+    meter, count = RunMetrics(), 0
 
     async def lengths(rows: Sequence[Row]) -> list[Outcome]:
         while rows[0].index == 0 and meter.peak_undelivered_bytes + MIB < min(job.limits.window_bytes, mib * MIB // 2):
@@ -45,8 +45,11 @@ async def _run(folder: str, mib: int, job: Job) -> dict[str, float]:
 
 def main(mib: int, window_mib: int, ahead_mib: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        limits, ahead = Limits(window_bytes=window_mib * MIB, batch_rows=4), Ahead(nbytes=ahead_mib * MIB)
-        job = Job(folder, limits=limits, ahead=ahead)
+        limits, ahead = (
+            PipelineLimits(window_bytes=window_mib * MIB, batch_rows=4),
+            PrefetchedRange(nbytes=ahead_mib * MIB),
+        )
+        job = CloudRun(folder, limits=limits, ahead=ahead)
         found = asyncio.run(asyncio.wait_for(_run(folder, mib, job), 300))
     print(json.dumps(found))
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import psutil
 
 from mlserver_torch_stream.cloud.listing import Listed
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Outcome, Row
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Source
 from mlserver_torch_stream.cloud.store import Store
 
@@ -39,9 +39,9 @@ async def _run() -> dict[str, float]:
     for key in keys:
         await store.put(key, key.encode() * 20)
     objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
-    meter, count, rss = Meter(), 0, {}
+    meter, count, rss = RunMetrics(), 0, {}
     async for result in infer_rows(
-        Source(store, objects).rows(), slow_head, Limits(window=WINDOW, batch_rows=8), meter
+        Source(store, objects).rows(), slow_head, PipelineLimits(window=WINDOW, batch_rows=8), meter
     ):
         assert result.row.key == keys[count] and result.outcome.response == {"text": keys[count] * 20}
         count += 1

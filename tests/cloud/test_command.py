@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.cli.progress import Total, progress_line, summary
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import PROCESS, cloud, finish, joined, start, trouble
 from tests.cloud.faulty import Fault, faulty_server
@@ -309,7 +309,7 @@ def test_a_reader_that_leaves_ends_the_run_quietly(rows: Path, server: ModelServ
 
 
 def test_the_progress_line_and_the_summary_tell_what_the_issue_of_a_run_is() -> None:
-    meter = Meter(rows=50, failed=2, input_bytes=2**20, completion_tokens=500, prompt_tokens=100)
+    meter = RunMetrics(rows=50, failed=2, input_bytes=2**20, completion_tokens=500, prompt_tokens=100)
     line = progress_line(meter, Total(4 * 2**20, None), 10.0)
     assert "[=====               ]  25%" in line and "50 rows" in line and "1.0 MiB of 4.0 MiB" in line
     assert "50 tokens/s" in line and "ETA 0:30" in line and "2 failed" in line

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Missing, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.naming import glob_pattern, kind_of, part_name, part_number
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
-from mlserver_torch_stream.cloud.row_batcher import Batcher
+from mlserver_torch_stream.cloud.row_batcher import RowBatcher
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Result, Row
-from mlserver_torch_stream.cloud.run_metrics import Busy
+from mlserver_torch_stream.cloud.run_metrics import BusyTime
 from mlserver_torch_stream.cloud.window import Window
 from tests.cloud.jobs import RUN
 
@@ -59,7 +59,7 @@ def test_a_slow_head_closes_the_window_although_all_behind_it_is_settled() -> No
 
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 5), st.integers(1, 10))
 def test_batches_keep_every_item_in_order_within_both_bounds(weights: list[int], most: int, heaviest: int) -> None:
-    batcher: Batcher[tuple[int, int]] = Batcher(most, heaviest, 1.0, lambda item: item[1])
+    batcher: RowBatcher[tuple[int, int]] = RowBatcher(most, heaviest, 1.0, lambda item: item[1])
     items = list(enumerate(weights))
     batches = [batch for item in items for batch in batcher.add(item, 0.0)]
     batches.append(batcher.flush())
@@ -70,7 +70,7 @@ def test_batches_keep_every_item_in_order_within_both_bounds(weights: list[int],
 
 
 def test_a_batch_leaves_when_its_first_item_has_waited_long_enough() -> None:
-    batcher: Batcher[str] = Batcher(10, 100, 0.5, len)
+    batcher: RowBatcher[str] = RowBatcher(10, 100, 0.5, len)
     assert batcher.deadline is None
     batcher.add("a", 1.0)
     batcher.add("b", 1.4)
@@ -82,15 +82,15 @@ def test_a_batch_leaves_when_its_first_item_has_waited_long_enough() -> None:
 
 def test_pauses_double_up_to_the_longest_and_respect_what_the_server_asks_for() -> None:
     retry = Retry(tries=9, first=0.1, longest=2.0)
-    error = Unavailable("later")
+    error = StoreUnavailable("later")
     assert [round(retry.pause(n, error, draw=1.0), 3) for n in range(1, 7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     assert retry.pause(3, error, draw=0.0) == 0.2
-    assert retry.pause(1, Unavailable("later", retry_after=1.5), draw=0.5) == 1.5
-    assert retry.pause(1, Unavailable("later", retry_after=60), draw=0.5) == 2.0
+    assert retry.pause(1, StoreUnavailable("later", retry_after=1.5), draw=0.5) == 1.5
+    assert retry.pause(1, StoreUnavailable("later", retry_after=60), draw=0.5) == 2.0
 
 
 def test_only_what_may_help_is_tried_again_and_not_for_ever() -> None:
-    for error, expected in ((Unavailable("no"), 3), (Missing("no"), 1)):
+    for error, expected in ((StoreUnavailable("no"), 3), (ObjectMissing("no"), 1)):
         tried = []
 
         async def attempt(error: Exception = error, tried: list[int] = tried) -> None:
@@ -196,7 +196,7 @@ def test_kinds_follow_from_endings_unless_told() -> None:
 
 
 def test_busy_counts_the_time_in_which_nothing_ran() -> None:
-    busy = Busy()
+    busy = BusyTime()
     assert busy.share() is None
     for span in ((1.0, 2.0), (0.0, 3.0), (4.0, 5.0)):
         busy.add(*span)
@@ -205,7 +205,7 @@ def test_busy_counts_the_time_in_which_nothing_ran() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=30))
 def test_busy_is_the_union_of_its_spans_whatever_their_order(spans: list[tuple[int, int]]) -> None:
-    busy = Busy()
+    busy = BusyTime()
     for began, length in spans:
         busy.add(began, began + length)
     inside = {second for began, length in spans for second in range(began, began + length)}

@@ -13,12 +13,12 @@ import pytest
 
 from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Refused, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
-from mlserver_torch_stream.cloud.run import Job, plan, stream
+from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests.cloud.azure import azure_server
@@ -37,7 +37,7 @@ async def _two() -> AsyncGenerator[Row, None]:
         yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": str(index)}, size=1)
 
 
-def _all(job: Job) -> list[Result]:
+def _all(job: CloudRun) -> list[Result]:
     async def collect() -> list[Result]:
         return [result async for result in stream(job, _answer)]
 
@@ -72,7 +72,7 @@ def test_a_watcher_ends_when_an_object_cannot_be_done_although_nothing_new_comes
     done: list[str] = []
 
     async def dead(rows: Sequence[Row]) -> list[Outcome]:
-        raise Unavailable("the server is gone")
+        raise StoreUnavailable("the server is gone")
 
     async def announcements() -> AsyncGenerator[Announced, None]:
         async def is_done() -> None:
@@ -86,7 +86,7 @@ def test_a_watcher_ends_when_an_object_cannot_be_done_although_nothing_new_comes
         await store.put("a.txt", b"x")
         await Watcher(store, Store.memory(), dead, {}).watch(announcements())
 
-    with pytest.raises(Unavailable, match="the server is gone"):
+    with pytest.raises(StoreUnavailable, match="the server is gone"):
         asyncio.run(asyncio.wait_for(run(), _SOON_S))
     assert not done
 
@@ -119,7 +119,7 @@ def test_a_place_at_a_gate_goes_past_a_task_that_was_cancelled_in_the_same_breat
 def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
     (tmp_path / "list").write_bytes(b"\xef\xbb\xbfa.jsonl\r\n")
-    found = _all(Job(str(tmp_path), manifest=str(tmp_path / "list")))
+    found = _all(CloudRun(str(tmp_path), manifest=str(tmp_path / "list")))
     assert [(each.row.line, each.outcome.response) for each in found] == [(1, {"text": "a"}), (3, {"text": "b"})]
 
 
@@ -127,7 +127,7 @@ def test_objects_that_stand_for_folders_are_no_input(aws: dict[str, str], bucket
     for key in ("in/", "in/sub/", "in/v1.0/", "in/sub/a.txt", "in/empty.txt"):
         body = b"x" if key.endswith("a.txt") else b""
         httpx.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/{key}", content=body).raise_for_status()
-    planned = asyncio.run(plan(Job(f"s3://{bucket}/in")))
+    planned = asyncio.run(plan(CloudRun(f"s3://{bucket}/in")))
     assert [each.info.key for each in planned.objects] == ["empty.txt", "sub/a.txt"]
 
 
@@ -143,7 +143,7 @@ def test_a_row_that_json_cannot_carry_fails_alone_in_its_batch(
 
 def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("a//b.txt\n")
-    (found,) = _all(Job("s3://bucket/in", manifest=str(tmp_path / "list"), storage={"region": "us-east-1"}))
+    (found,) = _all(CloudRun("s3://bucket/in", manifest=str(tmp_path / "list"), storage={"region": "us-east-1"}))
     assert found.outcome.failure is not None and found.outcome.failure.code == "refused"
     assert "a//b.txt: " in found.outcome.failure.message and "empty path segment" in found.outcome.failure.message
 
@@ -151,9 +151,9 @@ def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path)
 def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
-    asyncio.run(plan(Job(str(tmp_path / "in"), output=str(tmp_path / "out"))))
-    with pytest.raises(Refused, match=r"--manifest: .* is not there"):
-        asyncio.run(plan(Job(str(tmp_path / "in"), manifest=str(tmp_path / "none" / "list"))))
+    asyncio.run(plan(CloudRun(str(tmp_path / "in"), output=str(tmp_path / "out"))))
+    with pytest.raises(RunRefused, match=r"--manifest: .* is not there"):
+        asyncio.run(plan(CloudRun(str(tmp_path / "in"), manifest=str(tmp_path / "none" / "list"))))
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -168,7 +168,7 @@ def test_an_output_within_the_input_is_seen_however_either_is_spelled(
 
 
 def test_a_glob_and_an_address_that_mean_nothing_are_refused(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(Refused, match=r"--glob: \[z-a\]"):
+    with pytest.raises(RunRefused, match=r"--glob: \[z-a\]"):
         glob_pattern("[z-a]*")
     assert cloud("run", "--input", tmp_path, "--url", "http://[::1") == 2
     assert "--url: http://[::1 does not say" in capsys.readouterr().err

@@ -9,8 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Denied, Missing, Unavailable
-from mlserver_torch_stream.cloud.prefetch import Ahead, Prefetch, fetch_range
+from mlserver_torch_stream.cloud.cloud_errors import (
+    AccessDenied,
+    CloudError,
+    ObjectChanged,
+    ObjectMissing,
+    StoreUnavailable,
+)
+from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.faulty import Fault, FaultyServer, faulty_server
@@ -75,11 +81,11 @@ def test_a_body_that_is_cut_twice_goes_on_each_time_from_what_has_come(server: F
 
 def test_an_object_that_changes_between_cut_and_resume_is_never_spliced(server: FaultyServer) -> None:
     server.faults["/bucket/a.bin"] = [Fault("change")]
-    with pytest.raises(Changed, match=r"a\.bin"):
+    with pytest.raises(ObjectChanged, match=r"a\.bin"):
         _fetch(server)
 
 
-@pytest.mark.parametrize(("fault", "error"), [(403, Denied), (404, Missing)])
+@pytest.mark.parametrize(("fault", "error"), [(403, AccessDenied), (404, ObjectMissing)])
 def test_what_trying_again_cannot_help_is_told_at_once(
     server: FaultyServer, fault: int, error: type[CloudError]
 ) -> None:
@@ -91,7 +97,7 @@ def test_what_trying_again_cannot_help_is_told_at_once(
 
 def test_tries_are_bounded(server: FaultyServer) -> None:
     server.faults["/bucket/a.bin"] = [Fault(503)] * 50
-    with pytest.raises(Unavailable):
+    with pytest.raises(StoreUnavailable):
         _fetch(server)
     assert len(server.gets("/bucket/a.bin")) == _QUICK.tries
 
@@ -99,7 +105,7 @@ def test_tries_are_bounded(server: FaultyServer) -> None:
 def test_no_server_is_a_clear_error() -> None:
     with faulty_server() as gone:
         pass
-    with pytest.raises(Unavailable, match=r"s3://bucket/a\.bin"):
+    with pytest.raises(StoreUnavailable, match=r"s3://bucket/a\.bin"):
         _fetch(gone)
 
 
@@ -133,11 +139,11 @@ def test_prefetching_keeps_order_and_both_bounds_and_one_huge_piece_still_comes(
         await asyncio.sleep(0.001 * (5 - piece.number % 5))
         flying -= 1
         if piece.number == 7:
-            raise Missing("7 is gone")
+            raise ObjectMissing("7 is gone")
         return bytes([piece.number])
 
     async def read() -> AsyncIterator[tuple[int, bytes | str]]:
-        prefetch: Prefetch[_Piece] = Prefetch(lambda piece: asyncio.ensure_future(fetch(piece)), Ahead(4, 10))
+        prefetch: Prefetch[_Piece] = Prefetch(lambda piece: asyncio.ensure_future(fetch(piece)), PrefetchedRange(4, 10))
         pieces = iter([_Piece(number, 25 if number == 3 else 4) for number in range(12)])
         async for piece, data in prefetch.read(pieces):
             yield piece.number, data if isinstance(data, bytes) else data.message
@@ -163,7 +169,9 @@ def test_leaving_early_ends_what_is_in_flight() -> None:
         return b""
 
     async def leave() -> None:
-        prefetch: Prefetch[_Piece] = Prefetch(lambda piece: asyncio.ensure_future(fetch(piece)), Ahead(3, 100))
+        prefetch: Prefetch[_Piece] = Prefetch(
+            lambda piece: asyncio.ensure_future(fetch(piece)), PrefetchedRange(3, 100)
+        )
         pieces = prefetch.read(iter([_Piece(number, 1) for number in range(9)]))
         async for _ in pieces:
             await asyncio.sleep(0)

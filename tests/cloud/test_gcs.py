@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Changed, Exists
+from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, ObjectExists
 from mlserver_torch_stream.cloud.sink import create
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud
@@ -50,12 +50,12 @@ def test_writes_ask_for_what_is_there(gcs: Bucket) -> None:
         store = Store.open("gs://bucket/out", gcs.storage())
         gcs.lost = 1
         await create(store, "a", b"one", _QUICK)  # the lost answer's write is found to be ours
-        with pytest.raises(Exists):
+        with pytest.raises(ObjectExists):
             await create(store, "a", b"two", _QUICK)
         data, marks = await store.look("a")
         assert data == b"one"
         await store.replace("a", b"two", marks)
-        with pytest.raises(Changed):
+        with pytest.raises(ObjectChanged):
             await store.replace("a", b"three", marks)
         assert [info.key async for info in store.list()] == ["a"] and await store.get("a") == b"two"
         await store.aclose()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlserver_torch_stream.cli.progress import Total, progress_line
 from mlserver_torch_stream.cloud.gunzip import PIECE_BYTES, Damaged, Gunzip
 from mlserver_torch_stream.cloud.rows import Row
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud
@@ -105,4 +105,4 @@ def test_the_command_reads_gzip_and_claims_to_know_no_end_of_it(
     out, err = capsys.readouterr()
     assert [json.loads(line)["custom_id"] for line in out.splitlines()][4:6] == ["a.jsonl.gz:5", "b.GZ:1"]
     assert "?%" in err and "ETA -:--" in err
-    assert " of " not in progress_line(Meter(rows=3, input_bytes=9), Total(None, None), 1.0)
+    assert " of " not in progress_line(RunMetrics(rows=3, input_bytes=9), Total(None, None), 1.0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
-from mlserver_torch_stream.cli.row_completion import Asking
+from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Missing, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
 from tests.cloud.models import model_server
 
@@ -27,7 +27,7 @@ def _row(index: int, prompt: str = "", **body: Any) -> Row:
 
 def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
     async def ask() -> list[Outcome]:
-        infer = HttpInfer(url, "m", settings.pop("api", "v2"), settings.pop("asking", Asking()), **settings)
+        infer = HttpInfer(url, "m", settings.pop("api", "v2"), settings.pop("asking", RowRequest()), **settings)
         try:
             return await infer(rows)
         finally:
@@ -47,7 +47,7 @@ def _text(outcome: Outcome) -> str:
 def test_prompts_and_conversations_in_either_spelling(api: str, stream: bool) -> None:
     chat = _row(1, messages=[{"role": "user", "content": "hello"}], max_tokens=9)
     with model_server() as server:
-        plain, said = _ask(server.url, [_row(0, "abc"), chat], api=api, stream=stream, asking=Asking({"seed": 7}))
+        plain, said = _ask(server.url, [_row(0, "abc"), chat], api=api, stream=stream, asking=RowRequest({"seed": 7}))
     assert _text(plain) == "cba" and _text(said) == "olleh"
     assert plain.response is not None and said.response is not None
     assert plain.response["object"] == "text_completion" and said.response["object"] == "chat.completion"
@@ -125,8 +125,8 @@ def test_images_and_sound_go_to_openai_as_parts_of_a_message_and_nowhere_else() 
     image = Row(0, "a.jpg", None, "a.jpg", Kind.IMAGE, data=b"\xff\xd8")
     sound = Row(1, "b.wav", None, "b.wav", Kind.AUDIO, data=b"RIFF")
     with model_server() as server:
-        assert _ask(server.url, [image, sound], api="openai", asking=Asking(media=True))[0].failure is None
-        refused = _ask(server.url, [image], asking=Asking())[0].failure
+        assert _ask(server.url, [image, sound], api="openai", asking=RowRequest(media=True))[0].failure is None
+        refused = _ask(server.url, [image], asking=RowRequest())[0].failure
     parts = [body["messages"][0]["content"][0] for body in server.bodies]
     assert {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9g="}} in parts
     assert {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} in parts
@@ -166,7 +166,7 @@ def test_a_row_on_which_the_server_always_breaks_fails_alone_after_three_tries()
     assert server.asked.count("bad") == 3
 
 
-@pytest.mark.parametrize(("status", "error"), [(401, Denied), (404, Missing), (503, Unavailable)])
+@pytest.mark.parametrize(("status", "error"), [(401, AccessDenied), (404, ObjectMissing), (503, StoreUnavailable)])
 def test_what_is_no_rows_fault_ends_the_run(status: int, error: type[CloudError]) -> None:
     with model_server(trouble=lambda prompt, before: status) as server, pytest.raises(error, match=str(status)):
         _ask(server.url, [_row(0)], retry=_QUICK)
@@ -175,7 +175,7 @@ def test_what_is_no_rows_fault_ends_the_run(status: int, error: type[CloudError]
 def test_no_server_ends_the_run() -> None:
     with model_server() as server:
         pass
-    with pytest.raises(Unavailable, match=server.url):
+    with pytest.raises(StoreUnavailable, match=server.url):
         _ask(server.url, [_row(0)], retry=_QUICK)
 
 

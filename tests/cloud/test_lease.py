@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import Changed, InUse, Unavailable
+from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, StoreUnavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud, finish, joined, start
@@ -116,7 +116,7 @@ def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over(
         async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
             self.looks += 1
             if self.looks % 2:
-                raise Unavailable("later")
+                raise StoreUnavailable("later")
             return await super().look(key)
 
     async def act() -> None:
@@ -127,7 +127,7 @@ def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over(
                 await asyncio.sleep(0.01)
             lease.require()
             await _hold(store)
-            with pytest.raises(Changed, match="another command writes to it now"):
+            with pytest.raises(ObjectChanged, match="another command writes to it now"):
                 while True:
                     lease.require()
                     await asyncio.sleep(0.01)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Missing, Refused, Unavailable
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectMissing, RunRefused, StoreUnavailable
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
-from mlserver_torch_stream.cloud.run import Job, stream
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run import CloudRun, stream
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.ten_thousand import WINDOW
 from tests.markdown import ROOT
 
@@ -39,7 +39,7 @@ async def _collect(results: AsyncGenerator[Result, None]) -> list[Result]:
 
 
 def _run(rows: AsyncGenerator[Row, None], infer: Infer, **limits: Any) -> list[Result]:
-    return asyncio.run(_collect(infer_rows(rows, infer, Limits(**limits))))
+    return asyncio.run(_collect(infer_rows(rows, infer, PipelineLimits(**limits))))
 
 
 def test_results_keep_the_order_of_the_rows_whatever_the_batches_take() -> None:
@@ -82,12 +82,12 @@ def test_rows_that_are_large_are_bounded_by_their_bytes_and_one_that_is_larger_p
         inside.difference_update(row.index for row in rows)
         return await _echo(rows)
 
-    meter = Meter()
-    limits = Limits(window=8, window_bytes=60, batch_rows=1, batches=8)
+    meter = RunMetrics()
+    limits = PipelineLimits(window=8, window_bytes=60, batch_rows=1, batches=8)
     found = asyncio.run(_collect(infer_rows(rows(), watch, limits, meter)))
     assert [result.row.index for result in found] == list(range(8))
     assert meter.peak_undelivered_bytes == 500 == most
-    small = Meter()
+    small = RunMetrics()
     asyncio.run(_collect(infer_rows(_rows(40), _echo, limits, small)))
     assert (small.peak_undelivered, small.peak_undelivered_bytes) == (6, 60)
 
@@ -95,7 +95,7 @@ def test_rows_that_are_large_are_bounded_by_their_bytes_and_one_that_is_larger_p
 @pytest.mark.parametrize("limits", [{"window": 2}, {"window_bytes": 25}])
 def test_a_batch_that_the_window_lets_grow_no_more_does_not_wait_for_more(limits: dict[str, int]) -> None:
     async def run() -> list[Result]:
-        return await _collect(infer_rows(_rows(7), _echo, Limits(batch_rows=4, max_wait=3600, **limits)))
+        return await _collect(infer_rows(_rows(7), _echo, PipelineLimits(batch_rows=4, max_wait=3600, **limits)))
 
     assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 7
 
@@ -110,7 +110,7 @@ def test_a_lone_row_does_not_wait_for_others_longer_than_it_may() -> None:
 
     async def run() -> list[int]:
         found = []
-        async for result in infer_rows(rows(), _echo, Limits(batch_rows=100, max_wait=0.01)):
+        async for result in infer_rows(rows(), _echo, PipelineLimits(batch_rows=100, max_wait=0.01)):
             found.append(result.row.index)
             more.set()  # the source goes on only once the first result is here
         return found
@@ -150,14 +150,14 @@ def test_an_exception_fails_its_batch_alone_and_a_wrong_number_of_outcomes_too()
 def test_what_ends_a_run_is_raised_behind_the_results_before_it(where: str) -> None:
     async def infer(rows: Sequence[Row]) -> list[Outcome]:
         if where == "infer" and rows[0].index >= 6:
-            raise Unavailable("the server is gone")
+            raise StoreUnavailable("the server is gone")
         return await _echo(rows)
 
     async def run() -> list[int]:
         found = []
-        rows = _rows(6 if where == "source" else 40, error=Missing("the source is gone"))
+        rows = _rows(6 if where == "source" else 40, error=ObjectMissing("the source is gone"))
         with pytest.raises(CloudError, match="is gone"):
-            async for result in infer_rows(rows, infer, Limits(batch_rows=2, batches=1)):
+            async for result in infer_rows(rows, infer, PipelineLimits(batch_rows=2, batches=1)):
                 found.append(result.row.index)
         return found
 
@@ -178,7 +178,7 @@ def test_leaving_early_ends_every_task() -> None:
         return []
 
     async def run() -> None:
-        results = infer_rows(_rows(9), hang, Limits(batch_rows=1, batches=3))
+        results = infer_rows(_rows(9), hang, PipelineLimits(batch_rows=1, batches=3))
         async with contextlib.aclosing(results):
             async for _ in results:
                 await asyncio.sleep(0.01)
@@ -190,8 +190,8 @@ def test_leaving_early_ends_every_task() -> None:
 
 
 def test_figures_are_named_as_in_beam() -> None:
-    meter = Meter()
-    asyncio.run(_collect(infer_rows(_rows(10, fails=0), _echo, Limits(batch_rows=3), meter)))
+    meter = RunMetrics()
+    asyncio.run(_collect(infer_rows(_rows(10, fails=0), _echo, PipelineLimits(batch_rows=3), meter)))
     figures = meter.figures()
     assert (figures["rows"], figures["failed"], figures["num_inferences"]) == (10, 1, 9)
     assert figures["inference_request_batch_size"] == {"count": 3, "sum": 9, "min": 3, "max": 3, "mean": 3}
@@ -204,7 +204,7 @@ def test_figures_are_named_as_in_beam() -> None:
 def test_the_api_streams_results_of_any_place_without_an_output(tmp_path: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
     (tmp_path / "b.txt").write_text("z")
-    found = asyncio.run(_collect(stream(Job(str(tmp_path)), _echo)))
+    found = asyncio.run(_collect(stream(CloudRun(str(tmp_path)), _echo)))
     assert [result.row.custom_id for result in found] == ["a.jsonl:1", "a.jsonl:2", "b.txt"]
-    with pytest.raises(Refused, match="--output"):
-        asyncio.run(_collect(stream(Job(str(tmp_path), output="/tmp/x"), _echo)))
+    with pytest.raises(RunRefused, match="--output"):
+        asyncio.run(_collect(stream(CloudRun(str(tmp_path), output="/tmp/x"), _echo)))

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, Denied, Exists, Full, Refused, TooManyFailures
-from mlserver_torch_stream.cloud.pipeline import Limits
+from mlserver_torch_stream.cloud.cloud_errors import (
+    AccessDenied,
+    CloudError,
+    ObjectExists,
+    RunRefused,
+    StorageFull,
+    TooManyFailures,
+)
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import plan
 from mlserver_torch_stream.cloud.sink import PartSink, create
@@ -52,7 +59,7 @@ def test_a_run_that_is_done_infers_nothing_and_still_says_how_many_failed(folder
 
 def test_a_run_that_died_between_a_part_and_its_errors_mends_them(folder: Path) -> None:
     with pytest.raises(CloudError):
-        run(job(folder, limits=Limits(batch_rows=3, window=9, batches=1)), Model(9))
+        run(job(folder, limits=PipelineLimits(batch_rows=3, window=9, batches=1)), Model(9))
     assert sorted(path.name for path in (folder / "out").glob("errors-*")) == ["errors-000001.jsonl"]
     (folder / "out" / "errors-000001.jsonl").unlink()
     assert run(job(folder), Model()) == 3
@@ -121,7 +128,7 @@ def test_an_output_of_another_run_is_refused_and_what_differs_is_named(
     folder: Path, changes: dict[str, Any], named: str
 ) -> None:
     run(job(folder), Model())
-    with pytest.raises(Refused, match="belongs to another run") as caught:
+    with pytest.raises(RunRefused, match="belongs to another run") as caught:
         run(job(folder, **changes), Model())
     assert named in str(caught.value)
 
@@ -129,7 +136,7 @@ def test_an_output_of_another_run_is_refused_and_what_differs_is_named(
 def test_parts_that_nobody_claims_are_not_touched(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "part-000000.jsonl").write_text("mine\n")
-    with pytest.raises(Refused, match="without a manifest"):
+    with pytest.raises(RunRefused, match="without a manifest"):
         run(job(folder), Model())
     assert (folder / "out" / "part-000000.jsonl").read_text() == "mine\n"
 
@@ -139,7 +146,7 @@ def test_a_part_that_was_tampered_with_is_named(folder: Path) -> None:
         run(job(folder), Model(20))
     last = sorted((folder / "out").glob("part-*"))[-1]
     last.write_bytes(last.read_bytes()[:-9])
-    with pytest.raises(Refused, match=last.name):
+    with pytest.raises(RunRefused, match=last.name):
         run(job(folder), Model())
 
 
@@ -154,12 +161,12 @@ def test_a_part_that_was_tampered_with_is_named(folder: Path) -> None:
     ],
 )
 def test_options_that_contradict_each_other_are_named(folder: Path, changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refused, match=named):
+    with pytest.raises(RunRefused, match=named):
         job(folder, **changes)
 
 
 def test_an_output_within_the_input_is_refused(folder: Path) -> None:
-    with pytest.raises(Refused, match="lies within --input"):
+    with pytest.raises(RunRefused, match="lies within --input"):
         job(folder, output=str(folder / "in" / "out"))
 
 
@@ -178,7 +185,7 @@ def test_a_glob_and_a_manifest_choose_and_a_manifests_order_is_kept(folder: Path
 )
 def test_manifests_that_mean_nothing_are_refused(folder: Path, manifest: str, named: str) -> None:
     (folder / "list").write_text(manifest)
-    with pytest.raises(Refused, match=named):
+    with pytest.raises(RunRefused, match=named):
         run(job(folder, manifest=str(folder / "list")), Model())
 
 
@@ -199,7 +206,7 @@ def test_a_conditional_create_whose_answer_was_lost_is_not_mistaken_for_anothers
         store = Store.memory()
         await create(store, "part", b"same", QUICK)
         await create(store, "part", b"same", QUICK)
-        with pytest.raises(Exists, match="left as it is"):
+        with pytest.raises(ObjectExists, match="left as it is"):
             await create(store, "part", b"other", QUICK)
         assert await store.get("part") == b"same"
 
@@ -209,12 +216,12 @@ def test_a_conditional_create_whose_answer_was_lost_is_not_mistaken_for_anothers
 def test_a_place_that_cannot_be_written_is_a_clear_error(folder: Path) -> None:
     class FullStore(Store):
         async def create(self, key: str, data: bytes) -> None:
-            raise Full(f"{key}: no room left to write")
+            raise StorageFull(f"{key}: no room left to write")
 
     async def act() -> None:
         sink = PartSink(FullStore(Store.memory()._backend, "memory://"), 1, RUN, QUICK)
         await sink.write(Result(Row(0, "k", None, "k"), Outcome({})))
 
-    with pytest.raises(Full, match="part-000000"):
+    with pytest.raises(StorageFull, match="part-000000"):
         asyncio.run(act())
-    assert not Full("x").retriable and not Denied("x").retriable
+    assert not StorageFull("x").retriable and not AccessDenied("x").retriable

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import Changed, CloudError, Refused, TooManyFailures
-from mlserver_torch_stream.cloud.prefetch import Ahead
-from mlserver_torch_stream.cloud.retry_failed import Again, FailedRow
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectChanged, RunRefused, TooManyFailures
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.retry_failed import FailedRow, FailedRowRetry
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud
@@ -147,7 +147,7 @@ def test_a_part_that_names_rows_which_are_none_is_refused(folder: Path) -> None:
     run(job(folder), Model())
     part = folder / "out" / "part-000001.jsonl"
     part.write_bytes(part.read_bytes().replace(b'"line":6', b'"line":14'))
-    with pytest.raises(Refused, match=r"part-000001\.jsonl has row 14 of a\.jsonl, which is none"):
+    with pytest.raises(RunRefused, match=r"part-000001\.jsonl has row 14 of a\.jsonl, which is none"):
         run(job(folder, retry_failed=True), _mended())
 
 
@@ -183,7 +183,9 @@ def _contest(times: int) -> list[dict[str, Any]]:
         await output.put("errors-000000.jsonl", b"".join(lines))
         listed = [Listed(await objects.head("a.jsonl"))]
         failed_again = Outcome(failure=Failure("c", "m"))
-        again = Again(objects, listed, None, output, 3, RUN, QUICK, Ahead(), Meter().retried, most=1)
+        again = FailedRowRetry(
+            objects, listed, None, output, 3, RUN, QUICK, PrefetchedRange(), RunMetrics().retried, most=1
+        )
         async for group in again.groups([0]):
             async for row in again.rows(group):
                 await again.put(Result(row, Outcome({"text": "ours"}) if row.index else failed_again))
@@ -201,7 +203,7 @@ def test_an_answer_that_another_worker_put_meanwhile_is_kept() -> None:
 
 
 def test_a_part_that_never_stops_changing_is_left_as_it_is() -> None:
-    with pytest.raises(Changed, match="another worker keeps changing it"):
+    with pytest.raises(ObjectChanged, match="another worker keeps changing it"):
         _contest(99)
 
 
@@ -213,7 +215,7 @@ def test_what_is_written_over_is_the_version_that_was_read(place: str, tmp_path:
         data, marks = await store.look("a")
         assert data == b"one"
         await store.replace("a", b"second", marks)
-        with pytest.raises(Changed):
+        with pytest.raises(ObjectChanged):
             await store.replace("a", b"third", marks)
         assert await store.get("a") == b"second"
         await store.aclose()
@@ -228,7 +230,7 @@ def test_only_the_lines_that_are_wanted_are_rows_and_nothing_behind_them_is_fetc
     async def read(server: FaultyServer) -> list[int | None]:
         store = Store.open("s3://bucket", {"endpoint": server.url, "skip_signature": "true", "region": "us-east-1"})
         objects = [Listed(await store.head("a.jsonl"))]
-        source = Source(store, objects, block=10_000, ahead=Ahead(2, 20_000), lines={"a.jsonl": {3, 1200}})
+        source = Source(store, objects, block=10_000, ahead=PrefetchedRange(2, 20_000), lines={"a.jsonl": {3, 1200}})
         lines = [row.line async for row in source.rows()]
         await store.aclose()
         return lines
@@ -243,7 +245,7 @@ def test_groups_of_failed_rows_are_bounded(folder: Path) -> None:
 
     async def groups() -> list[list[FailedRow]]:
         output = Store.open(str(folder / "out"))
-        again = Again(output, [], None, output, 4, RUN, QUICK, Ahead(), Meter().retried, most=1)
+        again = FailedRowRetry(output, [], None, output, 4, RUN, QUICK, PrefetchedRange(), RunMetrics().retried, most=1)
         return [group async for group in again.groups([1, 2, 5])]
 
     assert [[row.index for row in group] for group in asyncio.run(groups())] == [[5], [9], [20]]

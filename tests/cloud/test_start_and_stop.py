@@ -18,13 +18,13 @@ import pytest
 from mlserver_torch_stream.cli.infer_http import HttpInfer
 from mlserver_torch_stream.cli.interruptible import LeftBehind, in_a_thread, run_to_end
 from mlserver_torch_stream.cli.progress import summary
-from mlserver_torch_stream.cli.row_completion import Asking
+from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import Refused, Unavailable
-from mlserver_torch_stream.cloud.pipeline import Limits, infer_rows
+from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailable
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Row
-from mlserver_torch_stream.cloud.run import Job, plan
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run import CloudRun, plan
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.command import cloud, finish, start, trouble
 from tests.cloud.models import ModelServer
 
@@ -62,21 +62,21 @@ def test_another_run_is_told_apart_by_its_options_in_words(
 def test_an_output_of_another_format_is_refused_by_its_number(rows: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "manifest.json").write_text(json.dumps({"format": 1, "run": "x", "part_rows": 64}))
-    with pytest.raises(Refused, match=r"was written in format 1, by another version"):
-        asyncio.run(plan(Job(str(rows), output=str(tmp_path / "out"))))
+    with pytest.raises(RunRefused, match=r"was written in format 1, by another version"):
+        asyncio.run(plan(CloudRun(str(rows), output=str(tmp_path / "out"))))
 
 
 def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
-    meter = Meter()
+    meter = RunMetrics()
 
     async def rows() -> AsyncGenerator[Row, None]:
         for index in range(5):
             yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": "x"}, size=1)
 
     async def act() -> None:
-        infer = HttpInfer(url, "m", "v2", Asking(), retry=Retry(tries=3, first=0.01))
+        infer = HttpInfer(url, "m", "v2", RowRequest(), retry=Retry(tries=3, first=0.01))
         try:
-            async for _ in infer_rows(rows(), infer, Limits(batch_rows=1), meter):
+            async for _ in infer_rows(rows(), infer, PipelineLimits(batch_rows=1), meter):
                 pass
         finally:
             await infer.aclose()
@@ -84,7 +84,7 @@ def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(Unavailable):
+    with pytest.raises(StoreUnavailable):
         asyncio.run(act())
     assert "the engine was busy for no time" in summary(meter, 1.0)
     assert meter.num_inferences == 0 and meter.failed_batches_counter >= 1
@@ -147,10 +147,10 @@ def test_a_second_signal_while_the_first_is_obeyed_does_not_hide_the_thread_that
 
 def test_a_load_that_fails_leaves_no_thread_behind() -> None:
     def load() -> None:
-        raise Refused("no model")
+        raise RunRefused("no model")
 
     for _ in range(50):
-        with pytest.raises(Refused):
+        with pytest.raises(RunRefused):
             run_to_end(in_a_thread(load))
 
 

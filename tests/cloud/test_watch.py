@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cloud.rows import Outcome, Row
-from mlserver_torch_stream.cloud.run_metrics import Meter
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import MOST_RESULT_BYTES, Announced, Watcher
@@ -148,7 +148,7 @@ def test_more_results_than_are_kept_of_one_object_are_one_failed_row_that_is_tol
         yield Announced("a.jsonl", is_done)
 
     async def act() -> tuple[list[bytes], int]:
-        store, output, meter = Store.memory(), Store.memory(), Meter()
+        store, output, meter = Store.memory(), Store.memory(), RunMetrics()
         await store.put("a.jsonl", b'{"prompt": "x"}\n' * 2)
         await Watcher(store, output, infer, {}, meter=meter, told=told.append).watch(announcements())
         return [await output.get(info.key) async for info in output.list()], meter.failed

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
@@ -60,7 +60,7 @@ class Busy:
 @contextmanager
 def pipelined(
     model: PreTrainedModel, pipeline: Pipeline | None = None, step_timeout: float | None = None, **options: Any
-) -> Iterator[tuple[EngineWorker, Pipeline]]:
+) -> Iterator[tuple[EngineCore, Pipeline]]:
     """An engine whose batches are in different stages at the same time; ``options``: of its backend."""
     pipeline = pipeline or Pipeline(read_stages(model))
     with torch.inference_mode():
@@ -68,10 +68,10 @@ def pipelined(
     assert findings.cost is not None, findings.problem
     given = {"cache_bytes": 2**24, "max_rows": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
-    backend = PipelinedBackend(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
+    backend = PipelinedBatcher(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
     with running(model, backend=backend, step_timeout=step_timeout) as engine:
         yield engine, pipeline
 
 
-async def together(engine: EngineWorker, requests: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
+async def together(engine: EngineCore, requests: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests)))

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.loading.config_fields import declared_fields
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from tests.engine.test_native import prefilled
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
@@ -139,19 +139,19 @@ def test_a_field_that_a_config_class_declares_must_be_known_or_unset(config_clas
     with torch.inference_mode():
         read_decoder(model())
         read_decoder(model(some_undeclared_key=7))
-        with pytest.raises(Unsupported, match=r"clip_qkv 8\.0"):
+        with pytest.raises(UnsupportedLayout, match=r"clip_qkv 8\.0"):
             read_decoder(model(clip_qkv=8.0))
 
 
 def test_a_rope_key_must_be_known() -> None:
     model = tiny_model()
     model.config.rope_parameters["temperature"] = 1.5
-    with torch.inference_mode(), pytest.raises(Unsupported, match=r"temperature 1\.5"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=r"temperature 1\.5"):
         read_decoder(model)
 
 
 def test_layers_that_are_configured_one_by_one_are_left_alone() -> None:
     model = tiny_model()
     model.config.per_layer_config = {1: {"intermediate_size": 24}}
-    with torch.inference_mode(), pytest.raises(Unsupported, match="per_layer_config"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="per_layer_config"):
         read_decoder(model)

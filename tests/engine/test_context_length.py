@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of
@@ -38,7 +38,7 @@ def longrope(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def built(folder: Path, **extra: Any) -> BuiltEngine:
-    return build_engine(parse_settings(str(folder), {"threads": 1, **extra}, environ={}), shares=Shares())
+    return build_engine(parse_settings(str(folder), {"threads": 1, **extra}, environ={}), shares=ProcessResources())
 
 
 def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import RecordedAttention
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Rehearsal
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs, verified
@@ -51,7 +51,7 @@ def refused(
     assert says in caplog.text
 
 
-async def together(engine: EngineWorker) -> list[list[int]]:
+async def together(engine: EngineCore) -> list[list[int]]:
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in REQUESTS)))
 
 
@@ -191,16 +191,16 @@ def test_a_row_that_fails_alone_does_not_take_the_others_with_it() -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight[victim] = float("nan")
 
-    async def fails(engine: EngineWorker) -> list[int]:
+    async def fails(engine: EngineCore) -> list[int]:
         found: list[int] = []
         with pytest.raises(GenerationFailed, match="not finite"):
-            async for event in engine.submit([PromptJob(failing[0], greedy(failing[1]))]):
+            async for event in engine.submit([EngineRequest(failing[0], greedy(failing[1]))]):
                 found += event.token_ids
                 if event.error is not None:
                     raise event.error
         return found
 
-    async def scenario(engine: EngineWorker) -> list[list[int]]:
+    async def scenario(engine: EngineCore) -> list[list[int]]:
         return list(
             await asyncio.gather(fails(engine), *(tokens_of(engine, prompt, greedy(count)) for prompt, count in others))
         )
@@ -289,8 +289,8 @@ def test_rows_that_were_never_filled_begin_with_zeros() -> None:
     """A scale over all rows, as quantised activations may have, would find whatever a GPU's memory held."""
     model = tiny_model("llama")
     with torch.inference_mode():
-        step = record_step(model, Rehearsal(), 2, CacheLayout(model.config).windows)
-    attentions = [work for work in step.visits[0].work if isinstance(work, RecordedAttention)]
+        step = record_step(model, DryRun(), 2, CacheLayout(model.config).windows)
+    attentions = [work for work in step.visits[0].work if isinstance(work, CapturedAttention)]
     assert len(attentions) == model.config.num_hidden_layers
     assert not any(each.output.any() for each in attentions)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaRecorder
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture
 
 DEVICE = torch.device("cuda", 1)
 
@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def test_parts_share_a_stream_and_a_pool_and_nothing_is_collected_meanwhile(calls: Calls) -> None:
-    recorder = CudaRecorder()
+    recorder = CudaGraphCapture()
     with recorder.recording():
         for _ in range(2):
             recorder.begin(DEVICE)
@@ -79,7 +79,7 @@ def test_parts_share_a_stream_and_a_pool_and_nothing_is_collected_meanwhile(call
 
 
 def test_a_recording_that_breaks_off_leaves_nothing_behind(calls: Calls) -> None:
-    recorder = CudaRecorder()
+    recorder = CudaGraphCapture()
     with pytest.raises(ValueError, match="of the model"), recorder.recording():
         recorder.begin(DEVICE)
         calls.broken = True
@@ -90,7 +90,7 @@ def test_a_recording_that_breaks_off_leaves_nothing_behind(calls: Calls) -> None
 
 
 def test_a_part_that_cannot_be_ended_says_so(calls: Calls) -> None:
-    recorder = CudaRecorder()
+    recorder = CudaGraphCapture()
     with pytest.raises(RuntimeError, match="previous error"), recorder.recording():
         recorder.begin(DEVICE)
         calls.broken = True

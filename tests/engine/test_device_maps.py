@@ -9,16 +9,16 @@ import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.core import EngineWorker
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Rehearsal
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
 from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
 from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device, plain_forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, running, tokens_of, until
@@ -72,7 +72,7 @@ class Back(ModelHook):  # type: ignore[misc]
         return output
 
 
-async def together(engine: EngineWorker) -> list[list[int]]:
+async def together(engine: EngineCore) -> list[list[int]]:
     answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in REQUESTS]
     return [await answer for answer in answers]
 
@@ -88,11 +88,11 @@ def test_layers_on_two_devices(family: str) -> None:
 def test_each_layers_cache_lives_where_its_keys_are() -> None:
     model = spread(make("llama"))
 
-    async def scenario(engine: EngineWorker) -> list[torch.dtype]:
-        stream = engine.submit([PromptJob(prompt_of(5), greedy(100))])
+    async def scenario(engine: EngineCore) -> list[torch.dtype]:
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await until(lambda: engine.stats().running_rows == 1, "a row")
         backend = engine._backend
-        assert isinstance(backend, BatchedBackend)
+        assert isinstance(backend, ContinuousBatcher)
         (batch,) = backend._batches.values()
         dtypes = [slab.keys.dtype for slab in batch.slabs]
         stream.close()
@@ -133,7 +133,7 @@ def test_weights_on_disk_give_the_same_tokens(tiny_model: Path, tmp_path: Path, 
         },
         environ={},
     )
-    built = build_engine(resolved, Shares())
+    built = build_engine(resolved, ProcessResources())
     try:
         assert run(together(built.engine)) == expected
         assert ("disk" in built.summary) == ("disk" in device_map.values())
@@ -149,7 +149,7 @@ def test_a_tied_head_that_the_map_parts_from_its_embedding_fails_the_load(
     byte_tokenizer().save_pretrained(tmp_path / "model")
     extra = {"device_map": device_map, "offload_folder": str(tmp_path / "offload"), "threads": 1}
     with pytest.raises(LoadFailed, match=r"lm_head\.weight|with device_map"):
-        build_engine(parse_settings(uri=str(tmp_path / "model"), extra=extra, environ={}), shares=Shares())
+        build_engine(parse_settings(uri=str(tmp_path / "model"), extra=extra, environ={}), shares=ProcessResources())
 
 
 def test_an_embedding_on_disk_says_where_it_wants_its_ids(tiny_model: Path, tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_an_offloaded_model_is_served_serially_too(tiny_model: Path, tmp_path: P
         },
         environ={},
     )
-    built = build_engine(resolved, Shares())
+    built = build_engine(resolved, ProcessResources())
     try:
-        events = run(collect(built.engine, [PromptJob(REQUESTS[0][0], greedy(8))]))
+        events = run(collect(built.engine, [EngineRequest(REQUESTS[0][0], greedy(8))]))
         assert events[0].error is None and len(events[0].token_ids) == 8
     finally:
         built.shutdown()
@@ -196,7 +196,7 @@ def test_logits_stay_where_the_last_module_is() -> None:
         add_hook_to_module(model, Back())
         assert model(torch.ones(1, 1, dtype=torch.long)).logits.dtype == torch.float64
         assert logits().dtype == torch.float32 and torch.equal(logits(), expected)
-        assert record_step(model, Rehearsal(), 2, layout.windows).logits.dtype == torch.float32
+        assert record_step(model, DryRun(), 2, layout.windows).logits.dtype == torch.float32
         assert check_batching(model).problem is None
 
 

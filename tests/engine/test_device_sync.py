@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mlserver_torch_stream.engine.device_sync import Waits, count_waits, is_wait, no_waits
+from mlserver_torch_stream.engine.device_sync import DeviceSyncs, count_waits, is_wait, no_waits
 
 Mode = Callable[[], AbstractContextManager[None]]
 
@@ -43,7 +43,7 @@ def test_waits_inside_of_operations_that_are_written_in_python(
 ) -> None:
     with mode():
         assert count_waits(lambda: peek(torch.ones(3))) == 1
-        with pytest.raises(Waits), no_waits():
+        with pytest.raises(DeviceSyncs), no_waits():
             peek(torch.ones(3))
 
 
@@ -63,7 +63,7 @@ def test_products_of_experts_wait_where_no_kernel_is_for_them(
 
 @pytest.mark.parametrize("operation", [lambda x: x.to("meta"), lambda x: torch.ones(3, device="meta").copy_(x)])
 def test_what_comes_from_the_host_is_not_for_a_device_to_repeat(operation: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(Waits, match="cannot be recorded"), no_waits():
+    with pytest.raises(DeviceSyncs, match="cannot be recorded"), no_waits():
         operation(torch.ones(3))
     with no_waits():
         assert torch.ones(3, device="meta").mul(torch.tensor(2)).device.type == "meta"  # goes with the call

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.batcher import Backend
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.batching.serial import SerialBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.batcher import Batcher
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.devices import check_devices, spread_budget
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, shares
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -48,15 +48,15 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(params=["batched", "serial"])
-def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tuple[EngineWorker, Device]]:
+def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tuple[EngineCore, Device]]:
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None
     device = Device(model)
-    backend: Backend = SerialBackend(model, samplers, max_rows=8, check_devices=device.check)
+    backend: Batcher = SerialBatcher(model, samplers, max_rows=8, check_devices=device.check)
     if request.param == "batched":
-        backend = BatchedBackend(
+        backend = ContinuousBatcher(
             model,
             samplers,
             cost=cost,
@@ -70,13 +70,13 @@ def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tup
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_lost_device_ends_the_engine(lent: tuple[EngineWorker, Device], phase: str) -> None:
+def test_a_lost_device_ends_the_engine(lent: tuple[EngineCore, Device], phase: str) -> None:
     """Else it would stay alive, and ready, and fail every request."""
     engine, device = lent
 
     async def scenario() -> None:
         device.fail = lambda queries: (queries == 1) == (phase == "decode")
-        both = await asyncio.gather(*(collect(engine, [PromptJob(prompt_of(5), greedy(20))]) for _ in range(2)))
+        both = await asyncio.gather(*(collect(engine, [EngineRequest(prompt_of(5), greedy(20))]) for _ in range(2)))
         for events in both:
             assert events[0].finish_reason is FinishReason.ERROR
             told = str(events[0].error)
@@ -86,14 +86,14 @@ def test_a_lost_device_ends_the_engine(lent: tuple[EngineWorker, Device], phase:
     run(scenario())
 
 
-def test_what_fails_on_a_device_that_answers_costs_its_request_only(lent: tuple[EngineWorker, Device]) -> None:
+def test_what_fails_on_a_device_that_answers_costs_its_request_only(lent: tuple[EngineCore, Device]) -> None:
     engine, device = lent
 
     async def scenario() -> None:
         device.fail = lambda queries: (_ for _ in ()).throw(RuntimeError("once"))
-        assert (await collect(engine, [PromptJob(prompt_of(5), greedy(3))]))[0].finish_reason is FinishReason.ERROR
+        assert (await collect(engine, [EngineRequest(prompt_of(5), greedy(3))]))[0].finish_reason is FinishReason.ERROR
         device.fail = lambda queries: False
-        assert (await collect(engine, [PromptJob(prompt_of(5), greedy(3))]))[0].finish_reason is FinishReason.LENGTH
+        assert (await collect(engine, [EngineRequest(prompt_of(5), greedy(3))]))[0].finish_reason is FinishReason.LENGTH
 
     run(scenario())
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineStats, PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.scheduling.scheduler import column_step
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
@@ -56,7 +56,7 @@ def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrai
     budget = bytes_for(model, rows=2, length=30)
     seen: list[EngineStats] = []
 
-    async def scenario(engine: EngineWorker) -> list[list[int]]:
+    async def scenario(engine: EngineCore) -> list[list[int]]:
         async def watching() -> None:
             while True:
                 seen.append(engine.stats())
@@ -78,10 +78,10 @@ def test_the_slabs_take_no_more_than_what_was_reserved(model: PreTrainedModel) -
     """The counter is worth something only if the tensors agree with it."""
     backends: list[object] = []
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         backend = engine._backend
         backends.append(backend)
-        stream = engine.submit([PromptJob(prompt_of(3 + 9 * i, i), greedy(40), first_index=i) for i in range(7)])
+        stream = engine.submit([EngineRequest(prompt_of(3 + 9 * i, i), greedy(40), first_index=i) for i in range(7)])
         async for _ in stream:
             # Read first: what is reserved only falls while slabs are dropped, and both belong to another thread.
             caches = list(backend._batches.values())  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def test_the_slabs_take_no_more_than_what_was_reserved(model: PreTrainedModel) -
 
 
 def test_equal_requests_start_in_the_order_of_arrival(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         await asyncio.gather(*(tokens_of(engine, prompt_of(6, i), greedy(5)) for i in range(12)))
 
     with running(model, max_rows=2, prefill_tokens=100) as engine:
@@ -110,8 +110,8 @@ def test_equal_requests_start_in_the_order_of_arrival(model: PreTrainedModel, wa
 
 
 def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [collect(engine, [PromptJob(prompt_of(4, i), greedy(6, n=1 + i % 3))]) for i in range(10)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [collect(engine, [EngineRequest(prompt_of(4, i), greedy(6, n=1 + i % 3))]) for i in range(10)]
         for number, events in enumerate(await asyncio.gather(*streams)):
             assert len(events) == 1 + number % 3
 
@@ -123,23 +123,23 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
 @pytest.mark.parametrize(
     ("job", "field"),
     [
-        (PromptJob(()), "text_input"),
-        (PromptJob(prompt_of(CONTEXT)), "text_input"),
-        (PromptJob((5, VOCAB)), "text_input"),
-        (PromptJob((5, -1)), "text_input"),
-        (PromptJob(prompt_of(5), greedy(5, n=9)), "n"),
-        (PromptJob(prompt_of(5), greedy(5, n=9), open=True), "n"),
+        (EngineRequest(()), "text_input"),
+        (EngineRequest(prompt_of(CONTEXT)), "text_input"),
+        (EngineRequest((5, VOCAB)), "text_input"),
+        (EngineRequest((5, -1)), "text_input"),
+        (EngineRequest(prompt_of(5), greedy(5, n=9)), "n"),
+        (EngineRequest(prompt_of(5), greedy(5, n=9), open=True), "n"),
     ],
     ids=["empty", "as long as the context", "id beyond the vocabulary", "negative id", "n beyond the rows", "open n"],
 )
 def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
-    model: PreTrainedModel, watch: Watch, job: PromptJob, field: str
+    model: PreTrainedModel, watch: Watch, job: EngineRequest, field: str
 ) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        running_one = engine.submit([PromptJob(prompt_of(5), greedy(40))])
+    async def scenario(engine: EngineCore) -> None:
+        running_one = engine.submit([EngineRequest(prompt_of(5), greedy(40))])
         await anext(running_one)
         with pytest.raises(InvalidInput) as caught:
-            engine.submit([PromptJob(prompt_of(5), greedy(5)), job] if not job.open else [job])
+            engine.submit([EngineRequest(prompt_of(5), greedy(5)), job] if not job.open else [job])
         assert caught.value.field == field
         tokens = [token async for event in running_one for token in event.token_ids]
         assert tokens == expected[-len(tokens) :]  # the one that runs noticed nothing
@@ -156,11 +156,11 @@ def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
 def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -> None:
     """Of a prompt that comes in pieces with the piece that is too much: admitted never, it would hang for ever."""
 
-    async def scenario(engine: EngineWorker) -> None:
-        opened = engine.submit([PromptJob((), greedy(1, n=2), open=True)])
+    async def scenario(engine: EngineCore) -> None:
+        opened = engine.submit([EngineRequest((), greedy(1, n=2), open=True)])
         opened.extend(prompt_of(20))
         for refused in (
-            lambda: engine.submit([PromptJob(prompt_of(100), greedy(100, n=4))]),
+            lambda: engine.submit([EngineRequest(prompt_of(100), greedy(100, n=4))]),
             lambda: opened.extend(prompt_of(130)),
         ):
             with pytest.raises(InvalidInput, match="never fit") as caught:
@@ -179,8 +179,8 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
 def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel) -> None:
     """Whatever length the engine accepts for a prompt that came in pieces runs, at lengths around the edge."""
 
-    async def scenario(engine: EngineWorker, whole: tuple[int, ...]) -> bool:
-        stream = engine.submit([PromptJob((), greedy(2, n=2), open=True)])
+    async def scenario(engine: EngineCore, whole: tuple[int, ...]) -> bool:
+        stream = engine.submit([EngineRequest((), greedy(2, n=2), open=True)])
         try:
             stream.extend(whole[:-1])
             stream.seal(whole)
@@ -197,13 +197,13 @@ def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel
 
 
 def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        first = engine.submit([PromptJob(prompt_of(5), greedy(100))])
+    async def scenario(engine: EngineCore) -> None:
+        first = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await anext(first)
         await watch.hold()  # also what the thread has not yet seen counts
-        waiting = [engine.submit([PromptJob(prompt_of(5, i), greedy(3))]) for i in range(3)]
+        waiting = [engine.submit([EngineRequest(prompt_of(5, i), greedy(3))]) for i in range(3)]
         with pytest.raises(QueueFull):
-            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+            engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         watch.let_go()
         first.close()
         for stream in waiting:
@@ -217,13 +217,13 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
 def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model: PreTrainedModel, watch: Watch) -> None:
     """A step may be long, and a burst of long prompts arrives within one."""
 
-    async def scenario(engine: EngineWorker) -> None:
-        first = engine.submit([PromptJob(prompt_of(5), greedy(100))])
+    async def scenario(engine: EngineCore) -> None:
+        first = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await anext(first)
         await watch.hold()
-        waiting = [engine.submit([PromptJob(prompt_of(40, i), greedy(3))]) for i in range(2)]
+        waiting = [engine.submit([EngineRequest(prompt_of(40, i), greedy(3))]) for i in range(2)]
         with pytest.raises(QueueFull, match="prompt tokens"):
-            engine.submit([PromptJob(prompt_of(40), greedy(3))])
+            engine.submit([EngineRequest(prompt_of(40), greedy(3))])
         watch.let_go()
         first.close()
         for stream in waiting:
@@ -237,14 +237,14 @@ def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model:
 def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel, watch: Watch) -> None:
     """Also while the step that admitted it is still under way: a step may be long."""
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         holding = asyncio.create_task(watch.hold())
         await asyncio.sleep(0)
-        streams = [engine.submit([PromptJob(prompt_of(30), greedy(3))])]
+        streams = [engine.submit([EngineRequest(prompt_of(30), greedy(3))])]
         await holding
-        streams.append(engine.submit([PromptJob(prompt_of(5), greedy(3))]))
+        streams.append(engine.submit([EngineRequest(prompt_of(5), greedy(3))]))
         with pytest.raises(QueueFull):
-            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+            engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         watch.let_go()
         for stream in streams:
             assert [event async for event in stream][-1].finish_reason is not None
@@ -254,9 +254,9 @@ def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel
 
 
 def test_after_shutdown_nothing_is_accepted(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         with pytest.raises(NotServing):
-            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+            engine.submit([EngineRequest(prompt_of(5), greedy(3))])
 
     with running(model) as engine:
         engine.shutdown()

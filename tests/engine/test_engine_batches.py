@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from tests.engine.tiny import (
     Watch,
@@ -40,9 +40,9 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
 
 
-def batches(engine: EngineWorker) -> list[RowCache]:
+def batches(engine: EngineCore) -> list[RowCache]:
     backend = engine._backend
-    assert isinstance(backend, BatchedBackend)
+    assert isinstance(backend, ContinuousBatcher)
     return list(backend._batches.values())
 
 
@@ -50,7 +50,7 @@ def test_rows_of_very_different_lengths_decode_apart(model: PreTrainedModel, wat
     requests = [(prompt_of(1500, 1), 30), (prompt_of(5, 2), 60), (prompt_of(1400, 3), 30), (prompt_of(30, 4), 60)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
         await until(lambda: engine.stats().running_rows == 4, "four rows")
         assert sorted(len(cache.lengths) for cache in batches(engine)) == [2, 2]
@@ -77,7 +77,7 @@ def test_a_long_run_with_many_short_visitors_moves_its_slabs_and_stays_right(fam
     expected = [reference(model, prompt, count) for prompt, count in visitors]
     stayer = reference(model, prompt_of(20, 99), 500)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         staying = asyncio.create_task(tokens_of(engine, prompt_of(20, 99), greedy(500)))
         gate = asyncio.Semaphore(5)
 
@@ -96,7 +96,7 @@ def test_a_batch_whose_longest_row_left_moves_along_and_does_not_grow(model: Pre
     """Rows that come and go for ever must not make the slab grow, nor write beyond it."""
     expected = [reference(model, prompt_of(6, i), 30) for i in range(4)]
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         async def again(seed: int) -> None:
             for _ in range(12):
                 assert await tokens_of(engine, prompt_of(6, seed), greedy(30)) == expected[seed]
@@ -120,7 +120,7 @@ def test_a_batch_whose_longest_row_left_moves_along_and_does_not_grow(model: Pre
 def test_a_flood_of_short_prompts_does_not_keep_rows_from_decoding(model: PreTrainedModel, watch: Watch) -> None:
     """Between two decode steps there are at most as many forwards as ``prefill_chunk`` pays for."""
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         row = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
         await until(lambda: engine.stats().running_rows == 1, "a row")
         await watch.hold()
@@ -141,8 +141,8 @@ def test_whole_prompts_where_they_cannot_be_cut(model: PreTrainedModel, watch: W
     requests = [(prompt_of(9 + i, i), 10) for i in range(6)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
-    async def scenario(engine: EngineWorker) -> None:
-        opened = engine.submit([PromptJob((), greedy(10), open=True)])
+    async def scenario(engine: EngineCore) -> None:
+        opened = engine.submit([EngineRequest((), greedy(10), open=True)])
         opened.extend(requests[0][0][:5])
         assert await asyncio.gather(*(tokens_of(engine, *_greedy(request)) for request in requests)) == expected
         opened.seal(requests[0][0])
@@ -170,14 +170,14 @@ def test_random_company(family: str, seed: int) -> None:
     counts = [chance.choice([1, 2, 9, 25, 60]) for _ in lengths]
     expected = [reference(model, prompt_of(lengths[i], i), counts[i]) for i in range(len(lengths))]
 
-    async def one(engine: EngineWorker, number: int) -> None:
+    async def one(engine: EngineCore, number: int) -> None:
         length, count, wanted = lengths[number], counts[number], expected[number]
         prompt = prompt_of(length, number)
         for _ in range(chance.randrange(150)):
             await asyncio.sleep(0)
         in_pieces, patience = chance.random() < 0.3, chance.choice([None, None, 1, 8])
         n = 1 if in_pieces else chance.choice([1, 1, 2])
-        stream = engine.submit([PromptJob(() if in_pieces else prompt, greedy(count, n=n), open=in_pieces)])
+        stream = engine.submit([EngineRequest(() if in_pieces else prompt, greedy(count, n=n), open=in_pieces)])
         if in_pieces:
             stream.extend(prompt[: length // 2])
             await asyncio.sleep(0)
@@ -193,7 +193,7 @@ def test_random_company(family: str, seed: int) -> None:
             assert got == wanted[: len(got)]
         assert patience is not None or all(len(got) == count for got in tokens.values())
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         await asyncio.gather(*(one(engine, number) for number in range(len(lengths))))
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().zombie_steps == 0

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from tests.engine.tiny import (
     Watch,
     greedy,
@@ -36,14 +36,14 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
 
 
-def endless(engine: EngineWorker, seed: int = 0, prompt: int = 5) -> PromptJob:
-    return PromptJob(prompt_of(prompt, seed), greedy(engine.info.max_context - prompt))
+def endless(engine: EngineCore, seed: int = 0, prompt: int = 5) -> EngineRequest:
+    return EngineRequest(prompt_of(prompt, seed), greedy(engine.info.max_context - prompt))
 
 
 def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrainedModel) -> None:
     expected = reference(model, prompt_of(9, 1), 60)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(60)))
         stream = engine.submit([endless(engine)])
         for _ in range(3):
@@ -63,7 +63,7 @@ def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrained
 def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel, watch: Watch) -> None:
     """Seen from inside the model, not from a counter of the engine."""
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         survivor = engine.submit([endless(engine, 1)])
         leaver = engine.submit([endless(engine, 2)])
         await until(lambda: engine.stats().running_rows == 2, "two rows")
@@ -82,10 +82,10 @@ def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel,
 
 
 def test_close_while_waiting(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         first = engine.submit([endless(engine)])
         await anext(first)
-        waiting = engine.submit([PromptJob(prompt_of(4, 3), greedy(5))])
+        waiting = engine.submit([EngineRequest(prompt_of(4, 3), greedy(5))])
         await until(lambda: engine.stats().waiting_jobs == 1, "a job that waits")
         waiting.close()
         await until(lambda: engine.stats().waiting_jobs == 0, "an empty queue")
@@ -99,8 +99,8 @@ def test_close_while_waiting(model: PreTrainedModel) -> None:
 
 
 def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob(prompt_of(200), greedy(5))])
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest(prompt_of(200), greedy(5))])
         await until(lambda: engine.stats().prefill_tokens >= 20, "some pieces")
         await watch.hold()
         assert engine.stats().prefill_tokens < 200
@@ -116,9 +116,9 @@ def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: W
 
 
 def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         params = greedy(200, n=2)
-        stream = engine.submit([PromptJob(prompt_of(5, i), params, first_index=2 * i) for i in range(6)])
+        stream = engine.submit([EngineRequest(prompt_of(5, i), params, first_index=2 * i) for i in range(6)])
         await until(lambda: engine.stats().running_rows == 8, "a full batch")
         stream.close()
         await until(lambda: idle(engine), "an idle engine")
@@ -130,12 +130,12 @@ def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> Non
 
 
 def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = engine.submit([endless(engine)])
         await anext(stream)
         stream.close()
         stream.close()
-        ended = engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        ended = engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         events = [event async for event in ended]
         ended.close()
         ended.close()
@@ -149,7 +149,7 @@ def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> N
 
 
 def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         holding = asyncio.create_task(watch.hold())
         await asyncio.sleep(0)  # the gate is shut before there is anything to do: no event can come
         stream = engine.submit([endless(engine)])
@@ -166,10 +166,10 @@ def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Wa
 def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: PreTrainedModel) -> None:
     expected = reference(model, prompt_of(9, 1), 12)
 
-    async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob(prompt_of(5), greedy(200, n=2))])
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, n=2))])
         await anext(stream)
-        queued = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+        queued = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
         queued.close()
         stream.close()
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
@@ -185,8 +185,8 @@ def test_two_hundred_random_cancels_under_load_leave_nothing_behind(model: PreTr
     loads = [(chance.randint(1, 40), chance.randint(1, 30), chance.choice([0, 0, 1, 3, 10, 99])) for _ in range(200)]
     expected = {length: reference(model, prompt_of(length, 1), 30) for length in {load[0] for load in loads}}
 
-    async def one(engine: EngineWorker, length: int, count: int, patience: int) -> bool:
-        stream = engine.submit([PromptJob(prompt_of(length, 1), greedy(count))])
+    async def one(engine: EngineCore, length: int, count: int, patience: int) -> bool:
+        stream = engine.submit([EngineRequest(prompt_of(length, 1), greedy(count))])
         tokens: list[int] = []
         for _ in range(chance.randrange(40)):
             await asyncio.sleep(0)
@@ -199,7 +199,7 @@ def test_two_hundred_random_cancels_under_load_leave_nothing_behind(model: PreTr
         assert tokens == expected[length][: len(tokens)]
         return len(tokens) == count
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         ended = 0
         for start in range(0, len(loads), 25):
             ended += sum(await asyncio.gather(*(one(engine, *load) for load in loads[start : start + 25])))

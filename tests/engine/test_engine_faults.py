@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.kv_cache.slab import SlabLayer
 from mlserver_torch_stream.engine.mailbox import Mailbox
@@ -55,8 +55,8 @@ def forced(count: int, token: int) -> SamplingParameters:
     return greedy(count, logit_bias={token: 1e6})
 
 
-async def failed(engine: EngineWorker, prompt: tuple[int, ...], params: SamplingParameters) -> TokenEvent:
-    event = (await collect(engine, [PromptJob(prompt, params)]))[0]
+async def failed(engine: EngineCore, prompt: tuple[int, ...], params: SamplingParameters) -> TokenEvent:
+    event = (await collect(engine, [EngineRequest(prompt, params)]))[0]
     assert event.finish_reason is FinishReason.ERROR
     assert isinstance(event.error, GenerationFailed)
     assert event.usage is not None
@@ -79,10 +79,10 @@ def test_a_stop_that_comes_while_the_inbox_is_emptied_is_not_slept_through(model
 
 
 def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        running_stream = engine.submit([PromptJob(prompt_of(9), greedy(50))])
+    async def scenario(engine: EngineCore) -> None:
+        running_stream = engine.submit([EngineRequest(prompt_of(9), greedy(50))])
         await watch.hold()
-        waiting_stream = engine.submit([PromptJob(prompt_of(9), greedy(50))])
+        waiting_stream = engine.submit([EngineRequest(prompt_of(9), greedy(50))])
         engine.fail(RuntimeError("lost"), patience=0.05)
         for stream in (running_stream, waiting_stream):
             events = [event async for event in stream]
@@ -91,7 +91,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
         assert not engine.alive
         assert engine._thread.is_alive(), "it is still held"
         with pytest.raises(NotServing):
-            engine.submit([PromptJob(prompt_of(3))])
+            engine.submit([EngineRequest(prompt_of(3))])
         watch.let_go()
         engine._thread.join(30)
         assert not engine._thread.is_alive()
@@ -102,7 +102,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
 
 
 def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         engine.fail(RuntimeError("once"), patience=30)
         await until(lambda: engine.pending_death is None, "the engine's end")
         expected = reference(model, prompt_of(5), 4)
@@ -113,14 +113,14 @@ def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedMod
         run(scenario(engine))
 
 
-async def settled(engine: EngineWorker) -> None:
+async def settled(engine: EngineCore) -> None:
     await until(lambda: idle(engine), "an idle engine")
 
 
 def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, watch: Watch) -> None:
     expected = reference(model, prompt_of(9, 1), 30)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         watch.fail = raise_on(POISON)
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         for prompt in ((POISON,), (*prompt_of(13), POISON), (*prompt_of(6), POISON, *prompt_of(20))):
@@ -141,7 +141,7 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     requests = [(prompt_of(4 + 3 * i, i), 80 + i) for i in range(5)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
-    async def scenario(engine: EngineWorker, watch: Watch) -> None:
+    async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(POISON)
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
         await until(lambda: engine.stats().running_rows == len(requests), "a batch")
@@ -161,9 +161,9 @@ def test_rows_with_states_end_together_and_the_next_are_served() -> None:
     model = tiny_model("lfm2")
     expected = reference(model, prompt_of(9, 1), 12)
 
-    async def scenario(engine: EngineWorker, watch: Watch) -> None:
+    async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(POISON)
-        other = asyncio.create_task(collect(engine, [PromptJob(prompt_of(5), greedy(200))]))
+        other = asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5), greedy(200))]))
         await until(lambda: engine.stats().running_rows == 1, "a row")
         await failed(engine, prompt_of(7, 9), forced(10, POISON))
         assert (await other)[0].finish_reason is FinishReason.ERROR
@@ -182,7 +182,7 @@ def test_nan_fails_its_row_alone_and_leaves_no_trace_in_the_slot(family: str) ->
     requests = [(prompt_of(5 + 4 * i, i), 30) for i in range(3)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests[:2]]
         for seed in range(4):
             event = await failed(engine, prompt_of(25, seed), forced(10, POISON))  # NaN in a decode step
@@ -205,8 +205,10 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
 ) -> None:
     expected = reference(model, prompt_of(9, 1), 12)
 
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [asyncio.create_task(collect(engine, [PromptJob(prompt_of(5, i), greedy(200))])) for i in range(4)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [
+            asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
+        ]
         await until(lambda: engine.stats().running_rows == 4, "a batch")
         watch.fail = lambda ids: RuntimeError("out of order") if len(ids[0]) == 1 else None
         for stream in streams:
@@ -222,8 +224,10 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
 def test_a_step_that_fails_only_for_the_whole_batch_does_not_loop(model: PreTrainedModel, watch: Watch) -> None:
     """Out of memory is like that: each row alone would do."""
 
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [asyncio.create_task(collect(engine, [PromptJob(prompt_of(5, i), greedy(200))])) for i in range(4)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [
+            asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
+        ]
         await until(lambda: engine.stats().running_rows == 4, "a batch")
         watch.fail = lambda ids: RuntimeError("no memory") if len(ids) > 1 else None
         assert [(await stream)[0].finish_reason for stream in streams] == [FinishReason.ERROR] * 4
@@ -254,11 +258,11 @@ def test_no_memory_while_rows_are_moved_hurts_nobody_who_is_there(
             raise torch.OutOfMemoryError("no memory")
         write(self, *args)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(120)))
         await until(lambda: engine.stats().running_rows == 1, "a row")
         if place == "leave":
-            crowd = engine.submit([PromptJob(prompt_of(100), greedy(140, n=7))])
+            crowd = engine.submit([EngineRequest(prompt_of(100), greedy(140, n=7))])
             await until(lambda: engine.stats().running_rows == 8, "a full batch")
             monkeypatch.setattr(SlabLayer, "_moved", scarce)
             armed.append(1)
@@ -297,8 +301,8 @@ def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedM
             trial = False
             raise RuntimeError("the first row, when it is tried alone")
 
-    async def scenario(engine: EngineWorker) -> None:
-        jobs = [PromptJob(prompt_of(6 + i, i), greedy(20), first_index=i) for i in range(3)]
+    async def scenario(engine: EngineCore) -> None:
+        jobs = [EngineRequest(prompt_of(6 + i, i), greedy(20), first_index=i) for i in range(3)]
         events = await collect(engine, jobs)
         ends = [event.finish_reason for event in events.values()]
         assert ends.count(FinishReason.ERROR) == 1
@@ -318,7 +322,7 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> Non
     """No protocol lets such a temperature pass; here it shows that a row's error stays its own."""
     expected = reference(model, prompt_of(9, 1), 30)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await until(lambda: engine.stats().running_rows == 1, "a row")
         bad = SamplingParameters(max_tokens=5, temperature="warm")  # type: ignore[arg-type]
@@ -335,7 +339,7 @@ def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
     """A tokenizer is somebody's program: one that cannot spell a token costs that answer only."""
     expected = reference(model, prompt_of(9, 1), 30)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         decode = engine._codec.decode
 
         def picky(ids: Any, skip_special_tokens: bool) -> str:
@@ -363,8 +367,8 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
     def broken(self: RowCache, leaving: set[int]) -> list[int]:
         raise torch.OutOfMemoryError("no memory")
 
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(200))]) for i in range(4)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200))]) for i in range(4)]
         await until(lambda: engine.stats().running_rows == 4, "a batch")
         monkeypatch.setattr(RowCache, "leave", broken)
         streams[0].close()
@@ -380,13 +384,13 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch: Watch, where: str) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(200, n=2))]) for i in range(6)]  # some wait
-        opened = engine.submit([PromptJob((), greedy(5), open=True)])
+    async def scenario(engine: EngineCore) -> None:
+        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=2))]) for i in range(6)]  # some wait
+        opened = engine.submit([EngineRequest((), greedy(5), open=True)])
         await until(lambda: engine.stats().running_rows >= 4, "a batch")
         await watch.hold()
-        late = engine.submit([PromptJob(prompt_of(5), greedy(3))])  # not even taken from the inbox
-        closed = engine.submit([PromptJob(prompt_of(5), greedy(3))])
+        late = engine.submit([EngineRequest(prompt_of(5), greedy(3))])  # not even taken from the inbox
+        closed = engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         closed.close()
         streams[0].close()
         watch.fail = lambda ids: SystemExit("the end") if (len(ids[0]) == 1) == (where == "decode") else None
@@ -399,7 +403,7 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
             stream.close()
         assert not engine.alive
         with pytest.raises(NotServing, match="SystemExit"):
-            engine.submit([PromptJob(prompt_of(5), greedy(3))])
+            engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         engine.shutdown()
 
     with running(model) as engine:
@@ -416,7 +420,7 @@ def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedM
 
     async def scenario() -> None:
         with pytest.raises(NotServing):
-            engine.submit([PromptJob(Late(prompt_of(3)), greedy(2))])
+            engine.submit([EngineRequest(Late(prompt_of(3)), greedy(2))])
 
     with running(model) as engine:
         run(scenario(), timeout=10)
@@ -432,7 +436,7 @@ def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None
                 streams: list[Mailbox] = []
                 try:
                     for _ in range(10_000):
-                        streams.append(engine.submit([PromptJob(prompt_of(3), greedy(2))]))
+                        streams.append(engine.submit([EngineRequest(prompt_of(3), greedy(2))]))
                         if len(streams) % 8 == 0:
                             await asyncio.sleep(0)
                 except NotServing:
@@ -445,8 +449,8 @@ def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None
 
 
 def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(200, n=3))]) for i in range(4)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=3))]) for i in range(4)]
         await until(lambda: engine.stats().running_rows == 6, "rows")
         await asyncio.to_thread(engine.shutdown)
         assert not engine._thread.is_alive()
@@ -461,8 +465,8 @@ def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> N
 
 
 def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob(prompt_of(5), greedy(240))])
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(240))])
         await anext(stream)
         await asyncio.to_thread(engine.shutdown)
         tokens = 0
@@ -478,7 +482,7 @@ def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel)
 def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: Watch) -> None:
     expected = reference(model, prompt_of(9, 1), 12)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         watch.fail = raise_on(POISON)
         waiting = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(12)))
         await failed(engine, (POISON, 3), greedy(5))
@@ -491,7 +495,7 @@ def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: 
 
 
 def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         bad = SamplingParameters(max_tokens=5, seed="none")  # type: ignore[arg-type]
         await failed(engine, prompt_of(5), bad)
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
@@ -509,12 +513,12 @@ def test_an_answer_that_cannot_leave_is_told_its_end_once(monkeypatch: pytest.Mo
     def broken(self: RowCache, leaving: set[int]) -> list[int]:
         raise torch.OutOfMemoryError("no memory")
 
-    async def scenario(engine: EngineWorker) -> None:
-        stays = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+    async def scenario(engine: EngineCore) -> None:
+        stays = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
         await anext(stays)
         monkeypatch.setattr(RowCache, "leave", broken)
         ends: list[TokenEvent] = []
-        last = engine.submit([PromptJob(prompt_of(6), greedy(1, n=2))])
+        last = engine.submit([EngineRequest(prompt_of(6), greedy(1, n=2))])
         ends += [event async for event in last if event.finish_reason is not None]
         await asyncio.sleep(0.1)
         assert sorted(end.index for end in ends) == [0, 1] and not last._pending
@@ -527,11 +531,11 @@ def test_an_answer_that_cannot_leave_is_told_its_end_once(monkeypatch: pytest.Mo
 def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrainedModel, watch: Watch) -> None:
     expected = reference(model, prompt_of(9, 1), 12)
 
-    async def walk_away(engine: EngineWorker) -> None:
-        engine.submit([PromptJob(prompt_of(5), greedy(100))])
+    async def walk_away(engine: EngineCore) -> None:
+        engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await until(lambda: engine.stats().running_rows == 1, "a row")
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await settled(engine)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.scheduling.scheduler import bytes_alone
@@ -46,8 +46,8 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
 
 
-def opened(engine: EngineWorker, params: SamplingParameters = GREEDY) -> Mailbox:
-    return engine.submit([PromptJob((), params, open=True)])
+def opened(engine: EngineCore, params: SamplingParameters = GREEDY) -> Mailbox:
+    return engine.submit([EngineRequest((), params, open=True)])
 
 
 async def rest(stream: Mailbox) -> list[int]:
@@ -68,7 +68,7 @@ def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
     prompts = [prompt_of(length, length) for length in (1, 2, 9, 40)]
     expected = [reference(model, prompt, 12) for prompt in prompts]
 
-    async def one(engine: EngineWorker, prompt: tuple[int, ...]) -> list[int]:
+    async def one(engine: EngineCore, prompt: tuple[int, ...]) -> list[int]:
         stream = opened(engine)
         for piece in cut(prompt, chance):
             stream.extend(piece)
@@ -76,7 +76,7 @@ def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
         stream.seal(prompt)
         return await rest(stream)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         closed = tokens_of(engine, prompts[3], greedy(12))  # an ordinary one among them
         got = await asyncio.gather(*(one(engine, prompt) for prompt in prompts), closed)
         assert got == [*expected, expected[3]]
@@ -87,7 +87,7 @@ def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
 
 
 def test_pieces_are_prefilled_before_the_end_is_known(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(prompt_of(30))
         await until(lambda: engine.stats().prefill_tokens == 29, "29 tokens")  # the last one waits for the end
@@ -113,7 +113,7 @@ def test_a_whole_that_differs_from_its_pieces_is_prefilled_anew(family: str, who
     model = tiny_model(family)
     expected = reference(model, whole, 12)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine, greedy(12, n=2))
         stream.extend(prompt_of(30))
         await until(lambda: engine.stats().prefill_tokens == 29, "29 tokens")
@@ -127,7 +127,7 @@ def test_a_whole_that_differs_from_its_pieces_is_prefilled_anew(family: str, who
 
 
 def test_too_long_or_foreign_pieces_are_refused_when_they_come(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(prompt_of(CONTEXT - 1))
         for more in ((1,), (1, 2, 3)):
@@ -150,22 +150,22 @@ def test_too_long_or_foreign_pieces_are_refused_when_they_come(model: PreTrained
 
 
 def test_only_an_open_stream_takes_pieces_and_only_until_it_is_sealed(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.seal(prompt_of(3))
-        for late in (stream, engine.submit([PromptJob(prompt_of(3), GREEDY)])):
+        for late in (stream, engine.submit([EngineRequest(prompt_of(3), GREEDY)])):
             with pytest.raises(ValueError):
                 late.extend((1,))
             late.close()
         with pytest.raises(ValueError):
-            engine.submit([PromptJob((), GREEDY, open=True), PromptJob(prompt_of(3), GREEDY)])
+            engine.submit([EngineRequest((), GREEDY, open=True), EngineRequest(prompt_of(3), GREEDY)])
 
     with running(model) as engine:
         run(scenario(engine))
 
 
 def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         for start in range(0, CONTEXT - 1, 50):
             stream.extend(prompt_of(CONTEXT - 1)[start : start + 50])
@@ -180,7 +180,7 @@ def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("pieces", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
 def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, pieces: tuple[int, ...]) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(pieces)
         await until(lambda: engine.stats().prefill_tokens == max(0, len(pieces) - 1), "the pieces")
@@ -196,7 +196,7 @@ def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, pieces
 
 
 def test_an_idle_open_prompt_costs_no_processor_time_and_holds_nobody_up(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(prompt_of(10))
         await until(lambda: engine.stats().prefill_tokens == 9, "9 tokens")
@@ -216,7 +216,7 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
     """However many others come and go before it is sealed."""
     expected = reference(model, prompt_of(6), 3)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(prompt_of(4))
         for _ in range(40):
@@ -237,7 +237,7 @@ def test_paused_prompts_take_no_row_and_no_memory_that_others_need(model: PreTra
     prompt, long = prompt_of(9, 1), prompt_of(150, 2)
     expected, expected_long = reference(model, prompt, 12), reference(model, long, 12)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         paused = [opened(engine) for _ in range(4)]
         for stream in paused:
             stream.extend(long[:149])
@@ -256,7 +256,7 @@ def test_paused_prompts_take_no_row_and_no_memory_that_others_need(model: PreTra
 
 
 def test_a_prompt_that_has_grown_beyond_the_cache_is_refused_at_that_piece(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine, greedy(12, n=4))
         stream.extend(prompt_of(20))  # four rows of 32 tokens fit
         with pytest.raises(InvalidInput, match="never fit"):
@@ -269,7 +269,7 @@ def test_a_prompt_that_has_grown_beyond_the_cache_is_refused_at_that_piece(model
 
 
 def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         paused = [opened(engine) for _ in range(3)]
         await until(lambda: engine.stats().open_prompts == 3, "three prompts")
         with pytest.raises(QueueFull, match="in pieces"):
@@ -287,7 +287,7 @@ def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTraine
 def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrainedModel) -> None:
     """A slow sender has not waited for a row."""
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(prompt_of(10))
         await asyncio.sleep(0.6)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     CONTEXT,
@@ -41,8 +41,8 @@ def sampled(count: int = 20, **changes: Any) -> SamplingParameters:
     return SamplingParameters(**{"max_tokens": count, "ignore_eos": True, "temperature": 1.0, "seed": 7, **changes})
 
 
-async def answer(engine: EngineWorker, params: SamplingParameters, prompt: Sequence[int] = PROMPT) -> TokenEvent:
-    event = (await collect(engine, [PromptJob(tuple(prompt), params)]))[0]
+async def answer(engine: EngineCore, params: SamplingParameters, prompt: Sequence[int] = PROMPT) -> TokenEvent:
+    event = (await collect(engine, [EngineRequest(tuple(prompt), params)]))[0]
     assert event.error is None, event.error
     return event
 
@@ -65,7 +65,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, cha
     params = sampled(**changes)
     expected = alone(model, params).token_ids
 
-    async def crowded(engine: EngineWorker) -> tuple[int, ...]:
+    async def crowded(engine: EngineCore) -> tuple[int, ...]:
         others = [
             tokens_of(engine, prompt_of(3 + 5 * i, i), sampled(10 + i, seed=None if i % 2 else i, temperature=0.5 * i))
             for i in range(7)
@@ -80,7 +80,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, cha
 
 
 def test_seeds_differ_and_no_seed_is_a_new_one_each_time(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> set[tuple[int, ...]]:
+    async def scenario(engine: EngineCore) -> set[tuple[int, ...]]:
         seeds = (1, 2, -3, 2**70, None, None)
         return {(await answer(engine, sampled(seed=seed))).token_ids for seed in seeds}
 
@@ -89,9 +89,9 @@ def test_seeds_differ_and_no_seed_is_a_new_one_each_time(model: PreTrainedModel)
 
 
 def test_n_samples_differ_from_each_other_and_come_again_with_their_seed(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        first = await collect(engine, [PromptJob(PROMPT, sampled(n=3), first_index=5)])
-        again = await collect(engine, [PromptJob(PROMPT, sampled(n=3), first_index=5)])
+    async def scenario(engine: EngineCore) -> None:
+        first = await collect(engine, [EngineRequest(PROMPT, sampled(n=3), first_index=5)])
+        again = await collect(engine, [EngineRequest(PROMPT, sampled(n=3), first_index=5)])
         assert set(first) == {5, 6, 7}
         assert len({event.token_ids for event in first.values()}) == 3
         assert {i: e.token_ids for i, e in first.items()} == {i: e.token_ids for i, e in again.items()}
@@ -109,8 +109,8 @@ def test_n_greedy_answers_are_equal(family: str) -> None:
     model = tiny_model(family)
     expected = reference(model, PROMPT, 15)
 
-    async def scenario(engine: EngineWorker) -> None:
-        events = await collect(engine, [PromptJob(PROMPT, greedy(15, n=3))])
+    async def scenario(engine: EngineCore) -> None:
+        events = await collect(engine, [EngineRequest(PROMPT, greedy(15, n=3))])
         assert [list(events[index].token_ids) for index in range(3)] == [expected] * 3
 
     with running(model) as engine:
@@ -126,7 +126,7 @@ def test_every_way_to_end(model: PreTrainedModel) -> None:
     first = tokens.index(end)
     later = next(i for i in range(first + 1, 40) if tokens[i] not in tokens[: first + 1])
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         async def check(params: SamplingParameters, count: int, reason: FinishReason) -> None:
             event = await answer(engine, params)
             assert (len(event.token_ids), event.finish_reason) == (count, reason)
@@ -153,7 +153,7 @@ def test_every_way_to_end(model: PreTrainedModel) -> None:
 def test_the_text_leaves_the_ending_token_out_unless_asked(model: PreTrainedModel) -> None:
     (x,) = spelled("x")
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         bias = {x: 1e4}
         event = await answer(engine, SamplingParameters(max_tokens=5, logit_bias=bias, stop_token_ids=(x,)))
         assert (event.text, event.token_ids) == ("", (x,))
@@ -171,7 +171,7 @@ def test_no_stop_string_ends_an_answer_before_min_tokens(model: PreTrainedModel)
     said = spelled("ab ab ab ab ab ")
     with running(model) as engine, dictated(model, said, prompt=5):
         params = greedy(15, min_tokens=7, stop=("ab",))
-        event = run(collect(engine, [PromptJob(prompt_of(5), params)]))[0]
+        event = run(collect(engine, [EngineRequest(prompt_of(5), params)]))[0]
     assert event.text == "ab ab a" + "b "
     assert event.finish_reason is FinishReason.STOP
     assert len(event.token_ids) == 11
@@ -180,7 +180,7 @@ def test_no_stop_string_ends_an_answer_before_min_tokens(model: PreTrainedModel)
 def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
     tokens = reference(model, PROMPT, 40)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         end = tokens[0]
         params = SamplingParameters(max_tokens=30, min_tokens=9, stop_token_ids=(end,), logit_bias={end: 50})
         event = await answer(engine, params)
@@ -193,7 +193,7 @@ def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
 
 
 def test_no_max_tokens_fills_the_context_and_no_more(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         for params in (SamplingParameters(ignore_eos=True), greedy(10**6)):
             event = await answer(engine, params, prompt_of(CONTEXT - 20))
             assert event.finish_reason is FinishReason.LENGTH
@@ -227,11 +227,11 @@ def test_stop_strings_never_leak(
 ) -> None:
     said = "Grüße an ENDE"
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         count = len(spelled(said))
         params = SamplingParameters(max_tokens=count, stop=stop, include_stop_str_in_output=include)
         pieces = []
-        async for event in engine.submit([PromptJob(PROMPT, params)]):
+        async for event in engine.submit([EngineRequest(PROMPT, params)]):
             pieces.append(event.text)
         assert "".join(pieces) == text
         assert event.finish_reason is (FinishReason.LENGTH if tokens is None else FinishReason.STOP)
@@ -245,7 +245,7 @@ def test_stop_strings_never_leak(
 
 
 def test_bias_and_penalties_reach_the_choice(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         plain = (await answer(engine, greedy(30))).token_ids
         assert (await answer(engine, greedy(4, logit_bias={77: 1e4}))).token_ids == (77,) * 4
         banned = (await answer(engine, greedy(30, logit_bias={plain[0]: -1e4}))).token_ids
@@ -263,9 +263,9 @@ def test_bias_and_penalties_reach_the_choice(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
 def test_logprobs_are_the_log_softmax_of_the_models_logits(model: PreTrainedModel, serial: bool) -> None:
-    async def scenario(engine: EngineWorker) -> tuple[TokenEvent, TokenEvent, list[TokenEvent]]:
+    async def scenario(engine: EngineCore) -> tuple[TokenEvent, TokenEvent, list[TokenEvent]]:
         asked = sampled(12, logprobs=True, top_logprobs=4, repetition_penalty=1.3)
-        stream = engine.submit([PromptJob(PROMPT, asked)])
+        stream = engine.submit([EngineRequest(PROMPT, asked)])
         return await answer(engine, asked), await answer(engine, sampled(12)), [event async for event in stream]
 
     with running(model, backend=one_by_one(model) if serial else None) as engine:
@@ -291,8 +291,8 @@ def test_logprobs_are_the_log_softmax_of_the_models_logits(model: PreTrainedMode
 
 @pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
 def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        jobs = [PromptJob(prompt_of(4 + i, i), greedy(3 + i, n=2), first_index=2 * i) for i in range(6)]
+    async def scenario(engine: EngineCore) -> None:
+        jobs = [EngineRequest(prompt_of(4 + i, i), greedy(3 + i, n=2), first_index=2 * i) for i in range(6)]
         events = await collect(engine, jobs)
         for index, event in events.items():
             usage = event.usage
@@ -313,7 +313,7 @@ def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
     with torch.no_grad():
         wide.lm_head.weight[VOCAB:] *= 50
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         for params in (greedy(40), sampled(40, temperature=2.0)):
             assert max((await answer(engine, params)).token_ids) < VOCAB
 

@@ -7,8 +7,8 @@ from itertools import accumulate
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
@@ -41,8 +41,8 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
 
 
-async def events_of(engine: EngineWorker, prompt: tuple[int, ...], params: SamplingParameters) -> list[TokenEvent]:
-    return [event async for event in engine.submit([PromptJob(prompt, params)])]
+async def events_of(engine: EngineCore, prompt: tuple[int, ...], params: SamplingParameters) -> list[TokenEvent]:
+    return [event async for event in engine.submit([EngineRequest(prompt, params)])]
 
 
 def ended(late: Mailbox, sequences: int) -> bool:
@@ -53,7 +53,7 @@ def ended(late: Mailbox, sequences: int) -> bool:
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_the_events_join_to_the_decode_of_all_tokens(model: PreTrainedModel, skip: bool) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         params = [
             SamplingParameters(
                 max_tokens=60,
@@ -93,8 +93,8 @@ def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(
     ids = spelled("The quick brown fox jumps over the lazy dog. ") * 5
     params = SamplingParameters(max_tokens=200, ignore_eos=True, logprobs=True, top_logprobs=2, n=2)
 
-    async def scenario(engine: EngineWorker) -> None:
-        late = engine.submit([PromptJob(prompt_of(5), params)])
+    async def scenario(engine: EngineCore) -> None:
+        late = engine.submit([EngineRequest(prompt_of(5), params)])
         await until(lambda: ended(late, 2), "the end of the answers")
         events = [event async for event in late]
         assert 2 < len(events) < 20
@@ -114,9 +114,9 @@ def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(
 
 
 def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: PreTrainedModel) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         params = SamplingParameters(max_tokens=240, ignore_eos=True, logprobs=True, top_logprobs=10, n=3)
-        late = engine.submit([PromptJob(prompt_of(5), params)])
+        late = engine.submit([EngineRequest(prompt_of(5), params)])
         await until(lambda: engine.stats().generated_tokens == 720, "the end of the answers")
         await until(lambda: ended(late, 3), "their delivery")
         assert [(await anext(late)).index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
@@ -143,8 +143,8 @@ def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTra
 def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:
     """One stream is never read; another one ends all the same, and so does the first."""
 
-    async def scenario(engine: EngineWorker) -> None:
-        unread = engine.submit([PromptJob(prompt_of(5), greedy(150))])
+    async def scenario(engine: EngineCore) -> None:
+        unread = engine.submit([EngineRequest(prompt_of(5), greedy(150))])
         assert len(await events_of(engine, prompt_of(6), greedy(50))) > 1
         await until(lambda: engine.stats().running_rows == 0, "the end of both")
         assert engine.stats().generated_tokens == 200
@@ -157,8 +157,8 @@ def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:
 def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
     """Also with events at hand: a reader that never waits would hold up all other tasks of its loop."""
 
-    async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob(prompt_of(5, i), greedy(3), first_index=i) for i in range(8)])
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest(prompt_of(5, i), greedy(3), first_index=i) for i in range(8)])
         await until(lambda: len(stream._pending) == 8 and engine.stats().running_rows == 0, "eight events")
         turns = 0
 
@@ -178,7 +178,7 @@ def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
 
 
 def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: Watch) -> None:
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         loop = asyncio.get_running_loop()
         calls = 0
         original = loop.call_soon_threadsafe
@@ -188,7 +188,7 @@ def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: 
             calls += 1
             return original(*args, **kwargs)  # type: ignore[arg-type]
 
-        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(100))]) for i in range(8)]
+        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(100))]) for i in range(8)]
         await until(lambda: engine.stats().running_rows == 8, "a batch")
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
         before = engine.stats().decode_steps

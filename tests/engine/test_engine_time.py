@@ -8,14 +8,14 @@ import time
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.batcher import Backend
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.batching.serial import SerialBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.batcher import Batcher
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo
@@ -32,26 +32,26 @@ def model() -> torch.nn.Module:
     return model
 
 
-def backend_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Backend:
+def backend_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
     if kind == "serial":
-        return SerialBackend(model, samplers, max_rows=max_rows)
+        return SerialBatcher(model, samplers, max_rows=max_rows)
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None
-    return BatchedBackend(model, samplers, cost=cost, cache_bytes=2**24, max_rows=max_rows, prefill_tokens=16)
+    return ContinuousBatcher(model, samplers, cost=cost, cache_bytes=2**24, max_rows=max_rows, prefill_tokens=16)
 
 
-def engine_of(backend: Backend, bounds: Bounds | None = None, **options: object) -> EngineWorker:
+def engine_of(backend: Batcher, bounds: QueueLimits | None = None, **options: object) -> EngineCore:
     info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
-    return EngineWorker(backend, TextCodec(byte_tokenizer()), info, (), bounds=bounds, **options)  # type: ignore[arg-type]
+    return EngineCore(backend, TextCodec(byte_tokenizer()), info, (), bounds=bounds, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: torch.nn.Module) -> None:
     engine = engine_of(backend_of(kind, model))
     try:
-        job = PromptJob(tuple(PROMPT), greedy(200), timeout_s=0.5)
+        job = EngineRequest(tuple(PROMPT), greedy(200), timeout_s=0.5)
         event = run(collect(engine, [job]))[0]
         assert event.finish_reason is FinishReason.TIMEOUT
         assert isinstance(event.error, TimedOut)
@@ -68,7 +68,7 @@ def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, mod
     engine = engine_of(backend_of(kind, model))
     try:
         for _ in range(20):
-            event = run(collect(engine, [PromptJob(tuple(PROMPT), greedy(2), timeout_s=1e-6)]))[0]
+            event = run(collect(engine, [EngineRequest(tuple(PROMPT), greedy(2), timeout_s=1e-6)]))[0]
             assert event.finish_reason is FinishReason.TIMEOUT and event.token_ids == ()
         assert engine.stats().timed_out_sequences == 20
     finally:
@@ -77,12 +77,12 @@ def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, mod
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, model: torch.nn.Module) -> None:
-    engine = engine_of(backend_of(kind, model, max_rows=1), Bounds(queue_timeout=0.3))
+    engine = engine_of(backend_of(kind, model, max_rows=1), QueueLimits(queue_timeout=0.3))
 
     async def two() -> None:
-        first = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(60))]))
+        first = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(60))]))
         await asyncio.sleep(0.05)
-        second = (await collect(engine, [PromptJob(tuple(PROMPT), greedy(60))]))[0]
+        second = (await collect(engine, [EngineRequest(tuple(PROMPT), greedy(60))]))[0]
         assert second.finish_reason is FinishReason.TIMEOUT and second.token_ids == ()
         assert (await first)[0].finish_reason is FinishReason.LENGTH
 
@@ -93,17 +93,17 @@ def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, mo
 
 
 def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
-    engine = engine_of(backend_of("batched", model, max_rows=1), Bounds(max_queue=10, max_queue_tokens=7))
+    engine = engine_of(backend_of("batched", model, max_rows=1), QueueLimits(max_queue=10, max_queue_tokens=7))
 
     async def fill() -> None:
-        streams = [engine.submit([PromptJob(tuple(PROMPT), greedy(100))])]
+        streams = [engine.submit([EngineRequest(tuple(PROMPT), greedy(100))])]
         while engine.stats().running_rows == 0:
             await asyncio.sleep(0.01)
-        streams += [engine.submit([PromptJob(tuple(PROMPT), greedy(100))]) for _ in range(2)]
+        streams += [engine.submit([EngineRequest(tuple(PROMPT), greedy(100))]) for _ in range(2)]
         while engine.stats().waiting_tokens < 6:
             await asyncio.sleep(0.01)
         with pytest.raises(QueueFull, match="9 prompt tokens would wait, of 7") as caught:
-            engine.submit([PromptJob(tuple(PROMPT), greedy(100))])
+            engine.submit([EngineRequest(tuple(PROMPT), greedy(100))])
         assert caught.value.retry_after >= 1
         for stream in streams:
             stream.close()
@@ -121,12 +121,12 @@ def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
     engine = engine_of(backend_of(kind, model))
 
     async def drained() -> None:
-        short = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(5))]))
-        long = asyncio.create_task(collect(engine, [PromptJob(tuple(PROMPT), greedy(200))]))
+        short = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(5))]))
+        long = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(200))]))
         await asyncio.sleep(0.05)
         engine.drain("drained")
         with pytest.raises(NotServing, match="drained"):
-            engine.submit([PromptJob(tuple(PROMPT), greedy(5))])
+            engine.submit([EngineRequest(tuple(PROMPT), greedy(5))])
         assert (await short)[0].finish_reason is FinishReason.LENGTH
         engine.abort_all("aborted")
         event = (await long)[0]
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
 
     async def killed() -> None:
         async def events() -> list[object]:
-            return [event async for event in engine.submit([PromptJob(tuple(PROMPT), greedy(200))])]
+            return [event async for event in engine.submit([EngineRequest(tuple(PROMPT), greedy(200))])]
 
         task = asyncio.create_task(events())
         await asyncio.sleep(0.05)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.scheduling.fair_queue import WaitingJobs
-from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, Pace
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
+from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, ServiceRate
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import byte_tokenizer
@@ -21,14 +21,14 @@ def codec() -> TextCodec:
     return TextCodec(byte_tokenizer())
 
 
-def job(codec: TextCodec, prompt: int, answer: int, *, client: str = "", priority: int = 100) -> Job:
+def job(codec: TextCodec, prompt: int, answer: int, *, client: str = "", priority: int = 100) -> RequestState:
     loop = asyncio.new_event_loop()
     loop.close()
-    given = PromptJob((1,) * prompt, SamplingParameters(max_tokens=answer), client=client, priority=priority)
-    return Job.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), 10_000)
+    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=answer), client=client, priority=priority)
+    return RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), 10_000)
 
 
-def drain(waiting: WaitingJobs) -> list[Job]:
+def drain(waiting: FairQueue) -> list[RequestState]:
     order = []
     while (admitted := waiting.admit(lambda job: True)) is not None:
         order.append(admitted[0])
@@ -45,14 +45,14 @@ def test_a_deadline_that_no_thread_can_wait_for_is_waited_for_in_parts(codec: Te
 
 
 def test_equal_jobs_are_first_come_first_served(codec: TextCodec) -> None:
-    waiting, jobs = WaitingJobs(), [job(codec, 10, 10) for _ in range(5)]
+    waiting, jobs = FairQueue(), [job(codec, 10, 10) for _ in range(5)]
     for each in jobs:
         waiting.add(each)
     assert drain(waiting) == jobs
 
 
 def test_a_short_job_passes_long_ones_that_came_before(codec: TextCodec) -> None:
-    waiting = WaitingJobs()
+    waiting = FairQueue()
     long = [job(codec, 1000, 4000, client="a") for _ in range(10)]
     short = job(codec, 10, 10, client="b")
     for each in (*long, short):
@@ -61,7 +61,7 @@ def test_a_short_job_passes_long_ones_that_came_before(codec: TextCodec) -> None
 
 
 def test_a_clients_flood_does_not_delay_another_client(codec: TextCodec) -> None:
-    waiting = WaitingJobs()
+    waiting = FairQueue()
     flood = [job(codec, 50, 50, client="flood") for _ in range(100)]
     for each in flood:
         waiting.add(each)
@@ -71,9 +71,9 @@ def test_a_clients_flood_does_not_delay_another_client(codec: TextCodec) -> None
 
 
 def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(codec: TextCodec) -> None:
-    waiting, long = WaitingJobs(), job(codec, 1000, 1000)
+    waiting, long = FairQueue(), job(codec, 1000, 1000)
     waiting.add(long)
-    order: list[Job] = []
+    order: list[RequestState] = []
     while long not in order and len(order) < 1000:
         waiting.add(job(codec, 10, 10))
         admitted = waiting.admit(lambda job: True)
@@ -83,7 +83,7 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(codec: TextCodec) -
 
 
 def test_priority_comes_before_everything_else(codec: TextCodec) -> None:
-    waiting = WaitingJobs()
+    waiting = FairQueue()
     urgent = job(codec, 1000, 1000, priority=1)
     ordinary = [job(codec, 1, 1) for _ in range(3)]
     for each in (*ordinary, urgent):
@@ -92,7 +92,7 @@ def test_priority_comes_before_everything_else(codec: TextCodec) -> None:
 
 
 def test_a_job_that_does_not_fit_is_overtaken_only_so_often(codec: TextCodec) -> None:
-    waiting, big = WaitingJobs(), job(codec, 5, 5)
+    waiting, big = FairQueue(), job(codec, 5, 5)
     waiting.add(big)
     overtaken = 0
     for _ in range(100):
@@ -105,7 +105,7 @@ def test_a_job_that_does_not_fit_is_overtaken_only_so_often(codec: TextCodec) ->
 
 
 def test_counts_are_zero_when_all_have_left(codec: TextCodec) -> None:
-    waiting, jobs = WaitingJobs(), [job(codec, 3, 3) for _ in range(4)]
+    waiting, jobs = FairQueue(), [job(codec, 3, 3) for _ in range(4)]
     for each in jobs:
         waiting.add(each)
     assert (len(waiting), waiting.tokens) == (4, 12)
@@ -135,7 +135,7 @@ def test_deadlines_come_due_once_and_only_for_those_they_concern(codec: TextCode
 
 
 def test_the_time_to_come_back_follows_the_pace() -> None:
-    pace = Pace()
+    pace = ServiceRate()
     assert pace.seconds_for(100) == 1
     pace.note(10.0)
     pace.finished(5)

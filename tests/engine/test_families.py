@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.batching.serial import SerialBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -31,7 +31,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [(seed * 31 + 7 * position) % 250 for position in range(length)]
 
 
-async def staggered(engine: EngineWorker) -> list[list[int]]:
+async def staggered(engine: EngineCore) -> list[list[int]]:
     """Each request begins when the one before it has had time for a step or two, so that all of them overlap."""
 
     async def one(number: int, length: int, count: int) -> list[int]:
@@ -62,7 +62,7 @@ def test_families_that_keep_state_elsewhere_are_found_out_and_served_serially(fa
     with torch.inference_mode():
         assert check_batching(model).problem is not None
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
-    with running(model, backend=SerialBackend(model, samplers, max_rows=8)) as engine:
+    with running(model, backend=SerialBatcher(model, samplers, max_rows=8)) as engine:
 
         async def together() -> list[list[int]]:
             requests = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, read_faults
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.types import FinishReason, TokenEvent
@@ -16,7 +16,7 @@ PROMPT = (3, 4, 5)
 def answer_under(faults: str) -> tuple[TokenEvent, list[int]]:
     model = tiny_model()
     with running(model, prefill_tokens=16, faults=read_faults({VARIABLE: faults})) as engine:
-        return run(collect(engine, [PromptJob(PROMPT, greedy(10))]))[0], reference(model, PROMPT, 10)
+        return run(collect(engine, [EngineRequest(PROMPT, greedy(10))]))[0], reference(model, PROMPT, 10)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import (
     EOS,
@@ -61,7 +61,9 @@ def test_families_that_force_their_last_token_or_know_no_context_answer_as_in_ge
     expected = [reference(model, prompt, 12) for prompt in prompts]
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    built = build_engine(parse_settings(str(tmp_path), {"threads": 1, "dtype": "float32"}, environ={}), shares=Shares())
+    built = build_engine(
+        parse_settings(str(tmp_path), {"threads": 1, "dtype": "float32"}, environ={}), shares=ProcessResources()
+    )
     try:
         assert [run(tokens_of(built.engine, prompt, greedy(12))) for prompt in prompts] == expected
     finally:
@@ -136,5 +138,5 @@ def test_the_load_says_what_is_not_honoured(tmp_path: Path, caplog: pytest.LogCa
     byte_tokenizer().save_pretrained(tmp_path)
     resolved = parse_settings(str(tmp_path), {"threads": 1, "fast_path": "off"}, environ={})
     with caplog.at_level(logging.WARNING):
-        build_engine(resolved, shares=Shares()).shutdown()
+        build_engine(resolved, shares=ProcessResources()).shutdown()
     assert "not done here: no_repeat_ngram_size 3" in caplog.text

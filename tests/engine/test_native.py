@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCach
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from tests.engine.test_families import REQUESTS, prompt_of, staggered
 from tests.engine.tiny import FAMILIES, VOCAB, reference, run, running, tiny_model
@@ -153,25 +153,25 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
 
 @pytest.mark.parametrize("family", ELSEWHERE)
 def test_other_layouts_are_refused_with_a_reason(family: str) -> None:
-    with torch.inference_mode(), pytest.raises(Unsupported, match=r"\w"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=r"\w"):
         read_decoder(tiny_model(family))
 
 
 def test_half_precision_other_than_bfloat16_is_refused() -> None:
-    with torch.inference_mode(), pytest.raises(Unsupported, match="float16"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="float16"):
         read_decoder(tiny_model().half())
 
 
 def test_a_parameter_without_a_place_is_refused() -> None:
     model = tiny_model()
     model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
-    with torch.inference_mode(), pytest.raises(Unsupported, match="sinks"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="sinks"):
         read_decoder(model)
 
 
 def test_a_dynamic_rope_is_refused() -> None:
     model = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    with torch.inference_mode(), pytest.raises(Unsupported, match="dynamic"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="dynamic"):
         read_decoder(model)
 
 

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.native import compile_kernels as compiling
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.library import open_library
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import tiny_model as make_tiny_model
 
@@ -181,7 +181,7 @@ def test_the_summary_of_a_load_names_the_forward_and_why(
     without_compiler(monkeypatch, tmp_path)
     caplog.set_level(logging.INFO)
     extra = {"cache_dir": str(tmp_path / "cache"), "threads": 1}
-    built = build_engine(parse_settings(str(tiny_model), extra, environ={}), shares=Shares())
+    built = build_engine(parse_settings(str(tiny_model), extra, environ={}), shares=ProcessResources())
     built.shutdown()
     assert "transformers' forward (no C++ compiler)" in built.summary
     assert any(line.startswith("Checking that ") and "took" in line for line in caplog.messages)

@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import quantise, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.verify_native import take_int8
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.test_families import prompt_of
@@ -150,7 +150,7 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
-    shares = Shares()
+    shares = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}
     with_it, without = (
         build_engine(parse_settings(str(tiny_model), {**common, **more}, environ={}), "m", shares=shares)

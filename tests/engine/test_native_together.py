@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from tests.engine.test_native import KNOWN, known_model, prefilled
@@ -97,7 +97,7 @@ def test_short_and_long_rows_take_steps_together_or_if_that_fails_alone(
     forward = _Spied(model, 2, folder)
     forward.fails = fails
     with running(model, forward=forward, prefill_tokens=512, context=2048) as engine:
-        jobs = [PromptJob(prompt, greedy(12), first_index=index) for index, prompt in enumerate(prompts)]
+        jobs = [EngineRequest(prompt, greedy(12), first_index=index) for index, prompt in enumerate(prompts)]
         answers = run(collect(engine, jobs))
     for index, prompt in enumerate(prompts):
         assert list(answers[index].token_ids) == reference(model, prompt, 12)
@@ -109,10 +109,10 @@ def test_a_step_of_several_batches_counts_as_one(folder: Path) -> None:
     model = tiny_model("llama")
     forward = _Spied(model, 2, folder)
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         streams = []
         for index in range(4):  # one after another, so that each finds no room in the batches before
-            streams.append(engine.submit([PromptJob(prompt_of(5, index), greedy(60))]))
+            streams.append(engine.submit([EngineRequest(prompt_of(5, index), greedy(60))]))
             await anext(streams[-1])
         for stream in streams:
             async for _ in stream:

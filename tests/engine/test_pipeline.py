@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.api import PromptJob, TokenStream
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.model_forward import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
@@ -127,10 +127,10 @@ def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
 def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
     model = laid_out(tiny_model("llama"), 3)
 
-    async def scenario(engine: EngineWorker) -> list[int]:
-        streams = [engine.submit([PromptJob(prompt_of(5, i), greedy(150))]) for i in range(6)]
+    async def scenario(engine: EngineCore) -> list[int]:
+        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(150))]) for i in range(6)]
         await until(lambda: engine.stats().running_rows == 6, "six rows")
-        assert isinstance(engine._backend, PipelinedBackend)
+        assert isinstance(engine._backend, PipelinedBatcher)
         sizes = [len(group.rows) for group in engine._backend._scheduler.groups]
         for stream in streams:
             stream.close()
@@ -156,10 +156,10 @@ def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
     stays = [(prompt_of(6, i), 40) for i in range(3)]
     expected = [reference(model, prompt, count) for prompt, count in stays]
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         answers = asyncio.create_task(together(engine, stays))
         for round_ in range(8):
-            leaving = [engine.submit([PromptJob(prompt_of(9, 10 + round_ + i), greedy(200))]) for i in range(2)]
+            leaving = [engine.submit([EngineRequest(prompt_of(9, 10 + round_ + i), greedy(200))]) for i in range(2)]
             if round_ % 2:  # else while they are prefilled
                 await anext(leaving[0])
             for stream in leaving:
@@ -178,8 +178,8 @@ def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
     prompt = prompt_of(30)
     expected = reference(model, prompt, 12)
 
-    async def scenario(engine: EngineWorker) -> None:
-        events = await collect(engine, [PromptJob(prompt, greedy(12, n=3))])
+    async def scenario(engine: EngineCore) -> None:
+        events = await collect(engine, [EngineRequest(prompt, greedy(12, n=3))])
         assert [list(events[index].token_ids) for index in range(3)] == [expected] * 3
         assert await tokens_of(engine, prompt, greedy(12)) == expected
         assert engine.stats().prefix_hit_tokens == 29
@@ -207,10 +207,10 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
 
         return held
 
-    async def scenario(engine: EngineWorker) -> None:
-        other = engine.submit([PromptJob(prompt_of(3), greedy(240))])
+    async def scenario(engine: EngineCore) -> None:
+        other = engine.submit([EngineRequest(prompt_of(3), greedy(240))])
         await anext(other)
-        stream = engine.submit([PromptJob((), greedy(10), open=True)])
+        stream = engine.submit([EngineRequest((), greedy(10), open=True)])
         stream.extend(spelled("The cap"))  # all but the last one go in
         await until(reached.is_set, "the piece")
         stream.seal(ids)
@@ -224,7 +224,7 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
         other.close()
 
     with pipelined(model, prefill_tokens=8, max_rows=rows) as (engine, _):
-        assert isinstance(engine._backend, PipelinedBackend)
+        assert isinstance(engine._backend, PipelinedBatcher)
         engine._backend._prefill_forward = hold(engine._backend._prefill_forward)
         try:
             run(scenario(engine))
@@ -238,8 +238,8 @@ def test_an_open_prompt_is_prefilled_as_it_comes(whole: str) -> None:
     ids = spelled(whole)
     expected = reference(model, ids, 10)
 
-    async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob((), greedy(10), open=True)])
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest((), greedy(10), open=True)])
         for byte in spelled("The capital of France"):
             stream.extend([byte])
         stream.seal(ids)  # the second time with other ids than some that are in, or on their way
@@ -258,10 +258,10 @@ def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
     def fail(ids: list[list[int]]) -> BaseException | None:
         return RuntimeError("no such row") if any(row == [marked] for row in ids) else None
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         answers = asyncio.create_task(together(engine, good))
         forced = greedy(5, logit_bias={marked: 100.0})
-        events = await collect(engine, [PromptJob(prompt_of(7, 9), forced)])
+        events = await collect(engine, [EngineRequest(prompt_of(7, 9), forced)])
         assert events[0].finish_reason is FinishReason.ERROR and "no such row" in str(events[0].error)
         assert await answers == expected
         await until(lambda: idle(engine), "an idle engine")
@@ -283,9 +283,9 @@ def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> Non
         if failing and hidden.shape[1] == wanted:
             raise RuntimeError("in the middle")
 
-    async def scenario(engine: EngineWorker) -> None:
+    async def scenario(engine: EngineCore) -> None:
         nonlocal failing
-        events = await collect(engine, [PromptJob(prompt_of(3, i), greedy(9), first_index=i) for i in range(6)])
+        events = await collect(engine, [EngineRequest(prompt_of(3, i), greedy(9), first_index=i) for i in range(6)])
         assert {event.finish_reason for event in events.values()} == {FinishReason.ERROR}
         failing = False
         assert await together(engine, REQUESTS) == expected
@@ -298,8 +298,8 @@ def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> Non
 def test_a_thread_that_dies_ends_every_stream_and_the_engine() -> None:
     model = laid_out(tiny_model("llama"), 2)
 
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [engine.submit([PromptJob(prompt_of(6, i), greedy(200))]) for i in range(4)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [engine.submit([EngineRequest(prompt_of(6, i), greedy(200))]) for i in range(4)]
         for stream in streams:
             await anext(stream)
         model.model.layers[2].register_forward_pre_hook(_die)
@@ -328,12 +328,12 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
         assert gate.wait(60)
         raise RuntimeError("too late")
 
-    async def scenario(engine: EngineWorker) -> None:
-        beside = engine.submit([PromptJob(prompt_of(3), greedy(240))])
+    async def scenario(engine: EngineCore) -> None:
+        beside = engine.submit([EngineRequest(prompt_of(3), greedy(240))])
         await anext(beside)
-        assert isinstance(engine._backend, PipelinedBackend)
+        assert isinstance(engine._backend, PipelinedBatcher)
         engine._backend._prefill_forward = hang
-        stream = engine.submit([PromptJob(prompt_of(5), greedy(9))])
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(9))])
         await until(lambda: "the prefill of 5 tokens has not come back" in str(engine.trouble), "trouble")
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
         assert not engine.alive
@@ -358,8 +358,8 @@ def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
 def test_nothing_runs_on_after_a_shutdown() -> None:
     model = laid_out(tiny_model("llama"), 2)
 
-    async def scenario(engine: EngineWorker) -> None:
-        streams = [engine.submit([PromptJob(prompt_of(6, i), greedy(200))]) for i in range(4)]
+    async def scenario(engine: EngineCore) -> None:
+        streams = [engine.submit([EngineRequest(prompt_of(6, i), greedy(200))]) for i in range(4)]
         await until(lambda: engine.stats().running_rows == 4, "four rows")
         await asyncio.get_running_loop().run_in_executor(None, engine.shutdown)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
@@ -374,7 +374,7 @@ def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() ->
     model = laid_out(tiny_model("llama"), 3)
     expected = [reference(model, *request) for request in REQUESTS]
 
-    async def scenario(*engines: EngineWorker) -> None:
+    async def scenario(*engines: EngineCore) -> None:
         assert list(await asyncio.gather(*(together(engine, REQUESTS) for engine in engines))) == [expected] * 2
 
     busy = Busy(model, 0.002)

@@ -12,7 +12,7 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares
 from mlserver_torch_stream.engine.loading.placement import (
@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.loading.placement import (
     size,
 )
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of
@@ -120,7 +120,7 @@ def test_bytes_in_words(count: int, words: str) -> None:
     assert size(count) == words
 
 
-def built(folder: Path, shares_: Shares, **extra: Any) -> BuiltEngine:
+def built(folder: Path, shares_: ProcessResources, **extra: Any) -> BuiltEngine:
     given = {"dtype": "float32", "threads": 1, "fast_path": "off", **extra}
     return build_engine(parse_settings(uri=str(folder), extra=given, environ={}), shares=shares_)
 
@@ -130,7 +130,7 @@ def test_the_load_says_what_lies_where_and_how_slow_it_is(
 ) -> None:
     caplog.set_level(logging.INFO)
     offload = {"device_map": SPLIT, "offload_folder": str(tmp_path)}
-    engine = built(tiny_model, Shares(), **offload, kv_cache_memory="1MiB")
+    engine = built(tiny_model, ProcessResources(), **offload, kv_cache_memory="1MiB")
     try:
         said = caplog.text
         assert "144.5 KiB of weights are moved from disk to cpu at every step" in said
@@ -142,12 +142,12 @@ def test_the_load_says_what_lies_where_and_how_slow_it_is(
 
 def test_a_model_without_room_for_its_cache_is_refused_with_the_numbers(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadFailed, match=r"extra\.kv_cache_memory: 8\.8 KiB of .* hold no row .* on cpu .* 9\.0 KiB"):
-        built(tiny_model, Shares(), kv_cache_memory="10KiB")
+        built(tiny_model, ProcessResources(), kv_cache_memory="10KiB")
     with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: 100 bytes of .* hold no row of this model"):
-        built(tiny_model, Shares(), kv_cache_memory=2**20, prefix_cache_memory=2**20 - 100)
+        built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**20 - 100)
     with pytest.raises(LoadFailed, match=r"^parameters\.extra\.prefix_cache_memory: 1048576 bytes leave nothing"):
-        built(tiny_model, Shares(), kv_cache_memory=2**20, prefix_cache_memory=2**20)
-    others = Shares()
+        built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**20)
+    others = ProcessResources()
     others.promise("another model", 2**60, 0)  # all that there is
     with pytest.raises(LoadFailed, match=r"extra\.device_map: 0 bytes of KV cache .* 9\.0 KiB and .* disk: layers 1"):
         built(tiny_model, others, device_map=SPLIT, offload_folder=str(tmp_path))
@@ -180,11 +180,11 @@ def test_a_map_over_two_devices_is_pipelined_unless_the_settings_say_otherwise(
     expected = [reference(plain, prompt, count) for prompt, count in requests]
 
     async def scenario(engine: BuiltEngine) -> list[list[int]]:
-        assert isinstance(engine.engine, EngineWorker)
+        assert isinstance(engine.engine, EngineCore)
         answers = [asyncio.create_task(tokens_of(engine.engine, prompt, greedy(count))) for prompt, count in requests]
         return [await answer for answer in answers]
 
-    engine = built(folder, Shares(), trust_remote_code=True, pipeline=pipeline)
+    engine = built(folder, ProcessResources(), trust_remote_code=True, pipeline=pipeline)
     try:
         assert "on cuda:0 (1 layers), cuda:1 (1 layers)" in engine.summary
         assert ("2 devices at work on a group of rows each" in engine.summary) == (pipeline == "auto")
@@ -195,4 +195,4 @@ def test_a_map_over_two_devices_is_pipelined_unless_the_settings_say_otherwise(
 
 def test_a_memory_limit_that_is_none_is_named(tiny_model: Path) -> None:
     with pytest.raises(LoadFailed, match=r"cannot load tiny-llama with max_memory \{'cpu': 'lots'\}: .*lots"):
-        built(tiny_model, Shares(), max_memory={"cpu": "lots"})
+        built(tiny_model, ProcessResources(), max_memory={"cpu": "lots"})

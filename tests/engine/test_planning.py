@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.planning.capacity import make_plan
-from mlserver_torch_stream.engine.planning.device_catalogue import KNOWN, Device, find_device
+from mlserver_torch_stream.engine.planning.device_catalogue import KNOWN, DeviceSpec, find_device
 from mlserver_torch_stream.engine.planning.model_size import ModelSize, read_size
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import ModelSource
@@ -83,12 +83,12 @@ def test_a_step_of_more_rows_reads_more_of_the_experts_and_no_untied_embedding(t
 def test_streams_are_what_the_engines_account_lets_in(tmp_path: Path) -> None:
     model = make("llama")
     size = size_of(model, tmp_path)
-    plan = make_plan(size, Device("", 2**23, 1e9, None, ""), 1, 200, 0.8)
+    plan = make_plan(size, DeviceSpec("", 2**23, 1e9, None, ""), 1, 200, 0.8)
     assert plan.fits
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None
-    engine = BatchedBackend(
+    engine = ContinuousBatcher(
         model,
         None,
         cost=cost,
@@ -102,7 +102,7 @@ def test_streams_are_what_the_engines_account_lets_in(tmp_path: Path) -> None:
 
 
 def test_a_host_keeps_no_more_prompts_than_its_bound(large: ModelSize) -> None:
-    host = Device("", 600 * 10**9, 1e11, None, "")
+    host = DeviceSpec("", 600 * 10**9, 1e11, None, "")
     assert make_plan(large, host, 1, 4096, 0.55).streams == 128
     assert make_plan(large, host, 1, 4096, 0.55, 2**28).streams == 160
 
@@ -116,12 +116,12 @@ def test_more_devices_hold_more_and_are_faster(large: ModelSize) -> None:
 
 
 def test_speeds_are_bandwidth_alone_and_arithmetic_together(large: ModelSize) -> None:
-    device = Device("", 10_000 * 10**9, 1e12, 1e15, "")
+    device = DeviceSpec("", 10_000 * 10**9, 1e12, 1e15, "")
     plan = make_plan(large, device, 1, 1000, 0.8)
     row = 1000 * large.cost.of(1, 1)
     assert plan.alone == pytest.approx(1e12 / (large.read_per_step(1) + row))
     assert plan.prompts == pytest.approx(1e15 / (2 * large.active))
-    slow = make_plan(large, Device("", 10_000 * 10**9, 1e12, 1e12, ""), 1, 1000, 0.8)
+    slow = make_plan(large, DeviceSpec("", 10_000 * 10**9, 1e12, 1e12, ""), 1, 1000, 0.8)
     assert slow.together == pytest.approx(1e12 / (2 * large.active))
 
 

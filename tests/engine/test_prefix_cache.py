@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
-from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixStore
+from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixCache
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from tests.engine.tiny import (
     collect,
@@ -35,7 +35,7 @@ SYSTEM = [(5 * i + 3) % 250 for i in range(60)]
 @contextmanager
 def keeping(
     family: str = "llama", prefix_bytes: int = 2**22, chunked: bool = True, model: PreTrainedModel | None = None
-) -> Iterator[EngineWorker]:
+) -> Iterator[EngineCore]:
     model = model or tiny_model(family)
     with running(model, prefill_tokens=8 if chunked else None, prefix_bytes=prefix_bytes) as engine:
         yield engine
@@ -79,7 +79,7 @@ def test_prompts_whose_beginning_is_known_take_little_of_a_steps_share() -> None
     with running(model, prefill_tokens=128, prefix_bytes=2**22) as engine:
         run(tokens_of(engine, beginning, greedy(2)))
         before = engine.stats().decode_steps
-        jobs = [PromptJob(prompt, greedy(2), first_index=number) for number, prompt in enumerate(prompts)]
+        jobs = [EngineRequest(prompt, greedy(2), first_index=number) for number, prompt in enumerate(prompts)]
         answers = run(collect(engine, jobs))
         assert engine.stats().decode_steps - before == 3
     for number, prompt in enumerate(prompts):
@@ -95,7 +95,7 @@ def test_random_company_with_shared_beginnings_gets_the_tokens_it_gets_alone(fam
         cut = random.choice([0, 4, 20, 40, 60])
         prompts.append([*SYSTEM[:cut], *(random.randrange(250) for _ in range(random.randrange(1, 20)))])
 
-    async def together(engine: EngineWorker) -> list[list[int]]:
+    async def together(engine: EngineCore) -> list[list[int]]:
         async def later(number: int, prompt: list[int]) -> list[int]:
             await asyncio.sleep(0.01 * number)
             return await tokens_of(engine, prompt, greedy(8))
@@ -109,7 +109,7 @@ def test_random_company_with_shared_beginnings_gets_the_tokens_it_gets_alone(fam
 
 def test_what_is_kept_is_bounded_and_the_least_used_goes_first() -> None:
     cost = CacheCost(per_row=0, per_column=10)
-    store = PrefixStore(10 * 100, cost)
+    store = PrefixCache(10 * 100, cost)
     layout = CacheLayout(tiny_model().config)
 
     def cache(length: int) -> RowCache:
@@ -153,7 +153,7 @@ def test_kept_bytes_stay_below_their_bound_under_many_prompts() -> None:
 
 def test_how_many_are_kept_is_bounded_too() -> None:
     """Each is compared with every new prompt: ten thousand short ones would hold up a step by 30 ms."""
-    store = PrefixStore(2**40, CacheCost(per_row=0, per_column=10))
+    store = PrefixCache(2**40, CacheCost(per_row=0, per_column=10))
     layout = CacheLayout(tiny_model().config)
     for number in range(600):
         store.keep([*divmod(number, 250), *([1] * 15)], lambda: RowCache(layout))
@@ -206,15 +206,15 @@ def test_what_holds_nan_is_not_kept() -> None:
 
 
 def test_a_prompt_that_came_in_pieces_is_kept_without_its_spare_columns() -> None:
-    async def scenario(engine: EngineWorker) -> None:
-        stream = engine.submit([PromptJob((), greedy(1), open=True)])
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest((), greedy(1), open=True)])
         for end in range(10, 61, 10):
             stream.extend(SYSTEM[end - 10 : end])
             await until(lambda end=end: engine.stats().prefill_tokens == end - 1)  # type: ignore[misc]
         stream.seal(SYSTEM)
         assert [event async for event in stream][-1].error is None
         backend = engine._backend
-        assert isinstance(backend, BatchedBackend)
+        assert isinstance(backend, ContinuousBatcher)
         held = [slab for _, cache in backend._prefixes._kept.values() for slab in cache.slabs]
         assert held
         assert sum(slab.keys.nbytes + slab.values.nbytes for slab in held) == engine.stats().prefix_cache_bytes

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import Shares, Turns
+from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters, TextPrompt
@@ -19,12 +19,12 @@ from tests.engine.tiny import tiny_model as make
 GIB = 2**30
 
 
-def built(folder: Path, shares: Shares, **extra: object) -> BuiltEngine:
+def built(folder: Path, shares: ProcessResources, **extra: object) -> BuiltEngine:
     return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), shares)
 
 
 def test_promises_never_exceed_what_there_is_and_come_back() -> None:
-    shares = Shares()
+    shares = ProcessResources()
     owners = [object() for _ in range(6)]
     promised = [shares.promise(owner, None, 8 * GIB) for owner in owners]
     assert promised == [4 * GIB, 2 * GIB, GIB, GIB // 2, GIB // 4, GIB // 8]
@@ -36,7 +36,7 @@ def test_promises_never_exceed_what_there_is_and_come_back() -> None:
 
 
 def test_what_was_asked_for_is_given_and_counted() -> None:
-    shares = Shares()
+    shares = ProcessResources()
     assert shares.promise("a", 6 * GIB, 8 * GIB) == 6 * GIB
     assert shares.promise("b", None, 8 * GIB) == GIB
     assert shares.promise("c", 9 * GIB, 8 * GIB) == 9 * GIB
@@ -44,7 +44,7 @@ def test_what_was_asked_for_is_given_and_counted() -> None:
 
 
 def test_turns_are_taken_in_the_order_of_asking() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     asked = threading.Semaphore(0)
 
     def ask(number: int) -> None:
@@ -65,7 +65,7 @@ def test_turns_are_taken_in_the_order_of_asking() -> None:
 
 
 def test_a_turn_that_raises_is_handed_on() -> None:
-    turns = Turns()
+    turns = FairLock()
     with pytest.raises(ValueError), turns.turn():
         raise ValueError
     with turns.turn():
@@ -74,7 +74,7 @@ def test_a_turn_that_raises_is_handed_on() -> None:
 
 def test_two_busy_engines_step_in_turn() -> None:
     """Never both at once, and neither gets two steps while the other one waits."""
-    turns = Turns()
+    turns = FairLock()
     first, second = make("llama"), make("llama", seed=1)
     expected = [reference(model, prompt_of(5), 100) for model in (first, second)]
     inside = 0
@@ -114,7 +114,7 @@ def test_two_busy_engines_step_in_turn() -> None:
 
 
 def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None:
-    shares = Shares()
+    shares = ProcessResources()
     one, other = built(tiny_model, shares), built(tiny_model, shares, kv_cache_memory="2MiB", max_batch_rows=3)
     try:
         assert one.info.max_context == 1024 and other.info.max_rows == 3
@@ -125,7 +125,9 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
 
         async def both() -> None:
             params = SamplingParameters(max_tokens=12, ignore_eos=True)
-            asked = [collect(each.engine, [PromptJob(tuple(ids), params)]) for each in (one, other) for _ in range(3)]
+            asked = [
+                collect(each.engine, [EngineRequest(tuple(ids), params)]) for each in (one, other) for _ in range(3)
+            ]
             texts = {events[0].text for events in await asyncio.gather(*asked)}
             assert len(texts) == 1 and texts != {""}
 
@@ -138,14 +140,14 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
 
 
 def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_back(tiny_model: Path) -> None:
-    shares = Shares()
+    shares = ProcessResources()
     with pytest.raises(LoadFailed, match="kv_cache_memory"):
         built(tiny_model, shares, kv_cache_memory=100)
     assert not shares._promised
 
 
 def test_a_small_cache_shortens_the_context(tiny_model: Path) -> None:
-    engine = built(tiny_model, Shares(), kv_cache_memory="256KiB")
+    engine = built(tiny_model, ProcessResources(), kv_cache_memory="256KiB")
     try:
         assert 2 <= engine.info.max_context < 1024
         longest = engine.info.max_context

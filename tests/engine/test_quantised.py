@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading import loader, quantised
 from mlserver_torch_stream.engine.loading.placement import bytes_of
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of
@@ -32,7 +32,7 @@ def built(folder: Path, config: dict[str, Any] | None, **extra: Any) -> Iterator
     given = {"dtype": "float32", "threads": 1, "cache_dir": str(folder.parent / "cache"), **extra}
     if config is not None:
         given["quantization_config"] = config
-    engine = build_engine(parse_settings(uri=str(folder), extra=given, environ={}), shares=Shares())
+    engine = build_engine(parse_settings(uri=str(folder), extra=given, environ={}), shares=ProcessResources())
     try:
         yield engine
     finally:
@@ -41,7 +41,7 @@ def built(folder: Path, config: dict[str, Any] | None, **extra: Any) -> Iterator
 
 async def together(engine: BuiltEngine) -> list[list[int]]:
     worker = engine.engine
-    assert isinstance(worker, EngineWorker)
+    assert isinstance(worker, EngineCore)
     return list(await asyncio.gather(*(tokens_of(worker, prompt, greedy(count)) for prompt, count in REQUESTS)))
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.api import Engine, PromptJob
+from mlserver_torch_stream.engine.api import Engine, EngineRequest
 from mlserver_torch_stream.engine.client_messages import StepTimeout
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.replicas import ReplicatedEngine
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import parse_settings
@@ -25,11 +25,13 @@ from tests.engine.tiny import collect, greedy, prompt_of, run, until
 REQUESTS = [(prompt_of(3 + 5 * number, number), 8 + 5 * number) for number in range(6)]
 
 
-def build(folder: Path, deaths: list[BaseException] | None = None, shares: Shares | None = None, **extra: Any) -> Any:
+def build(
+    folder: Path, deaths: list[BaseException] | None = None, shares: ProcessResources | None = None, **extra: Any
+) -> Any:
     settings = {"threads": 1, "kv_cache_memory": "8MiB", "fast_path": "off", **extra}
     resolved = parse_settings(str(folder), settings, environ={})
     on_death = deaths.append if deaths is not None else None
-    return build_engine(resolved, on_death=on_death, shares=Shares() if shares is None else shares)
+    return build_engine(resolved, on_death=on_death, shares=ProcessResources() if shares is None else shares)
 
 
 def end(built: BuiltEngine) -> None:
@@ -49,17 +51,17 @@ def three(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine
     end(built)
 
 
-def members(built: BuiltEngine) -> Sequence[EngineWorker]:
+def members(built: BuiltEngine) -> Sequence[EngineCore]:
     return [part.engine for part in built.lease.value.parts]  # type: ignore[misc]
 
 
 async def answer(engine: Engine, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    event = (await collect(engine, [PromptJob(prompt, greedy(count))]))[0]  # type: ignore[arg-type]
+    event = (await collect(engine, [EngineRequest(prompt, greedy(count))]))[0]  # type: ignore[arg-type]
     assert event.error is None, event.error
     return event.token_ids
 
 
-async def kill(engine: EngineWorker) -> None:
+async def kill(engine: EngineCore) -> None:
     """For good: what would start it anew fails as a lost device does."""
 
     def lost() -> Any:
@@ -85,7 +87,7 @@ def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltE
 
 
 def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:
-    shares = Shares()
+    shares = ProcessResources()
     built = build(tiny_model, shares=shares, replicas=2)
     assert shares.weights.made == 1
     end(built)
@@ -94,11 +96,11 @@ def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:
 
 def test_a_prompt_goes_to_the_replica_with_the_least_to_do(three: BuiltEngine) -> None:
     async def scenario() -> None:
-        streams = [three.engine.submit([PromptJob(prompt_of(5, number), greedy(900))]) for number in range(3)]
+        streams = [three.engine.submit([EngineRequest(prompt_of(5, number), greedy(900))]) for number in range(3)]
         assert [member.load for member in members(three)] == [1, 1, 1]
         streams[1].close()
         await until(lambda: members(three)[1].load == 0, "an idle replica")
-        streams.append(three.engine.submit([PromptJob(prompt_of(5, 7), greedy(900))]))
+        streams.append(three.engine.submit([EngineRequest(prompt_of(5, 7), greedy(900))]))
         assert [member.load for member in members(three)] == [1, 1, 1]
         for stream in streams:
             stream.close()
@@ -112,12 +114,12 @@ def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -
     engine = ReplicatedEngine([part.engine for part in parts])
 
     async def scenario() -> None:
-        streams = [engine.submit([PromptJob(prompt_of(5), greedy(900, n=8))]) for _ in range(2)]
+        streams = [engine.submit([EngineRequest(prompt_of(5), greedy(900, n=8))]) for _ in range(2)]
         assert [part.engine.load > 0 for part in parts] == [False, True]
         for stream in streams:
             stream.close()
         with pytest.raises(InvalidInput):
-            engine.submit([PromptJob(prompt_of(5), greedy(900, n=32))])
+            engine.submit([EngineRequest(prompt_of(5), greedy(900, n=32))])
 
     run(scenario())
     for part in parts:
@@ -130,11 +132,11 @@ def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path)
     async def scenario() -> None:
         streams = []
         for number in range(2):
-            streams.append(built.engine.submit([PromptJob(prompt_of(5, number), greedy(900))]))
+            streams.append(built.engine.submit([EngineRequest(prompt_of(5, number), greedy(900))]))
             await until(lambda: built.engine.stats().running_rows == len(streams), "a row")
-        streams += [built.engine.submit([PromptJob(prompt_of(5, 9), greedy(9))]) for _ in range(2)]
+        streams += [built.engine.submit([EngineRequest(prompt_of(5, 9), greedy(9))]) for _ in range(2)]
         with pytest.raises(QueueFull):
-            built.engine.submit([PromptJob(prompt_of(5, 9), greedy(9))])
+            built.engine.submit([EngineRequest(prompt_of(5, 9), greedy(9))])
         for stream in streams:
             stream.close()
 
@@ -147,7 +149,7 @@ def test_ones_death_ends_its_own_streams_and_leaves_the_others_serving(
 ) -> None:
     async def scenario() -> None:
         readers = [
-            asyncio.create_task(collect(three.engine, [PromptJob(prompt_of(5, number), greedy(600))]))  # type: ignore[arg-type]
+            asyncio.create_task(collect(three.engine, [EngineRequest(prompt_of(5, number), greedy(600))]))  # type: ignore[arg-type]
             for number in range(3)
         ]
         await until(lambda: three.engine.stats().running_rows == 3, "three rows")
@@ -170,7 +172,7 @@ def test_the_last_ones_death_is_everybodys(three: BuiltEngine, deaths: list[Base
         assert not three.engine.alive
         await until(lambda: len(deaths) == 1, "word of the end")
         with pytest.raises(NotServing):
-            three.engine.submit([PromptJob(prompt_of(3))])
+            three.engine.submit([EngineRequest(prompt_of(3))])
 
     run(scenario())
 
@@ -190,11 +192,11 @@ def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
             return False
 
         step, hung._backend.step = hung._backend.step, hang  # type: ignore[method-assign]
-        stream = hung.submit([PromptJob(prompt_of(5), greedy(9))])
+        stream = hung.submit([EngineRequest(prompt_of(5), greedy(9))])
         await until(began.is_set, "a step")
         await until(lambda: hung.trouble is not None, "trouble")
         assert three.engine.trouble is None, "the others are fine"
-        others = [three.engine.submit([PromptJob(prompt_of(5), greedy(9))]) for _ in range(4)]
+        others = [three.engine.submit([EngineRequest(prompt_of(5), greedy(9))]) for _ in range(4)]
         assert [member.load for member in members(three)] == [1, 2, 2], "none goes to the one that hangs"
         await until(lambda: len(deaths) == 1, "word of its end")
         assert isinstance(deaths[0], StepTimeout)
@@ -213,10 +215,10 @@ def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
 
 def test_a_draining_engine_drains_all(three: BuiltEngine) -> None:
     async def scenario() -> None:
-        stream = three.engine.submit([PromptJob(prompt_of(5), greedy(900))])
+        stream = three.engine.submit([EngineRequest(prompt_of(5), greedy(900))])
         three.engine.drain("drained")
         with pytest.raises(NotServing):
-            three.engine.submit([PromptJob(prompt_of(3))])
+            three.engine.submit([EngineRequest(prompt_of(3))])
         three.engine.abort_all("aborted")
         events = [event async for event in stream]
         assert events[-1].finish_reason is FinishReason.ABORT

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from mlserver_torch_stream.engine.sampling import candidates
-from mlserver_torch_stream.engine.sampling.sampler import Choice, RowSampler, sample
+from mlserver_torch_stream.engine.sampling.sampler import RowSampler, SampledToken, sample
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters
 
@@ -62,9 +62,9 @@ def _logits(rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> t
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def _ids(choices: list[Choice | GenerationFailed]) -> list[int]:
-    assert all(isinstance(choice, Choice) for choice in choices)
-    return [choice.token_id for choice in choices if isinstance(choice, Choice)]
+def _ids(choices: list[SampledToken | GenerationFailed]) -> list[int]:
+    assert all(isinstance(choice, SampledToken) for choice in choices)
+    return [choice.token_id for choice in choices if isinstance(choice, SampledToken)]
 
 
 def _warped(logits: torch.Tensor, setting: dict[str, Any]) -> torch.Tensor:
@@ -173,13 +173,13 @@ def test_a_row_is_sampled_in_any_batch_as_alone(dtype: torch.dtype) -> None:
             singles = [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(alone)]
             assert _ids(choices) == _ids(singles)
             for first, second, a, b in zip(together, alone, choices, singles, strict=True):
-                assert isinstance(a, Choice) and isinstance(b, Choice)
+                assert isinstance(a, SampledToken) and isinstance(b, SampledToken)
                 _assert_same_logprob(a, b)
                 first.accept(a.token_id)
                 second.accept(b.token_id)
 
 
-def _assert_same_logprob(a: Choice, b: Choice) -> None:
+def _assert_same_logprob(a: SampledToken, b: SampledToken) -> None:
     if a.logprob is None or b.logprob is None:
         assert a.logprob is b.logprob
         return
@@ -232,7 +232,7 @@ def test_padding_is_never_chosen() -> None:
     rows = [_row(seed=i, **setting) for i, setting in enumerate(settings)]
     choices = sample(logits[: len(rows)], rows)
     assert max(_ids(choices)) < 1500
-    tops = [choice.logprob.top for choice in choices if isinstance(choice, Choice) and choice.logprob]
+    tops = [choice.logprob.top for choice in choices if isinstance(choice, SampledToken) and choice.logprob]
     assert max(token_id for top in tops for token_id, _ in top) < 1500
 
 
@@ -245,12 +245,12 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     ]
     first, second, third = sample(logits, rows)
     table = logits.float().log_softmax(-1)
-    assert isinstance(first, Choice) and first.logprob is not None
+    assert isinstance(first, SampledToken) and first.logprob is not None
     assert first.token_id == first.logprob.token_id == 9
     assert first.logprob.logprob == pytest.approx(float(table[0, 9]))
     assert [value for _, value in first.logprob.top] == pytest.approx(table[0].topk(4).values.tolist())
-    assert isinstance(second, Choice) and second.logprob is not None and second.logprob.top == ()
-    assert isinstance(third, Choice) and third.logprob is None
+    assert isinstance(second, SampledToken) and second.logprob is not None and second.logprob.top == ()
+    assert isinstance(third, SampledToken) and third.logprob is None
 
 
 def test_the_logits_are_left_as_they_are() -> None:

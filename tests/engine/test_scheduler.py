@@ -16,10 +16,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.scheduling.scheduler import Group, Limits, Piece, Scheduler, column_step, row_step
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.scheduling.scheduler import (
+    DecodeBatch,
+    PrefillChunk,
+    Scheduler,
+    SchedulerLimits,
+    column_step,
+    row_step,
+)
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 CONTEXT = 400
@@ -36,9 +43,9 @@ LOOP = asyncio.new_event_loop()
 LOOP.close()
 
 
-def job_of(prompt: int, answer: int, n: int = 1, is_open: bool = False, context: int = CONTEXT) -> Job:
-    given = PromptJob((1,) * prompt, SamplingParameters(max_tokens=answer, n=n), open=is_open)
-    return Job.of(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
+def job_of(prompt: int, answer: int, n: int = 1, is_open: bool = False, context: int = CONTEXT) -> RequestState:
+    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=answer, n=n), open=is_open)
+    return RequestState.of(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
 
 
 def cost(rows: int, columns: int) -> int:
@@ -49,13 +56,13 @@ def cost(rows: int, columns: int) -> int:
 class Engine:
     """What the batched backend does with a scheduler, less the tensors; the invariants are checked at every turn."""
 
-    limits: Limits
+    limits: SchedulerLimits
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
-        self.allocated: dict[Group, tuple[int, int]] = {}
-        self.started: list[Job] = []
-        self.prefills: dict[Job, int] = {}  # columns of the caches of prompts
+        self.allocated: dict[DecodeBatch, tuple[int, int]] = {}
+        self.started: list[RequestState] = []
+        self.prefills: dict[RequestState, int] = {}  # columns of the caches of prompts
 
     def step(self) -> int:
         spent = total = forwards = 0
@@ -74,7 +81,7 @@ class Engine:
         self.retire()
         return total
 
-    def pieces(self, spent: int) -> list[Piece]:
+    def pieces(self, spent: int) -> list[PrefillChunk]:
         pieces = self.scheduler.pieces(spent=spent)
         for job in self.scheduler.open_prompts.take_given_up():
             del self.prefills[job]
@@ -83,7 +90,7 @@ class Engine:
             self.prefills[piece.job] = self.scheduler.open_prompts.columns(piece.job)
         return pieces
 
-    def prefill(self, piece: Piece) -> None:
+    def prefill(self, piece: PrefillChunk) -> None:
         job = piece.job
         assert 0 < piece.count <= self.prefills[job] - job.prefilled
         if job.prefilled == 0:
@@ -98,7 +105,7 @@ class Engine:
             self.leave(group, {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None})
             self.check()
 
-    def decode(self, group: Group) -> None:
+    def decode(self, group: DecodeBatch) -> None:
         for answer in group.rows:
             self.token(answer)
         self.leave(group, {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None})
@@ -109,13 +116,13 @@ class Engine:
         if len(answer.tokens) >= answer.job.max_tokens:
             answer.finish_reason = FinishReason.LENGTH
 
-    def leave(self, group: Group, leaving: set[int]) -> None:
+    def leave(self, group: DecodeBatch, leaving: set[int]) -> None:
         if leaving:
             order = [row for row in range(len(group.rows)) if row not in leaving]
             if self.scheduler.keep(group, order):
                 self.allocated[group] = (group.row_capacity, group.column_capacity)
 
-    def evict(self, job: Job) -> None:
+    def evict(self, job: RequestState) -> None:
         self.scheduler.drop(job)
         self.prefills.pop(job, None)
         for group in self.scheduler.groups:
@@ -157,7 +164,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("steps"), st.integers(1, 12)),
 )
 LIMITS = st.builds(
-    Limits,
+    SchedulerLimits,
     max_rows=st.integers(1, 9),
     prefill_tokens=st.one_of(st.none(), st.integers(1, 200)),
     cache_bytes=st.integers(cost(1, column_step(CONTEXT)) + cost(1, CONTEXT), 60_000),
@@ -170,12 +177,14 @@ LIMITS = st.builds(
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(limits=LIMITS, events=st.lists(EVENTS, max_size=60))
-def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(limits: Limits, events: list[Any]) -> None:
+def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(
+    limits: SchedulerLimits, events: list[Any]
+) -> None:
     engine = Engine(limits)
-    jobs: list[Job] = []
-    open_jobs: list[Job] = []
+    jobs: list[RequestState] = []
+    open_jobs: list[RequestState] = []
 
-    def fits(job: Job, prompt: int) -> bool:
+    def fits(job: RequestState, prompt: int) -> bool:
         """As the worker asks, each time that a prompt has grown."""
         final = min(CONTEXT, prompt + (job.params.max_tokens or CONTEXT))
         return prompt < CONTEXT and engine.scheduler.fits_alone(job.rows, final, prompt)
@@ -188,7 +197,7 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(limits: Lim
             if is_open:
                 open_jobs.append(job)
 
-    def seal(job: Job, whole: tuple[int, ...]) -> None:
+    def seal(job: RequestState, whole: tuple[int, ...]) -> None:
         if fits(job, len(whole)):
             job.grow(whole, whole=True)
         else:
@@ -225,7 +234,9 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(limits: Lim
 
 @settings(max_examples=40, deadline=None)
 @given(limits=LIMITS, count=st.integers(2, 30), prompt=st.integers(1, 100), answer=st.integers(1, 40))
-def test_equal_jobs_start_in_the_order_of_arrival(limits: Limits, count: int, prompt: int, answer: int) -> None:
+def test_equal_jobs_start_in_the_order_of_arrival(
+    limits: SchedulerLimits, count: int, prompt: int, answer: int
+) -> None:
     engine = Engine(limits)
     jobs = [job_of(prompt, answer) for _ in range(count)]
     for job in jobs:
@@ -238,7 +249,7 @@ def test_equal_jobs_start_in_the_order_of_arrival(limits: Limits, count: int, pr
 
 def test_a_job_that_waits_for_room_is_not_overtaken_for_ever() -> None:
     """A stream of small jobs would always fit; the large one gets its turn."""
-    engine = Engine(Limits(max_rows=4, prefill_tokens=64, cache_bytes=40_000, cost=cost))
+    engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=64, cache_bytes=40_000, cost=cost))
     for _ in range(3):
         engine.scheduler.add(job_of(4, 30))
     engine.step()
@@ -254,7 +265,7 @@ def test_a_job_that_waits_for_room_is_not_overtaken_for_ever() -> None:
 
 
 def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
-    engine = Engine(Limits(max_rows=4, prefill_tokens=16, cache_bytes=60_000, cost=cost))
+    engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=16, cache_bytes=60_000, cost=cost))
     engine.scheduler.add(job_of(3, 100))
     engine.step()
     (group,) = engine.scheduler.groups
@@ -267,7 +278,7 @@ def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
 
 def test_a_flood_of_short_prompts_lets_rows_decode_in_between() -> None:
     """A forward of 16 tokens takes nearly as long as one of 64: 32 of them in one step are a long pause."""
-    engine = Engine(Limits(max_rows=40, prefill_tokens=512, cache_bytes=10**6, cost=cost))
+    engine = Engine(SchedulerLimits(max_rows=40, prefill_tokens=512, cache_bytes=10**6, cost=cost))
     engine.scheduler.add(job_of(3, 100))
     engine.step()
     for _ in range(32):
@@ -276,14 +287,14 @@ def test_a_flood_of_short_prompts_lets_rows_decode_in_between() -> None:
 
 
 def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
-    engine = Engine(Limits(max_rows=4, prefill_tokens=None, cache_bytes=60_000, cost=cost))
+    engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=None, cache_bytes=60_000, cost=cost))
     for length in (30, 20, 10):
         engine.scheduler.add(job_of(length, 9))
     assert sorted(engine.step() for _ in range(4)) == [0, 10, 20, 30]
 
 
 def test_long_and_short_rows_go_to_different_batches() -> None:
-    scheduler = Scheduler(Limits(8, 10**6, 10**6, cost))
+    scheduler = Scheduler(SchedulerLimits(8, 10**6, 10**6, cost))
     jobs = [job_of(length, 2, context=10_000) for length in (5, 1500, 300, 1200, 9)]
     for job in jobs:
         scheduler.add(job)
@@ -293,7 +304,7 @@ def test_long_and_short_rows_go_to_different_batches() -> None:
 
 def test_batches_are_bounded_in_number_and_in_how_unlike_their_rows_are() -> None:
     def batches(**shape: int) -> list[list[int]]:
-        scheduler = Scheduler(Limits(8, 10**6, 10**7, cost, **shape))
+        scheduler = Scheduler(SchedulerLimits(8, 10**6, 10**7, cost, **shape))
         for length in (5, 400, 700, 1500, 3000, 9000):
             scheduler.add(job_of(length, 2, context=10_000))
         scheduler.pieces()
@@ -306,8 +317,8 @@ def test_batches_are_bounded_in_number_and_in_how_unlike_their_rows_are() -> Non
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_where_batches_are_free_nobody_is_moved_for_newcomers(waits: bool) -> None:
-    engine = Engine(Limits(32, 512, 10**7, cost, spread=2, batches=8, joint=True))
-    sizes: dict[Group, set[tuple[int, int]]] = {}
+    engine = Engine(SchedulerLimits(32, 512, 10**7, cost, spread=2, batches=8, joint=True))
+    sizes: dict[DecodeBatch, set[tuple[int, int]]] = {}
     for number in range(32):
         engine.scheduler.add(job_of(120 + number % 7, 90))
         if number == 0 or not waits:
@@ -325,13 +336,13 @@ def test_where_batches_are_free_nobody_is_moved_for_newcomers(waits: bool) -> No
 
 
 def test_room_for_those_who_wait_leaves_half_of_the_memory() -> None:
-    scheduler = Scheduler(Limits(32, 16, 20_000, cost, spread=2, batches=8, joint=True))
+    scheduler = Scheduler(SchedulerLimits(32, 16, 20_000, cost, spread=2, batches=8, joint=True))
     for _ in range(32):
         scheduler.add(job_of(30, 30))
     scheduler.pieces()
     (group,) = scheduler.groups
     assert group.row_capacity == 0  # 32 rows would take all of it
-    scheduler = Scheduler(Limits(32, 16, 10**6, cost, spread=2, batches=8, joint=True))
+    scheduler = Scheduler(SchedulerLimits(32, 16, 10**6, cost, spread=2, batches=8, joint=True))
     for _ in range(32):
         scheduler.add(job_of(30, 30))
     scheduler.pieces()
@@ -340,7 +351,7 @@ def test_room_for_those_who_wait_leaves_half_of_the_memory() -> None:
 
 
 def test_an_open_prompt_is_billed_for_what_has_come_and_takes_no_row() -> None:
-    engine = Engine(Limits(1, 10**6, 10**5, cost))
+    engine = Engine(SchedulerLimits(1, 10**6, 10**5, cost))
     job = job_of(0, 5, is_open=True)
     engine.scheduler.add(job)
     engine.step()
@@ -363,7 +374,7 @@ def test_an_open_prompt_is_billed_for_what_has_come_and_takes_no_row() -> None:
 def test_paused_prompts_keep_nobody_out(paused: int) -> None:
     """They fill the memory, and give it up, the idlest first, as others are admitted."""
     cache_bytes = cost(1, column_step(CONTEXT)) + cost(1, CONTEXT)
-    engine = Engine(Limits(4, 10**6, cache_bytes, cost))
+    engine = Engine(SchedulerLimits(4, 10**6, cache_bytes, cost))
     prompts = [job_of(0, 5, is_open=True) for _ in range(paused)]
     for job in prompts:
         engine.scheduler.add(job)
@@ -386,7 +397,7 @@ def test_paused_prompts_keep_nobody_out(paused: int) -> None:
 
 
 def test_a_batch_shrinks_when_it_is_much_too_large() -> None:
-    engine = Engine(Limits(8, 10**6, 10**6, cost))
+    engine = Engine(SchedulerLimits(8, 10**6, 10**6, cost))
     for answer in (3, 3, 3, 3, 3, 100):
         engine.scheduler.add(job_of(5, answer))
     engine.step()
@@ -408,7 +419,7 @@ def test_rows_grow_by_quarters_of_a_power_of_two(rows: int, step: int) -> None:
 
 def test_the_longest_row_is_exactly_what_fits() -> None:
     for cache_bytes in range(500, 60_000, 997):
-        scheduler = Scheduler(Limits(4, None, cache_bytes, cost))
+        scheduler = Scheduler(SchedulerLimits(4, None, cache_bytes, cost))
         longest = scheduler.longest_row(10_000)
         assert longest == 0 or scheduler.fits_alone(1, longest, longest)
         assert not scheduler.fits_alone(1, longest + 1, longest + 1)

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching, check_generate
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tokens_of
@@ -21,7 +21,7 @@ from tests.engine.tiny import tiny_model as tiny
 Kwargs = dict[str, Any]
 
 
-def findings_with(change: Callable[[Kwargs], None]) -> Findings:
+def findings_with(change: Callable[[Kwargs], None]) -> SelfCheckResult:
     """The check of a model whose forward does something to its arguments first."""
     model = tiny("llama")
 
@@ -159,7 +159,7 @@ def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "failing.Failing"}}))
     resolved = parse_settings(str(folder), {"trust_remote_code": True, "engine": engine, "threads": 1}, environ={})
     with pytest.raises(LoadFailed, match=r"the model cannot generate: KeyError: 'lm_head\.weight'"):
-        build_engine(resolved, shares=Shares())
+        build_engine(resolved, shares=ProcessResources())
 
 
 def test_a_model_that_takes_no_cache_of_ours_may_generate_all_the_same() -> None:

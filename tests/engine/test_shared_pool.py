@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine import prepared_model
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading.fingerprint import weights_key
-from mlserver_torch_stream.engine.loading.shared_pool import Pool
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 from mlserver_torch_stream.types import SamplingParameters
@@ -36,7 +36,7 @@ def settings(folder: Path, **extra: Any) -> ResolvedSettings:
 
 
 def test_concurrent_askers_get_one_thing_made_once() -> None:
-    pool: Pool[object] = Pool()
+    pool: SharedPool[object] = SharedPool()
     all_ask = threading.Barrier(_AT_ONCE)
 
     def ask(_: int) -> object:
@@ -49,7 +49,7 @@ def test_concurrent_askers_get_one_thing_made_once() -> None:
 
 
 def test_the_last_to_leave_is_told_once_and_then_it_is_made_anew() -> None:
-    pool: Pool[object] = Pool()
+    pool: SharedPool[object] = SharedPool()
     first, second = pool.lease("key", object), pool.lease("key", object)
     assert first.value is second.value and len(pool) == 1
     assert not first.end() and not first.end()
@@ -59,7 +59,7 @@ def test_the_last_to_leave_is_told_once_and_then_it_is_made_anew() -> None:
 
 
 def test_a_failure_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
-    pool: Pool[int] = Pool()
+    pool: SharedPool[int] = SharedPool()
     makes, waits = threading.Event(), threading.Event()
 
     def fail() -> int:
@@ -123,7 +123,7 @@ def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.Monkey
 
 def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_model, "take_fast_path", lambda *_: "not wanted")
-    shares, loaded = Shares(), []
+    shares, loaded = ProcessResources(), []
     loading = threading.Thread(target=lambda: loaded.append(build_engine(settings(tiny_model), "m", shares=shares)))
     with shares.recorders.turn():
         loading.start()
@@ -135,12 +135,12 @@ def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest
 
 
 def answer(built: BuiltEngine) -> list[int]:
-    jobs = [PromptJob((5, 6, 7), SamplingParameters(max_tokens=12, ignore_eos=True))]
+    jobs = [EngineRequest((5, 6, 7), SamplingParameters(max_tokens=12, ignore_eos=True))]
     return list(run(collect(built.engine, jobs))[0].token_ids)
 
 
 def test_engines_with_other_settings_share_the_weights_and_answer_alike(tiny_model: Path) -> None:
-    shares = Shares()
+    shares = ProcessResources()
     first = build_engine(settings(tiny_model), "m", shares=shares)
     same = build_engine(settings(tiny_model), "m", shares=shares)
     other = build_engine(settings(tiny_model, max_batch_rows=3), "m", shares=shares)
@@ -160,7 +160,7 @@ def test_engines_with_other_settings_share_the_weights_and_answer_alike(tiny_mod
 
 
 def test_a_failed_load_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
-    shares = Shares()
+    shares = ProcessResources()
     with pytest.raises(LoadFailed):
         build_engine(settings(tiny_model, kv_cache_memory=1), "m", shares=shares)
     assert (len(shares.weights), len(shares.engines)) == (0, 0)

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.planning.model_size import read_size
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import leader, rank_processes
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing
 from mlserver_torch_stream.model_source import ModelSource
@@ -34,7 +34,7 @@ SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 8, "fast_p
 
 def build(folder: Path, deaths: list[BaseException] | None = None, **extra: Any) -> BuiltEngine:
     resolved = parse_settings(str(folder), {**SETTINGS, **extra}, environ={})
-    return build_engine(resolved, on_death=deaths.append if deaths is not None else None, shares=Shares())
+    return build_engine(resolved, on_death=deaths.append if deaths is not None else None, shares=ProcessResources())
 
 
 def end(built: BuiltEngine) -> None:
@@ -42,7 +42,7 @@ def end(built: BuiltEngine) -> None:
         built.shutdown()
 
 
-async def together(engine: EngineWorker, requests: Sequence[tuple[tuple[int, ...], int]]) -> list[list[int]]:
+async def together(engine: EngineCore, requests: Sequence[tuple[tuple[int, ...], int]]) -> list[list[int]]:
     answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
     return [await answer for answer in answers]
 
@@ -74,7 +74,7 @@ def ranks(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine
 
 def pids(built: BuiltEngine) -> Sequence[int]:
     crew = built.lease.value.weights.value.ranks.leader._crew  # type: ignore[union-attr]
-    assert isinstance(crew, rank_processes.Children)
+    assert isinstance(crew, rank_processes.RankProcesses)
     return crew.pids
 
 
@@ -110,7 +110,7 @@ def test_nobody_beyond_this_machine_can_reach_them(ranks: BuiltEngine) -> None:
 def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, expected: list[list[int]]) -> None:
     async def scenario() -> list[list[int]]:
         others = [asyncio.create_task(tokens_of(ranks.engine, prompt, greedy(count))) for prompt, count in REQUESTS]
-        stream = ranks.engine.submit([PromptJob(prompt_of(20, 9), greedy(500, n=3))])
+        stream = ranks.engine.submit([EngineRequest(prompt_of(20, 9), greedy(500, n=3))])
         await stream.__anext__()
         stream.close()
         answers = [await other for other in others]
@@ -149,7 +149,7 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
 
     async def scenario() -> None:
         readers = [
-            asyncio.create_task(collect(ranks.engine, [PromptJob(prompt_of(9, number), greedy(900))]))
+            asyncio.create_task(collect(ranks.engine, [EngineRequest(prompt_of(9, number), greedy(900))]))
             for number in range(3)
         ]
         await until(lambda: ranks.engine.stats().running_rows == 3, "three rows")
@@ -161,7 +161,7 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
             assert "rank 1 was killed by SIGKILL" in event.error.message
         assert not ranks.engine.alive
         with pytest.raises(NotServing):
-            ranks.engine.submit([PromptJob(prompt_of(3))])
+            ranks.engine.submit([EngineRequest(prompt_of(3))])
         await until(lambda: bool(deaths), "word of the death")
 
     run(scenario())

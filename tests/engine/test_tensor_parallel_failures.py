@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
-from mlserver_torch_stream.engine.tensor_parallel.rank_group import Group
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import Children, Launched
+from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import LaunchedRanks, RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import Watch, collect, greedy, prompt_of, run, until, watched
@@ -42,7 +42,7 @@ def test_what_one_rank_cannot_do_none_does(
     monkeypatch.setenv("UNWILLING", what)
     settings = {"tensor_parallel_size": 2, "chat_template": "x" * 9000 + "{{ messages }}"}
     with pytest.raises(LoadFailed, match=message):
-        build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=Shares())
+        build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ProcessResources())
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
 
@@ -79,7 +79,7 @@ def test_a_model_that_ranks_were_started_for_but_is_not_split_says_what_is_missi
     """The other ranks wait for it, in vain."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), shares=Shares())
+    built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), shares=ProcessResources())
     if built.give_back():
         built.shutdown()
     assert "tensor_parallel_size is not set for" in caplog.text and "2 ranks were started" in caplog.text
@@ -95,8 +95,8 @@ class _Engine:
 
 def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.tied")
-    crew = Children(2, 1)
-    leader = Leader(Group(torch.distributed.HashStore(), 0, 1), crew)
+    crew = RankProcesses(2, 1)
+    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), crew)
     engines = [_Engine() for _ in range(3)]
     for engine in engines:
         leader.tell_of_loss(engine.fail)
@@ -112,7 +112,7 @@ def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it(mon
 
 
 def test_a_pulse_that_comes_after_the_end_says_so() -> None:
-    leader = Leader(Group(torch.distributed.HashStore(), 0, 1), Launched())
+    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), LaunchedRanks())
     leader.stop()
     with pytest.raises(RanksLost, match="let go"), leader.speaking("pulse"):
         pass
@@ -152,16 +152,16 @@ def test_an_error_that_one_rank_alone_meets_ends_all_and_one_before_it_is_told_e
     deaths: list[BaseException] = []
     monkeypatch.setenv("MLSERVER_TORCH_STREAM_FAULTS", "prefill:2:raise")
     resolved = parse_settings(str(tiny_model), {"tensor_parallel_size": 2, "threads": 1}, environ={})
-    built = build_engine(resolved, on_death=deaths.append, shares=Shares())
+    built = build_engine(resolved, on_death=deaths.append, shares=ProcessResources())
 
     async def scenario(watch: Watch) -> None:
-        first = (await collect(built.engine, [PromptJob(prompt_of(5), greedy(5))]))[0]
-        second = (await collect(built.engine, [PromptJob(prompt_of(5, 1), greedy(5))]))[0]
-        third = (await collect(built.engine, [PromptJob(prompt_of(5, 2), greedy(5))]))[0]
+        first = (await collect(built.engine, [EngineRequest(prompt_of(5), greedy(5))]))[0]
+        second = (await collect(built.engine, [EngineRequest(prompt_of(5, 1), greedy(5))]))[0]
+        third = (await collect(built.engine, [EngineRequest(prompt_of(5, 2), greedy(5))]))[0]
         assert first.error is None and third.error is None
         assert second.error is not None and "RuntimeError" in str(second.error)
         watch.fail = lambda ids: RuntimeError("only here")
-        last = (await collect(built.engine, [PromptJob(prompt_of(5, 3), greedy(5))]))[0]
+        last = (await collect(built.engine, [EngineRequest(prompt_of(5, 3), greedy(5))]))[0]
         assert last.error is not None and "only here" not in str(last.error), "that is for the log"
         await until(lambda: bool(deaths), "word of the death")
         assert not built.engine.alive

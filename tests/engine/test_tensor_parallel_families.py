@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.engine.api import PromptJob
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, tiny_model
 
@@ -27,10 +27,10 @@ def test_two_ranks_give_the_tokens_of_one_process(family: str, tmp_path: Path) -
     byte_tokenizer().save_pretrained(tmp_path)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
     settings = {"tensor_parallel_size": 2, "threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 4}
-    built = build_engine(parse_settings(str(tmp_path), settings, environ={}), shares=Shares())
+    built = build_engine(parse_settings(str(tmp_path), settings, environ={}), shares=ProcessResources())
 
     async def scenario() -> list[list[int]]:
-        jobs = [PromptJob(prompt, greedy(count)) for prompt, count in REQUESTS]
+        jobs = [EngineRequest(prompt, greedy(count)) for prompt, count in REQUESTS]
         answers = await asyncio.gather(*(collect(built.engine, [job]) for job in jobs))  # type: ignore[arg-type]
         return [list(answer[0].token_ids) for answer in answers]
 

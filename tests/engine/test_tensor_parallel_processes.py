@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import Children
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
 
 # Its children are tied to it and do nothing else: neither torch nor a group.
@@ -86,7 +86,7 @@ crew.end(0); more[0].end(0)
 
 
 def test_a_childs_end_is_told_at_once_and_later(quick: None) -> None:
-    crew = Children(2, 1)
+    crew = RankProcesses(2, 1)
     assert crew.fate(30) == "rank 1 ended with status 0"
     told: list[str] = []
     crew.watch(told.append)

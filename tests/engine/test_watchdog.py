@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.batcher import Backend
-from mlserver_torch_stream.engine.core import EngineWorker
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.batcher import Batcher
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.process_resources import Turns
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.engine.process_resources import FairLock
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.step_progress import StepProgress, Work
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import (
@@ -48,7 +48,7 @@ from tests.engine.tiny import (
 )
 
 _HANGS_S = 30.0
-BOUNDS = Bounds(step_timeout=60.0, chunk=512)
+BOUNDS = QueueLimits(step_timeout=60.0, chunk=512)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def job(codec: TextCodec) -> Iterator[Job]:
+def job(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
-    given = PromptJob(prompt_of(3), greedy(5))
-    made = Job.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
+    given = EngineRequest(prompt_of(3), greedy(5))
+    made = RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
     made.submitted_at = 0.0
     yield made
     loop.close()
@@ -69,7 +69,7 @@ def job(codec: TextCodec) -> Iterator[Job]:
 class TestWhatIsDecided:
     """By a function of what was told and of ``now``: no clock, no thread."""
 
-    def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(self, job: Job) -> None:
+    def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(self, job: RequestState) -> None:
         state = WatchdogState(BOUNDS)
         state.watch([job], [5.0])
         assert state.decide(4.9, []).ask == []
@@ -81,13 +81,13 @@ class TestWhatIsDecided:
         assert state.decide(5.0 + PATIENCE, []).without == [end]
         assert state.decide(6.0, []).without == [], "once"
 
-    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, job: Job) -> None:
-        state = WatchdogState(Bounds(queue_timeout=1.0))
+    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, job: RequestState) -> None:
+        state = WatchdogState(QueueLimits(queue_timeout=1.0))
         state.watch([job], [None])
         job.started_at = 0.5
         assert state.decide(2.0, []).ask == []
 
-    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, job: Job) -> None:
+    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, job: RequestState) -> None:
         state = WatchdogState(BOUNDS)
         end = EndRequest((job,), FinishReason.ABORT, NotServing("the end"), 10.0)
         state.asked(end)
@@ -119,11 +119,11 @@ class TestWhatIsDecided:
         assert "1 row" in str(WatchdogState(BOUNDS).decide(60.0, [fresh, stuck]).lost)
 
     def test_without_a_bound_nothing_is_ever_overdue(self) -> None:
-        decision = WatchdogState(Bounds()).decide(1e9, [Work("a step", 1, since=0.0)])
+        decision = WatchdogState(QueueLimits()).decide(1e9, [Work("a step", 1, since=0.0)])
         assert decision.lost is None and decision.overdue == [] and decision.seconds <= 3600
 
     def test_a_step_within_which_no_request_can_be_in_time_is_overdue(self) -> None:
-        bounds = Bounds(step_timeout=1800.0, request_timeout=5.0)
+        bounds = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
         work = Work("the decode step of 3 rows", 1, since=0.0)
         assert trouble([work], bounds, 4.9) is None
         assert trouble([work], bounds, 5.1) == "the decode step of 3 rows has not come back for 5 s"
@@ -165,8 +165,8 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
 
 
-def hung_engine(model: PreTrainedModel, kind: str, **bounds: float) -> EngineWorker:
-    return engine_of(backend_of(kind, model, max_rows=1), Bounds(**bounds))  # type: ignore[arg-type]
+def hung_engine(model: PreTrainedModel, kind: str, **bounds: float) -> EngineCore:
+    return engine_of(backend_of(kind, model, max_rows=1), QueueLimits(**bounds))  # type: ignore[arg-type]
 
 
 async def events_of(stream: Mailbox) -> list[TokenEvent]:
@@ -182,10 +182,10 @@ class TestAStepThatHangs:
         engine = hung_engine(model, kind, request_timeout=4.0)
 
         async def scenario() -> None:
-            running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+            running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
             first = await anext(running)
             await watch.hold()
-            waiting = engine.submit([PromptJob(prompt_of(6), greedy(200))])
+            waiting = engine.submit([EngineRequest(prompt_of(6), greedy(200))])
             ends = await asyncio.wait_for(asyncio.gather(events_of(running), events_of(waiting)), 15)
             assert engine._thread.is_alive() and not idle(engine), "it is still held"
             for events in ends:
@@ -214,10 +214,10 @@ class TestAStepThatHangs:
         engine = hung_engine(model, kind)
 
         async def scenario() -> None:
-            running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+            running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
             await anext(running)
             await watch.hold()
-            waiting = engine.submit([PromptJob(prompt_of(6), greedy(200, n=1))])
+            waiting = engine.submit([EngineRequest(prompt_of(6), greedy(200, n=1))])
             engine.drain("the model is unloaded")
             engine.abort_all("the model is unloaded")
             for stream in (running, waiting):
@@ -237,10 +237,10 @@ class TestAStepThatHangs:
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
         deaths: list[BaseException] = []
-        engine = engine_of(backend_of(kind, model), Bounds(step_timeout=2.0), on_death=deaths.append)
+        engine = engine_of(backend_of(kind, model), QueueLimits(step_timeout=2.0), on_death=deaths.append)
 
         async def scenario() -> None:
-            running = engine.submit([PromptJob(prompt_of(5), greedy(200))])
+            running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
             await anext(running)
             await watch.hold()
             assert engine.trouble is None
@@ -252,7 +252,7 @@ class TestAStepThatHangs:
             await until(lambda: len(deaths) == 1, "word of its death")
             assert isinstance(deaths[0], StepTimeout) and engine.trouble == "its engine died"
             with pytest.raises(NotServing, match="step_timeout"):
-                engine.submit([PromptJob(prompt_of(3))])
+                engine.submit([EngineRequest(prompt_of(3))])
             watch.let_go()
             engine._thread.join(_HANGS_S)
             assert not engine._thread.is_alive() and not running._pending
@@ -271,7 +271,7 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
     text = byte_tokenizer().decode(answer[:4])
 
     async def scenario() -> None:
-        stream = engine.submit([PromptJob(prompt_of(5), greedy(200, stop=(f"{text}no such end",)))])
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, stop=(f"{text}no such end",)))])
         await watch.hold()
         events = await asyncio.wait_for(events_of(stream), 15)
         assert events[-1].finish_reason is FinishReason.TIMEOUT
@@ -289,14 +289,14 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:
-    turns, other = Turns(), tiny_model("llama", seed=1)
+    turns, other = FairLock(), tiny_model("llama", seed=1)
     hung = engine_of(backend_of("batched", model), turns=turns)
-    behind = engine_of(backend_of("batched", other), Bounds(request_timeout=1.0), turns=turns)
+    behind = engine_of(backend_of("batched", other), QueueLimits(request_timeout=1.0), turns=turns)
 
     async def scenario() -> None:
-        stream = hung.submit([PromptJob(prompt_of(5), greedy(200))])
+        stream = hung.submit([EngineRequest(prompt_of(5), greedy(200))])
         await watch.hold()
-        event = (await asyncio.wait_for(events_of(behind.submit([PromptJob(prompt_of(4), greedy(9))])), 15))[-1]
+        event = (await asyncio.wait_for(events_of(behind.submit([EngineRequest(prompt_of(4), greedy(9))])), 15))[-1]
         assert event.finish_reason is FinishReason.TIMEOUT
         assert behind.trouble is None, "it is at nothing itself"
         stream.close()
@@ -313,10 +313,10 @@ def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedM
     """It would wait for work that nobody can post any more."""
     backend, gate = backend_of("batched", model), threading.Event()
     backend.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
-    engine = engine_of(backend, Bounds(step_timeout=1.0))
+    engine = engine_of(backend, QueueLimits(step_timeout=1.0))
 
     async def scenario() -> None:
-        events = await asyncio.wait_for(events_of(engine.submit([PromptJob(prompt_of(3), greedy(3))])), 20)
+        events = await asyncio.wait_for(events_of(engine.submit([EngineRequest(prompt_of(3), greedy(3))])), 20)
         assert events[-1].finish_reason is FinishReason.ERROR
         gate.set()
         engine._thread.join(_HANGS_S)
@@ -330,8 +330,8 @@ def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedM
 
 def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
     info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
-    backend: Backend = backend_of("batched", model)
-    engine = EngineWorker(backend, TextCodec(byte_tokenizer()), info, (), name="left")
+    backend: Batcher = backend_of("batched", model)
+    engine = EngineCore(backend, TextCodec(byte_tokenizer()), info, (), name="left")
     engine.shutdown()
     end = time.monotonic() + _HANGS_S
     while [thread for thread in threading.enumerate() if thread.name.endswith("-left")]:

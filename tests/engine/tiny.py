@@ -14,16 +14,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.batching.batcher import Backend
-from mlserver_torch_stream.engine.batching.continuous import BatchedBackend
-from mlserver_torch_stream.engine.batching.serial import SerialBackend
-from mlserver_torch_stream.engine.core import EngineWorker
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
-from mlserver_torch_stream.engine.process_resources import Turns
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batching.batcher import Batcher
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
+from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
@@ -131,8 +131,8 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list
 def running(
     model: PreTrainedModel,
     *,
-    backend: Backend | None = None,
-    findings: Findings | None = None,
+    backend: Batcher | None = None,
+    findings: SelfCheckResult | None = None,
     prefill_tokens: int | None = 4,
     cache_bytes: int = 2**24,
     max_rows: int = 8,
@@ -141,21 +141,21 @@ def running(
     queue_timeout: float | None = None,
     step_timeout: float | None = None,
     context: int = CONTEXT,
-    turns: Turns | None = None,
+    turns: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
     rules: GenerationRules | None = None,
     **more: Any,
-) -> Iterator[EngineWorker]:
+) -> Iterator[EngineCore]:
     """An engine over the model, batched unless a backend is given, that is shut down at the end.
 
-    ``findings``: of the model before its weights were taken; ``more``: of ``BatchedBackend``.
+    ``findings``: of the model before its weights were taken; ``more``: of ``ContinuousBatcher``.
     """
     codec = TextCodec(byte_tokenizer())
     if backend is None:
         with torch.inference_mode():
             findings = findings or check_batching(model)
         assert findings.cost is not None, findings.problem
-        backend = BatchedBackend(
+        backend = ContinuousBatcher(
             model,
             SamplerFactory(codec, VOCAB, eos_token_ids, rules),
             cost=findings.cost,
@@ -166,15 +166,15 @@ def running(
         )
         context = backend.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    bounds = Bounds(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
-    engine = EngineWorker(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
+    bounds = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
+    engine = EngineCore(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
     try:
         yield engine
     finally:
         engine.shutdown()
 
 
-async def collect(engine: EngineWorker, jobs: Sequence[PromptJob]) -> dict[int, TokenEvent]:
+async def collect(engine: EngineCore, jobs: Sequence[EngineRequest]) -> dict[int, TokenEvent]:
     """All events of one submit, merged to one per sequence."""
     merged: dict[int, TokenEvent] = {}
     async for event in engine.submit(jobs):
@@ -182,8 +182,8 @@ async def collect(engine: EngineWorker, jobs: Sequence[PromptJob]) -> dict[int, 
     return merged
 
 
-async def tokens_of(engine: EngineWorker, prompt: Sequence[int], params: SamplingParameters) -> list[int]:
-    events = await collect(engine, [PromptJob(tuple(prompt), params)])
+async def tokens_of(engine: EngineCore, prompt: Sequence[int], params: SamplingParameters) -> list[int]:
+    events = await collect(engine, [EngineRequest(tuple(prompt), params)])
     assert events[0].error is None, events[0].error
     return list(events[0].token_ids)
 
@@ -204,9 +204,9 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple((seed * 31 + 7 * position) % 250 for position in range(length))
 
 
-def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBackend:
+def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBatcher:
     """The serial engine's backend over the model."""
-    return SerialBackend(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()), max_rows=8, **options)
+    return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()), max_rows=8, **options)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
@@ -219,7 +219,7 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
     raise AssertionError(f"{what} never came")
 
 
-def idle(engine: EngineWorker) -> bool:
+def idle(engine: EngineCore) -> bool:
     stats = engine.stats()
     return stats.running_rows == 0 and stats.waiting_jobs == 0 and stats.kv_cache_bytes == 0
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mlserver_torch_stream.errors import TimedOut
-from mlserver_torch_stream.server.streams.read_timeout import Unread
+from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
 
 _PATIENCE_S = 0.05
 
@@ -28,7 +28,7 @@ def _read(seconds: float, pauses: list[float], *, every_s: float = 0.0, closed: 
             given_up.append(1)
             unread.close()
 
-        unread = Unread(_items(len(pauses), every_s), seconds, give_up)
+        unread = ReadTimeout(_items(len(pauses), every_s), seconds, give_up)
         got = []
         for pause in pauses:
             got.append(await anext(unread))

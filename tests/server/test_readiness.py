@@ -15,12 +15,12 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle import health
-from mlserver_torch_stream.server.lifecycle.base_runtime import Resident
+from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 from tests.server.harness import PACKAGE_SPELLING
 
 
-class Loaded(Resident):
+class Loaded(BaseRuntime):
     """A model of ours without an engine: all that its readiness depends on is the process's."""
 
     @property

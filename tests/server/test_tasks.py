@@ -7,8 +7,8 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Moment, until
-from mlserver_torch_stream.server.streams.concurrent_replies import Answers
+from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent, until
+from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
 
 
 def complaints_of(scenario: Callable[[], Awaitable[None]]) -> list[str]:
@@ -36,7 +36,7 @@ def test_a_message_whose_reading_fails_after_it_is_not_wanted_any_more() -> None
             raise ConnectionError("the client left")
 
     async def scenario() -> None:
-        ended, reading = Moment(), asyncio.Event()
+        ended, reading = OneTimeEvent(), asyncio.Event()
         wanted = until(ended, messages(reading))
         assert await anext(wanted) == 1
         waiting = asyncio.ensure_future(anext(wanted, None))
@@ -75,7 +75,7 @@ def test_a_stream_that_fails_while_it_is_closed() -> None:
 
     async def scenario() -> None:
         before = asyncio.all_tasks()
-        answers: Answers[int, str] = Answers(messages(), lambda message, number: Failing(), 2)
+        answers: ConcurrentReplies[int, str] = ConcurrentReplies(messages(), lambda message, number: Failing(), 2)
         assert await anext(answers) == "first"
         await asyncio.sleep(0.01)
         tasks.update(asyncio.all_tasks() - before)

@@ -14,15 +14,15 @@ from starlette.applications import Starlette
 
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.observability.metrics import METRICS
-from mlserver_torch_stream.server.observability.request_observer import Sinks
+from mlserver_torch_stream.server.observability.request_observer import RequestSinks
 from mlserver_torch_stream.server.options import ServerOptions
 
 
 @pytest.fixture(autouse=True)
-def sinks(monkeypatch: pytest.MonkeyPatch) -> Sinks:
+def sinks(monkeypatch: pytest.MonkeyPatch) -> RequestSinks:
     """In the place of the process's own."""
     monkeypatch.setattr(METRICS, "vllm_names", False)
-    sinks = Sinks()
+    sinks = RequestSinks()
     monkeypatch.setattr(telemetry, "SINKS", sinks)
     return sinks
 
@@ -56,11 +56,11 @@ def test_a_server_that_is_not_ready_is_unhealthy() -> None:
     assert _install(ready=False)("/health").status_code == 503
 
 
-def test_log_and_trace_are_off_when_asked(sinks: Sinks) -> None:
+def test_log_and_trace_are_off_when_asked(sinks: RequestSinks) -> None:
     _install(log_requests=False)
-    assert sinks == Sinks(log=None, tracer=None)
+    assert sinks == RequestSinks(log=None, tracer=None)
 
 
-def test_prompts_are_logged_when_asked(sinks: Sinks) -> None:
+def test_prompts_are_logged_when_asked(sinks: RequestSinks) -> None:
     _install(log_prompts=True)
     assert sinks.log is not None and sinks.log.prompts

@@ -16,7 +16,7 @@ import pytest
 
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
-from mlserver_torch_stream.torchserve.worker_pool import Pool
+from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self, data, context): return [1]\n"
@@ -178,7 +178,7 @@ def handle(data, context):
 """
 
 
-async def _fine(pool: Pool) -> None:
+async def _fine(pool: WorkerPool) -> None:
     assert await ask(pool, "fine") == ["fine"]
 
 

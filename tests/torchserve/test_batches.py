@@ -10,32 +10,32 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.errors import QueueFull
-from mlserver_torch_stream.torchserve.batch_queue import Waiting
+from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
 from mlserver_torch_stream.torchserve.frames import encode_frame
 from mlserver_torch_stream.torchserve.handler_request import (
     HandlerFailed,
+    HandlerJob,
     HandlerRequest,
-    Job,
-    Part,
-    Piece,
+    RequestPart,
     RequestTooLarge,
+    ResponsePiece,
 )
 from mlserver_torch_stream.torchserve.worker_process import batch_message
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
 
-def _waiting(count: int, now: float = 0.0, **config: int | bool) -> tuple[Waiting, list[Job]]:
-    waiting = Waiting(read_config({}, config))
+def _waiting(count: int, now: float = 0.0, **config: int | bool) -> tuple[BatchQueue, list[HandlerJob]]:
+    waiting = BatchQueue(read_config({}, config))
     jobs = [_job(f"r{index}", now) for index in range(count)]
     for job in jobs:
         waiting.add(job, now)
     return waiting, jobs
 
 
-def _job(name: str, now: float = 0.0, sequence: str | None = None, end: bool = False, size: int = 0) -> Job:
-    parts = [Part("body", "", b"x" * size)] if size else []
-    return Job(HandlerRequest(name, parts, {}, sequence, end), name, now, lambda job: None)
+def _job(name: str, now: float = 0.0, sequence: str | None = None, end: bool = False, size: int = 0) -> HandlerJob:
+    parts = [RequestPart("body", "", b"x" * size)] if size else []
+    return HandlerJob(HandlerRequest(name, parts, {}, sequence, end), name, now, lambda job: None)
 
 
 def test_a_full_batch_is_due_at_once_and_another_after_the_delay() -> None:
@@ -55,7 +55,7 @@ def test_the_queue_has_a_bound() -> None:
 
 
 def test_a_batch_is_no_larger_than_one_message_carries() -> None:
-    waiting = Waiting(read_config({}, {"batchSize": 8, "maxBatchDelay": 1000}), most_bytes=5000)
+    waiting = BatchQueue(read_config({}, {"batchSize": 8, "maxBatchDelay": 1000}), most_bytes=5000)
     for index in range(5):
         waiting.add(_job(f"r{index}", size=1300), 0.0)
         assert waiting.due(0, 0.0, 0.0) == (1.0 if index < 3 else 0.0)  # three of them fill it
@@ -68,8 +68,8 @@ def test_a_batch_is_no_larger_than_one_message_carries() -> None:
 def test_what_a_frame_takes_is_not_underestimated() -> None:
     """Whatever characters the names and headers are made of."""
     wide = "\U0001f600" * 50
-    request = HandlerRequest(wide, [Part(wide, wide, b"x" * 10)] * 3, {wide: wide, "\x00": "\x00"})
-    job = Job(request, wide, 0.0, lambda job: None)
+    request = HandlerRequest(wide, [RequestPart(wide, wide, b"x" * 10)] * 3, {wide: wide, "\x00": "\x00"})
+    job = HandlerJob(request, wide, 0.0, lambda job: None)
     assert len(encode_frame(*batch_message([job]))) <= job.bytes
 
 
@@ -144,13 +144,13 @@ def test_a_batch_and_an_answer_of_more_than_a_gibibyte_leave_the_worker_alive(tm
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _ECHO, {"batchSize": 5, "maxBatchDelay": 1000})) as pool:
-            jobs = [pool.submit(HandlerRequest(f"r{index}", [Part("body", "", quarter)])) for index in range(5)]
+            jobs = [pool.submit(HandlerRequest(f"r{index}", [RequestPart("body", "", quarter)])) for index in range(5)]
             for job in jobs:
                 assert [len(piece.value) async for piece in job] == [1 << 28]
             assert pool._figures.batches == 2
             with pytest.raises(RequestTooLarge):
-                pool.submit(HandlerRequest("five", [Part("body", "", quarter)] * 5))
-            failed = await outcome(pool.submit(HandlerRequest("large", [Part("large", "", b"")])))
+                pool.submit(HandlerRequest("five", [RequestPart("body", "", quarter)] * 5))
+            failed = await outcome(pool.submit(HandlerRequest("large", [RequestPart("large", "", b"")])))
             assert getattr(failed, "status", None) == 507 and "1073741825 bytes is too large" in str(failed)
             assert await texts(pool.submit(request("fine"))) == ["fine"]
             assert pool._crew.restarts == 0
@@ -227,12 +227,12 @@ def test_who_makes_a_batch_fail_fails_alone(tmp_path: Path) -> None:
 
 def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reason() -> None:
     job = _job("r")
-    job.deliver(Piece(b"a", False))
-    job.deliver(Piece(b"b", False))
+    job.deliver(ResponsePiece(b"a", False))
+    job.deliver(ResponsePiece(b"b", False))
     job.again = HandlerFailed("the handler raised")
     job.run_again()
-    job.deliver(Piece(b"a", False))
-    job.deliver(Piece(b"other", False))
+    job.deliver(ResponsePiece(b"a", False))
+    job.deliver(ResponsePiece(b"other", False))
 
     async def scenario() -> None:
         assert [(await anext(job)).value for _ in range(2)] == [b"a", b"b"]
@@ -267,10 +267,10 @@ def test_a_client_that_lags_in_company_is_cut(tmp_path: Path) -> None:
 
 def test_one_large_piece_is_no_lag() -> None:
     job = _job("r")
-    job.deliver(Piece(b"x" * (17 << 20), False))
+    job.deliver(ResponsePiece(b"x" * (17 << 20), False))
     job.cut_if_far_behind()
     assert not job.over
-    job.deliver(Piece(b"x", False))
+    job.deliver(ResponsePiece(b"x", False))
     job.cut_if_far_behind()
     assert job.over
 
@@ -293,7 +293,7 @@ _SEQUENCES = {"sequenceBatching": True, "maxNumSequence": 2, "maxSequenceJobQueu
 
 
 def test_a_batch_has_one_request_of_a_sequence_and_they_come_in_order() -> None:
-    waiting = Waiting(HandlerConfig(**_SEQUENCES, minWorkers=1))
+    waiting = BatchQueue(HandlerConfig(**_SEQUENCES, minWorkers=1))
     for name, sequence in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("free", None)):
         waiting.add(_job(name, 0.0, sequence), 0.0)
     first = waiting.take(0, 4)
@@ -305,7 +305,7 @@ def test_a_batch_has_one_request_of_a_sequence_and_they_come_in_order() -> None:
 
 
 def test_sequences_stay_with_their_worker_and_have_bounds() -> None:
-    waiting = Waiting(HandlerConfig(**_SEQUENCES, minWorkers=2, sequenceMaxIdleMSec=1000))
+    waiting = BatchQueue(HandlerConfig(**_SEQUENCES, minWorkers=2, sequenceMaxIdleMSec=1000))
     waiting.add(_job("a1", 0.0, "a"), 0.0)
     waiting.add(_job("b1", 0.0, "b"), 0.0)
     with pytest.raises(QueueFull, match="maxNumSequence"):
@@ -323,7 +323,7 @@ def test_sequences_stay_with_their_worker_and_have_bounds() -> None:
 
 
 def test_a_sequence_that_ends_makes_room() -> None:
-    waiting = Waiting(HandlerConfig(**{**_SEQUENCES, "maxNumSequence": 1}, sequenceMaxIdleMSec=10**6))
+    waiting = BatchQueue(HandlerConfig(**{**_SEQUENCES, "maxNumSequence": 1}, sequenceMaxIdleMSec=10**6))
     waiting.add(_job("a", 0.0, "a", end=True), 0.0)
     (job,) = waiting.take(0, 1)
     waiting.ended(job, 0.0, False)
@@ -366,7 +366,7 @@ def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
 
 
 def test_one_that_is_run_again_stays_with_the_worker_of_its_sequence_and_leaves_it_free() -> None:
-    waiting = Waiting(HandlerConfig(**_SEQUENCES, minWorkers=2))
+    waiting = BatchQueue(HandlerConfig(**_SEQUENCES, minWorkers=2))
     for name in ("a1", "a2"):
         waiting.add(_job(name, 0.0, "a"), 0.0)
     (a1,) = waiting.take(0, 4)

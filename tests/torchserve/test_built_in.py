@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Part
-from mlserver_torch_stream.torchserve.worker_pool import Pool
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
+from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import outcome, run, running, texts
 
 pytestmark = pytest.mark.slow
@@ -91,10 +91,10 @@ def _png(*colour: int) -> bytes:
 
 
 def _request(value: bytes, request_id: str = "r", **headers: str) -> HandlerRequest:
-    return HandlerRequest(request_id, [Part("data", "", value)], headers)
+    return HandlerRequest(request_id, [RequestPart("data", "", value)], headers)
 
 
-async def _answer(pool: Pool, value: bytes, **headers: str) -> Any:
+async def _answer(pool: WorkerPool, value: bytes, **headers: str) -> Any:
     (piece,) = await texts(pool.submit(_request(value, **headers)))
     return json.loads(piece)
 
@@ -209,7 +209,9 @@ def test_base_handler_itself_runs_a_model_on_both(tmp_path: Path, which: str) ->
 
     async def scenario() -> None:
         async with running(uri, which) as pool:
-            (piece,) = await texts(pool.submit(HandlerRequest("r", [Part("data", "application/json", b"[1.5, 2]")])))
+            (piece,) = await texts(
+                pool.submit(HandlerRequest("r", [RequestPart("data", "application/json", b"[1.5, 2]")]))
+            )
             assert json.loads(piece) == [3.0, 4.0]
 
     run(scenario())

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.handler_metrics import Figures
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetricsCollector
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
 
@@ -79,7 +79,7 @@ _SHOWN = {
 @both
 def test_a_handler_finds_the_metrics_of_the_file_and_all_that_it_adds_is_shown(tmp_path: Path, which: str) -> None:
     (tmp_path / "m.yaml").write_text(METRICS)
-    figures = Figures()
+    figures = HandlerMetricsCollector()
 
     async def scenario() -> None:
         settings = {"metrics_config": str(tmp_path / "m.yaml")}

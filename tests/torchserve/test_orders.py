@@ -13,7 +13,7 @@ from mlserver.settings import ModelParameters, ModelSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import Orders, build
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings
 from tests.torchserve.workshop import HELLO, run, running, write_handler
@@ -105,7 +105,9 @@ def test_a_base_handler_loads_an_eager_model_and_answers_a_batch(tmp_path: Path,
     async def scenario() -> None:
         async with running(_base_handler_archive(tmp_path), which, batchSize=2, maxBatchDelay=10_000) as pool:
             jobs = [
-                pool.submit(HandlerRequest(f"r{first}", [Part("data", "application/json", f"[{first}, 1.0]".encode())]))
+                pool.submit(
+                    HandlerRequest(f"r{first}", [RequestPart("data", "application/json", f"[{first}, 1.0]".encode())])
+                )
                 for first in (1.0, 2.0)
             ]
             answers = [json.loads((await anext(job)).value) for job in jobs]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.torchserve import worker_pool as pool_module
-from mlserver_torch_stream.torchserve.rank_cancel import Together
-from mlserver_torch_stream.torchserve.worker_pool import Pool
+from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
+from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _GLOO = """
@@ -149,7 +149,7 @@ async def _all_done(tmp_path: Path, calls: int) -> None:
     await until(lambda: all(len(each) == calls for each in _done(tmp_path)))
 
 
-async def _leave(pool: Pool, text: str, after: int) -> None:
+async def _leave(pool: WorkerPool, text: str, after: int) -> None:
     job = pool.submit(request(text, "leaves"))
     for _ in range(after):
         await anext(job)
@@ -217,7 +217,7 @@ def test_where_ranks_stop_is_the_furthest_send_and_only_if_all_meet_there() -> N
     def verdict(call: int, stop: bool) -> dict[str, Any]:
         return {"t": "verdict", "call": call, "stop": stop}
 
-    together = Together(3)
+    together = RankCancellation(3)
     assert together.asked(1, at=5) == verdict(1, False)  # nothing is known of them
     for rank in range(3):
         together.ended(rank, 1, 0)

@@ -16,7 +16,7 @@ import pytest
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import KEYS, not_honoured, read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Part
+from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.properties import (
     CARRIED,
     ELSEWHERE,
@@ -137,7 +137,7 @@ def test_the_context_and_its_metrics_have_what_the_page_says(tmp_path: Path, whi
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _EVALUATES, config), which) as pool:
-            asked = HandlerRequest("r-1", [Part("body", "application/json", body)], headers)
+            asked = HandlerRequest("r-1", [RequestPart("body", "application/json", body)], headers)
             ahead, last = [piece async for piece in pool.submit(asked)]
             assert ahead.value == b"ahead"
             assert json.loads(last.value) == {name: value for name, (_, value) in calls.items()}
@@ -215,7 +215,7 @@ def test_the_manifest_means_what_the_page_says(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with running(_archive(tmp_path, manifest)) as pool:
-            (piece,) = [p async for p in pool.submit(HandlerRequest("r", [Part("body", "text/plain", b"x")]))]
+            (piece,) = [p async for p in pool.submit(HandlerRequest("r", [RequestPart("body", "text/plain", b"x")]))]
             assert json.loads(piece.value) == [["x"], model] and pool.config.batchSize == 3
         with pytest.raises(LoadFailed, match="unknown envelope 'paper'; known are body, json, kserve, kservev2"):
             async with running(_archive(tmp_path, {**manifest, "model": {**model, "envelope": "paper"}})):
@@ -285,7 +285,7 @@ def test_the_environment_means_what_the_page_says(tmp_path: Path, monkeypatch: p
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, source)) as pool:
-            asked = HandlerRequest("r", [Part("body", "application/json", b"{}")], {"x-ID": "s"})
+            asked = HandlerRequest("r", [RequestPart("body", "application/json", b"{}")], {"x-ID": "s"})
             (piece,) = [p async for p in pool.submit(asked)]
             assert json.loads(piece.value) == ["bytearray", "s", ["x-ID", "x-START", "x-END"]]
 

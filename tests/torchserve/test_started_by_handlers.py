@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlserver_torch_stream.torchserve.worker_pool import Pool
+from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _STARTS = """
@@ -52,7 +52,7 @@ def handle(data, context):
 """
 
 
-async def _started(pool: Pool, folder: Path) -> list[psutil.Process]:
+async def _started(pool: WorkerPool, folder: Path) -> list[psutil.Process]:
     assert await ask(pool, "start") == ["done"]
     found = [psutil.Process(int(pid)) for pid in (folder / "pids").read_text().split()]
     assert all(each.is_running() for each in found) and len({os.getsid(each.pid) for each in found}) == 3

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.server.observability.request_record import Entrance
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Part
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.runtime import handler_reply
-from mlserver_torch_stream.torchserve.runtime.handler_observer import Watch
+from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
 from mlserver_torch_stream.torchserve.v2_output import Reply
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
@@ -61,9 +61,9 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
     """
     config = {"batchSize": 3, "maxBatchDelay": 0, "deviceType": "cpu", "handler": {"mine": True, 7: "seven"}}
     parts = [
-        Part("body", "application/json", b'{"a": 1}'),
-        Part("note", "text/plain", b"hi"),
-        Part("data", "", b"\xff"),
+        RequestPart("body", "application/json", b'{"a": 1}'),
+        RequestPart("note", "text/plain", b"hi"),
+        RequestPart("data", "", b"\xff"),
     ]
 
     async def scenario() -> None:
@@ -93,7 +93,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
             own = {(name, kind): value for (name, kind, _), value in pool._figures.own.items()}
             assert own["Seen", "counter"] == [1, 2.0] and own["Took", "gauge"] == [1, 1.5]
             with pytest.raises(HandlerFailed, match="no such thing") as failed:
-                await texts(pool.submit(HandlerRequest("r-2", [Part("fail", "text/plain", b"yes")])))
+                await texts(pool.submit(HandlerRequest("r-2", [RequestPart("fail", "text/plain", b"yes")])))
             assert failed.value.status == 513
 
     run(scenario())
@@ -251,8 +251,8 @@ def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER)) as pool:
             asked = request("count 5000")
-            watch = Watch("r", "model", None, Entrance.REST_UNARY, HandlerFigures())
-            whole = handler_reply.HandlerAnswer(asked, Reply("model", None, asked, False, None), pool.submit, watch)
+            watch = HandlerRequestObserver("r", "model", None, EndpointKind.REST_UNARY, HandlerMetrics())
+            whole = handler_reply.HandlerReply(asked, Reply("model", None, asked, False, None), pool.submit, watch)
             with pytest.raises(HandlerFailed, match="stream it") as failed:
                 await whole.whole_body()
             assert failed.value.status == 507

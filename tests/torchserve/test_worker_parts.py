@@ -22,9 +22,9 @@ class _Call:
     """One call's context, and what the server's end hears of it."""
 
     def __init__(self, count: int) -> None:
-        from mlserver_torch_stream.torchserve.worker.cancellation import Alone
+        from mlserver_torch_stream.torchserve.worker.cancellation import StopAlone
         from mlserver_torch_stream.torchserve.worker.channel import Channel
-        from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
+        from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
         from mlserver_torch_stream.torchserve.worker.metrics_store import Metrics
 
         self._near, self._far = socket.socketpair()
@@ -32,8 +32,8 @@ class _Call:
         self.channel: Any = Channel(self._near)
         metrics = Metrics(self.channel, "model", DEFAULT)
         self.context: Any = HandlerContext("model", "/", {}, count, None, "0", True, metrics, {})
-        requests = [Request(f"r{index}", {}, ()) for index in range(count)]
-        self.outlet = Outlet(requests, self.channel, Alone())
+        requests = [WorkerRequest(f"r{index}", {}, ()) for index in range(count)]
+        self.outlet = Outlet(requests, self.channel, StopAlone())
         self.context.for_call(requests, self.outlet)
 
     def send(self, ret: Any, request_ids: dict[int, str] | None = None) -> None:

@@ -18,10 +18,10 @@ import yaml
 
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Job, Part
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.torchserve.handler_request import HandlerJob, HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import Orders
-from mlserver_torch_stream.torchserve.worker_pool import Pool
+from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 
 T = TypeVar("T")
@@ -81,13 +81,13 @@ def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | N
 @asynccontextmanager
 async def running(
     uri: str, which: str = "shim", workers: Mapping[str, str] | None = None, **overrides: Any
-) -> AsyncIterator[Pool]:
+) -> AsyncIterator[WorkerPool]:
     """The started workers of a handler. ``which``: the ``ts`` that it imports. ``workers``: their other settings."""
     archive = open_archive(uri, None)
     try:
         config = read_config(archive.yaml, overrides)
         settings = read_worker_settings({"ts": which, **(workers or {})}, None)
-        pool = Pool("model", config, Orders("model", archive, config, settings).of, HandlerFigures())
+        pool = WorkerPool("model", config, Orders("model", archive, config, settings).of, HandlerMetrics())
         await pool.start()
         try:
             yield pool
@@ -98,19 +98,19 @@ async def running(
 
 
 def request(text: str = "", request_id: str = "request", **more: Any) -> HandlerRequest:
-    return HandlerRequest(request_id, [Part("body", "", text.encode())], **more)
+    return HandlerRequest(request_id, [RequestPart("body", "", text.encode())], **more)
 
 
-async def texts(job: Job) -> list[str]:
+async def texts(job: HandlerJob) -> list[str]:
     """All pieces. Raises what the job ends with."""
     return [piece.value.decode() async for piece in job]
 
 
-async def ask(pool: Pool, text: str = "", request_id: str = "request", **more: Any) -> list[str]:
+async def ask(pool: WorkerPool, text: str = "", request_id: str = "request", **more: Any) -> list[str]:
     return await texts(pool.submit(request(text, request_id, **more)))
 
 
-async def outcome(job: Job) -> list[str] | Exception:
+async def outcome(job: HandlerJob) -> list[str] | Exception:
     """All pieces, or what it ended with."""
     try:
         return await texts(job)

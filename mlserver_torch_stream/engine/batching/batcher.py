@@ -10,16 +10,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step_progress import StepProgress
 
 _WORK = ("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "open_prompts", "kv_cache_bytes")
 
-Deliver = Callable[[Sequence[Answer]], None]
+Deliver = Callable[[Sequence[SequenceState]], None]
 
 
-class Backend(Protocol):
+class Batcher(Protocol):
     """What a worker steps. All methods run on its thread, but for ``refusal`` and ``stats``."""
 
     progress: StepProgress
@@ -28,9 +27,9 @@ class Backend(Protocol):
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         """Why a job of this size could never run; None if it can."""
 
-    def add(self, job: Job) -> None: ...
+    def add(self, job: RequestState) -> None: ...
 
-    def evict(self, jobs: Sequence[Job]) -> None:
+    def evict(self, jobs: Sequence[RequestState]) -> None:
         """Frees all that these jobs hold, before it returns or (for what runs in a long step) at the next token."""
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
@@ -42,7 +41,7 @@ class Backend(Protocol):
         """Returns when nothing of it runs any more; it is not stepped again."""
 
 
-class Remains:
+class DeadBatcher:
     """Stands for a backend that died: it does nothing, lets go of all memory and keeps the counters."""
 
     def __init__(self, last: EngineStats) -> None:
@@ -53,10 +52,10 @@ class Remains:
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         pass
 
-    def evict(self, jobs: Sequence[Job]) -> None:
+    def evict(self, jobs: Sequence[RequestState]) -> None:
         pass
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from mlserver_torch_stream.engine.batching.batcher import Deliver
-from mlserver_torch_stream.engine.batching.sequence_batches import RowBatches, decode_of, prefill_of
+from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
 from mlserver_torch_stream.engine.forward.model_forward import JointForward
-from mlserver_torch_stream.engine.scheduling.scheduler import Group, Piece
+from mlserver_torch_stream.engine.scheduling.scheduler import DecodeBatch, PrefillChunk
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _COPIED_PER_PREFILLED = 16
 
 
-class BatchedBackend(RowBatches):
+class ContinuousBatcher(SequenceBatches):
     """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished."""
 
     @cached_property
@@ -50,7 +50,7 @@ class BatchedBackend(RowBatches):
                 spent += charge(self._prefill(piece, deliver))
         return spent > 0
 
-    def _prefill(self, piece: Piece, deliver: Deliver) -> int:
+    def _prefill(self, piece: PrefillChunk, deliver: Deliver) -> int:
         """Returns how many prefilled tokens the work was worth."""
         job, known = piece.job, piece.job.prefilled
         try:
@@ -69,7 +69,7 @@ class BatchedBackend(RowBatches):
             self._accept(group, range(len(group.rows) - job.rows, len(group.rows)), choices, deliver)
         return work
 
-    def _decode_together(self, forward: JointForward, groups: Sequence[Group], deliver: Deliver) -> None:
+    def _decode_together(self, forward: JointForward, groups: Sequence[DecodeBatch], deliver: Deliver) -> None:
         began = time.monotonic()
         for group in groups:
             self._sweep(group)
@@ -87,7 +87,7 @@ class BatchedBackend(RowBatches):
         for group, logits in zip(groups, found, strict=True):
             self._settle(group, logits, began, deliver)
 
-    def _decode(self, group: Group, deliver: Deliver) -> None:
+    def _decode(self, group: DecodeBatch, deliver: Deliver) -> None:
         began = time.monotonic()
         self._sweep(group)
         if not group.rows:

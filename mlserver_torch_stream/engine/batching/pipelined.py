@@ -16,15 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batching.batcher import Deliver
-from mlserver_torch_stream.engine.batching.sequence_batches import RowBatches, decode_of, prefill_of
+from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
 from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
-from mlserver_torch_stream.engine.pipeline.in_flight import Flights
+from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
-from mlserver_torch_stream.engine.sampling.sampler import Choice
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.sampling.sampler import SampledToken
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.scheduler import Group, Piece
+from mlserver_torch_stream.engine.scheduling.scheduler import DecodeBatch, PrefillChunk
 from mlserver_torch_stream.errors import GenerationFailed
 
 
@@ -36,7 +35,7 @@ class _Away:
     ids: list[int]
 
 
-class PipelinedBackend(RowBatches):
+class PipelinedBatcher(SequenceBatches):
     """Steps wait for one forward to land, where those of ``BatchedBackend`` run all of them in turn.
 
     Rows do not change groups: groups that have grown unequal cost no more than one group would.
@@ -51,16 +50,18 @@ class PipelinedBackend(RowBatches):
         forward: Forward | None = None,
         **options: Any,
     ) -> None:
-        """``options``: as of ``RowBatches``."""
+        """``options``: as of ``SequenceBatches``."""
         staged = StagedForward(forward or ModelForward(model), pipeline)
         super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth
         self._aside = pipeline.aside
         most = pipeline.depth * (self._scheduler.limits.batches + 1)
-        self._flights: Flights[Group | Job, torch.Tensor] = Flights(most, pipeline.threads)
-        self._pieces: dict[Job, _Away] = {}
-        self._began: dict[Group, float] = {}
-        self._boarding: list[Job] = []  # whose batches are under way
+        self._flights: InFlightForwards[DecodeBatch | RequestState, torch.Tensor] = InFlightForwards(
+            most, pipeline.threads
+        )
+        self._pieces: dict[RequestState, _Away] = {}
+        self._began: dict[DecodeBatch, float] = {}
+        self._boarding: list[RequestState] = []  # whose batches are under way
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         self._launch_prefills(deliver)
@@ -75,7 +76,7 @@ class PipelinedBackend(RowBatches):
         self.progress.at("a step of the pipeline")
         for key, flight in landed:
             self.progress.landed(key)
-            if isinstance(key, Job):
+            if isinstance(key, RequestState):
                 self._land_prefill(key, flight, deliver)
             else:
                 self._land_decode(key, flight, deliver)
@@ -83,7 +84,7 @@ class PipelinedBackend(RowBatches):
         self._retire()
         return True
 
-    def evict(self, jobs: Sequence[Job]) -> None:
+    def evict(self, jobs: Sequence[RequestState]) -> None:
         """What is under way goes where it lands, which is at most one forward later."""
         super().evict([job for job in jobs if job not in self._flights])
 
@@ -91,13 +92,13 @@ class PipelinedBackend(RowBatches):
         self._flights.close()
 
     def _choose(
-        self, logits: torch.Tensor, answers: Sequence[Answer], rows: Sequence[int] | None = None
-    ) -> list[Choice | GenerationFailed]:
+        self, logits: torch.Tensor, answers: Sequence[SequenceState], rows: Sequence[int] | None = None
+    ) -> list[SampledToken | GenerationFailed]:
         """Beside the group that the last stage has let in meanwhile: behind it, the groups would go through in step."""
         with self._aside(logits.device):
             return super()._choose(logits, answers, rows)
 
-    def _remove(self, group: Group, leaving: set[int]) -> None:
+    def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
         if group not in self._flights:
             super()._remove(group, leaving)
 
@@ -108,7 +109,7 @@ class PipelinedBackend(RowBatches):
         while len(self._pieces) < self._depth and (pieces := self._next_pieces(self._pieces, most=1)):
             self._launch_prefill(pieces[0], deliver)
 
-    def _launch_prefill(self, piece: Piece, deliver: Deliver) -> None:
+    def _launch_prefill(self, piece: PrefillChunk, deliver: Deliver) -> None:
         job = piece.job
         try:
             ids = self._take_up(piece)
@@ -120,7 +121,7 @@ class PipelinedBackend(RowBatches):
         self.progress.launched(job, prefill_of(ids), len(ids))
         self._flights.launch(job, lambda: self._prefill_forward([ids], cache))
 
-    def _land_prefill(self, job: Job, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+    def _land_prefill(self, job: RequestState, flight: Future[torch.Tensor], deliver: Deliver) -> None:
         away = self._pieces.pop(job)
         if job.finished:  # closed meanwhile
             self._drop(job)
@@ -141,7 +142,7 @@ class PipelinedBackend(RowBatches):
         self._retire()
         deliver(job.sequences)
 
-    def _arrive(self, job: Job, logits: torch.Tensor) -> None:
+    def _arrive(self, job: RequestState, logits: torch.Tensor) -> None:
         """The prompt is in: its first tokens are chosen at once, also where its batch is under way."""
         self._samplers.begin(job)
         choices = self._choose(logits.expand(job.rows, -1), job.sequences)
@@ -168,7 +169,7 @@ class PipelinedBackend(RowBatches):
 
     # --- decode ---
 
-    def _launch_decode(self, group: Group) -> None:
+    def _launch_decode(self, group: DecodeBatch) -> None:
         self._sweep(group)
         if not group.rows:
             return
@@ -178,7 +179,7 @@ class PipelinedBackend(RowBatches):
         self.progress.launched(group, decode_of(len(tokens)))
         self._flights.launch(group, lambda: self._decode_forward(tokens, cache))
 
-    def _land_decode(self, group: Group, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+    def _land_decode(self, group: DecodeBatch, flight: Future[torch.Tensor], deliver: Deliver) -> None:
         began = self._began.pop(group)
         try:
             logits = flight.result()

@@ -17,16 +17,21 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
-from mlserver_torch_stream.engine.fault_injection import Faults
+from mlserver_torch_stream.engine.fault_injection import FaultInjector
 from mlserver_torch_stream.engine.forward.model_forward import Forward, JointForward, ModelForward
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
-from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixStore
+from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixCache
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
-from mlserver_torch_stream.engine.sampling.sampler import Choice, sample
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.scheduler import Group, Limits, Piece, Scheduler, joint_limits
+from mlserver_torch_stream.engine.scheduling.scheduler import (
+    DecodeBatch,
+    PrefillChunk,
+    Scheduler,
+    SchedulerLimits,
+    joint_limits,
+)
 from mlserver_torch_stream.engine.step_progress import StepProgress
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
@@ -37,7 +42,7 @@ logger = logging.getLogger(__name__)
 _MOST_KEPT_PER_STEP = 2
 
 
-class RowBatches:
+class SequenceBatches:
     """Prompts on their way into caches, batches of rows, and what becomes of each; its subclasses run the forwards.
 
     ``prefix_bytes``: the part of ``cache_bytes`` that kept prompts may take, if the model can go on from one.
@@ -57,7 +62,7 @@ class RowBatches:
         forward: Forward | None = None,
         layout: CacheLayout | None = None,
         stages: int = 1,
-        faults: Faults | None = None,
+        faults: FaultInjector | None = None,
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
         forward = forward or ModelForward(model)
@@ -68,15 +73,15 @@ class RowBatches:
         # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
-        limits = Limits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
+        limits = SchedulerLimits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
         joint = isinstance(self._decode_forward, JointForward)
         self._scheduler = Scheduler(joint_limits(limits) if joint else limits)
         self._max_rows = max_rows
         self._check_devices = check_devices
         self._cache_bytes = cache_bytes
-        self._prefixes = PrefixStore(prefix_bytes, cost)
-        self._prefills: dict[Job, RowCache] = {}
-        self._batches: dict[Group, RowCache] = {}
+        self._prefixes = PrefixCache(prefix_bytes, cost)
+        self._prefills: dict[RequestState, RowCache] = {}
+        self._batches: dict[DecodeBatch, RowCache] = {}
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
         self.progress = StepProgress()
 
@@ -92,11 +97,11 @@ class RowBatches:
             f"and {self._cache_bytes / 2**20:.0f} MiB of KV cache"
         )
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         self._scheduler.add(job)
         self._gauge()
 
-    def evict(self, jobs: Sequence[Job]) -> None:
+    def evict(self, jobs: Sequence[RequestState]) -> None:
         gone = set(jobs)
         for job in jobs:
             self._drop(job)
@@ -114,21 +119,23 @@ class RowBatches:
 
     # --- prefill ---
 
-    def _next_pieces(self, busy: Collection[Job] = (), most: int | None = None, spent: int = 0) -> list[Piece]:
+    def _next_pieces(
+        self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
+    ) -> list[PrefillChunk]:
         """What the scheduler has prefilled next; the caches that it gives up for that are gone."""
         pieces = self._scheduler.pieces(busy, most, spent)
         for job in self._scheduler.open_prompts.take_given_up():
             self._prefills.pop(job, None)
         return pieces
 
-    def _fail_prefill(self, job: Job, error: Exception, deliver: Deliver) -> None:
+    def _fail_prefill(self, job: RequestState, error: Exception, deliver: Deliver) -> None:
         logger.error("prefill failed", exc_info=error)
         self._check_devices()
         self._drop(job)
         job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
         deliver(job.sequences)
 
-    def _take_up(self, piece: Piece) -> list[int]:
+    def _take_up(self, piece: PrefillChunk) -> list[int]:
         """The piece's ids, and a cache for them where it is the prompt's first."""
         job = piece.job
         if job.started_at is None and job.sealed:
@@ -140,11 +147,11 @@ class RowBatches:
             self._prefills[job].resize(1, columns)
         return job.prompt[job.prefilled : job.prefilled + piece.count]
 
-    def _advance(self, job: Job, ids: Sequence[int]) -> None:
+    def _advance(self, job: RequestState, ids: Sequence[int]) -> None:
         job.prefilled += len(ids)
         self._count(prefill_tokens=len(ids))
 
-    def _begin(self, job: Job, columns: int) -> RowCache:
+    def _begin(self, job: RequestState, columns: int) -> RowCache:
         """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
         found = self._prefixes.begin(job.prompt) if self._prefixes.wanted and job.sealed else None
         if found is not None:
@@ -155,7 +162,9 @@ class RowBatches:
         cache.begin_row()
         return cache
 
-    def _start(self, job: Job, logits: torch.Tensor) -> tuple[Group, list[Choice | GenerationFailed]]:
+    def _start(
+        self, job: RequestState, logits: torch.Tensor
+    ) -> tuple[DecodeBatch, list[SampledToken | GenerationFailed]]:
         """The prompt is in: samples the first token of each of its sequences and joins them to a batch, at its end."""
         self._samplers.begin(job)
         choices = self._choose(logits.expand(job.rows, -1), job.sequences)
@@ -164,7 +173,7 @@ class RowBatches:
         self._keep_prompt(job, cache, choices)
         return group, choices
 
-    def _seat(self, job: Job) -> Group:
+    def _seat(self, job: RequestState) -> DecodeBatch:
         """Joins the sequences of a prefilled job to their batch, or raises and leaves that as it was."""
         group = self._scheduler.place(job)
         first = len(group.rows) - job.rows
@@ -175,7 +184,7 @@ class RowBatches:
             raise
         return group
 
-    def _join(self, group: Group, cache: RowCache, rows: int) -> None:
+    def _join(self, group: DecodeBatch, cache: RowCache, rows: int) -> None:
         batch = self._batches.get(group)
         if batch is None:
             batch = self._batches[group] = self._layout.cache(group.row_capacity, group.column_capacity)
@@ -185,7 +194,7 @@ class RowBatches:
 
     # --- decode ---
 
-    def _settle(self, group: Group, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
+    def _settle(self, group: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
         """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
         rows = [row for row, answer in enumerate(group.rows) if answer.finish_reason is None]
         choices = self._choose(logits, [group.rows[row] for row in rows], rows)
@@ -193,7 +202,7 @@ class RowBatches:
         self._count(zombie_steps=zombies)
         self._accept(group, rows, choices, deliver)
 
-    def _sweep(self, group: Group) -> None:
+    def _sweep(self, group: DecodeBatch) -> None:
         """Drops the rows that have ended, or whose streams were closed, since they were last looked at."""
         gone = {
             row
@@ -204,7 +213,11 @@ class RowBatches:
             self._remove(group, gone)
 
     def _accept(
-        self, group: Group, rows: Sequence[int], choices: Sequence[Choice | GenerationFailed], deliver: Deliver
+        self,
+        group: DecodeBatch,
+        rows: Sequence[int],
+        choices: Sequence[SampledToken | GenerationFailed],
+        deliver: Deliver,
     ) -> None:
         """Gives these rows of a batch their next tokens, and drops all of its rows that have ended."""
         answers = [group.rows[row] for row in rows]
@@ -219,7 +232,7 @@ class RowBatches:
             self._retire()  # before the last events: who reads them finds the gauges true
         deliver(answers)
 
-    def _take(self, answers: Sequence[Answer], choices: Sequence[Choice | GenerationFailed]) -> None:
+    def _take(self, answers: Sequence[SequenceState], choices: Sequence[SampledToken | GenerationFailed]) -> None:
         for answer, choice in zip(answers, choices, strict=True):
             if isinstance(choice, GenerationFailed):
                 answer.finish(FinishReason.ERROR, choice)
@@ -232,9 +245,9 @@ class RowBatches:
                 logger.exception("a token could not be taken")
                 failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
                 answer.finish(FinishReason.ERROR, failure)
-        self._count(generated_tokens=sum(isinstance(choice, Choice) for choice in choices))
+        self._count(generated_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
 
-    def _keep_conversations(self, group: Group, finished: set[int]) -> None:
+    def _keep_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
         """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
         batch = self._batches[group]
         for row in sorted(finished)[:_MOST_KEPT_PER_STEP]:
@@ -243,13 +256,15 @@ class RowBatches:
                 ids = [*answer.job.prompt, *answer.tokens][: batch.lengths[row]]
                 self._prefixes.offer(ids, batch, row, partial(batch.extract, row, spare=0))
 
-    def _keep_prompt(self, job: Job, cache: RowCache, choices: Sequence[Choice | GenerationFailed]) -> None:
+    def _keep_prompt(
+        self, job: RequestState, cache: RowCache, choices: Sequence[SampledToken | GenerationFailed]
+    ) -> None:
         if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
             self._prefixes.offer(job.prompt, cache, 0, cache.compact)
 
     def _choose(
-        self, logits: torch.Tensor, answers: Sequence[Answer], rows: Sequence[int] | None = None
-    ) -> list[Choice | GenerationFailed]:
+        self, logits: torch.Tensor, answers: Sequence[SequenceState], rows: Sequence[int] | None = None
+    ) -> list[SampledToken | GenerationFailed]:
         """The next token of each; where sampling raises, of each alone, so that only the culprit fails.
 
         ``rows``: theirs among the logits', None: all.
@@ -265,7 +280,7 @@ class RowBatches:
             self._check_devices()
             return [GenerationFailed(f"sampling failed: {in_short(error)}")]
 
-    def _isolate(self, group: Group, error: Exception, deliver: Deliver) -> None:
+    def _isolate(self, group: DecodeBatch, error: Exception, deliver: Deliver) -> None:
         """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
         logger.error("a decode step of %d rows failed: %s", len(group.rows), error)
         self._check_devices()
@@ -282,7 +297,7 @@ class RowBatches:
         self._remove(group, set(failures))
         deliver(answers)
 
-    def _try_alone(self, group: Group, batch: RowCache, row: int) -> Exception | None:
+    def _try_alone(self, group: DecodeBatch, batch: RowCache, row: int) -> Exception | None:
         self.progress.at("the decode step of a row alone")
         try:
             self._decode_forward([[group.rows[row].tokens[-1]]], batch.extract(row))
@@ -292,11 +307,11 @@ class RowBatches:
 
     # --- leaving ---
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: RequestState) -> None:
         self._scheduler.drop(job)
         self._prefills.pop(job, None)
 
-    def _remove(self, group: Group, leaving: set[int]) -> None:
+    def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
         batch = self._batches[group]
         order = batch.leave(leaving)
         shrink = self._scheduler.keep(group, order)
@@ -305,7 +320,7 @@ class RowBatches:
         elif shrink:
             self._shrink(group, batch)
 
-    def _shrink(self, group: Group, batch: RowCache) -> None:
+    def _shrink(self, group: DecodeBatch, batch: RowCache) -> None:
         try:
             batch.resize(group.row_capacity, group.column_capacity)
         except RuntimeError as error:  # the smaller copy found no memory beside the old one: it shrinks another time

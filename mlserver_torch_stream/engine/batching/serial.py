@@ -19,11 +19,10 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.forward.model_forward import input_device
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.fair_queue import WaitingJobs
+from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.engine.step_progress import StepProgress
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
@@ -31,7 +30,7 @@ from mlserver_torch_stream.types import FinishReason
 logger = logging.getLogger(__name__)
 
 
-class SerialBackend:
+class SerialBatcher:
     """First come, first served; the sampling, the stops and the events are those of the batched engine."""
 
     def __init__(
@@ -52,8 +51,8 @@ class SerialBackend:
         self._max_rows = max_rows
         self._check_devices = check_devices
         self._passage = passage
-        self._waiting = WaitingJobs()
-        self._open: list[Job] = []  # prompts whose end has not come: nobody waits for them
+        self._waiting = FairQueue()
+        self._open: list[RequestState] = []  # prompts whose end has not come: nobody waits for them
         self._running = 0
         self._stats = EngineStats()
         self.progress = StepProgress()
@@ -61,14 +60,14 @@ class SerialBackend:
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         if job.sealed:
             self._waiting.add(job)
         else:
             self._open.append(job)
         self._gauge()
 
-    def evict(self, jobs: Sequence[Job]) -> None:
+    def evict(self, jobs: Sequence[RequestState]) -> None:
         """Those that wait are gone at once; the one that runs sees at its next token that it has ended."""
         for job in jobs:
             if job in self._waiting:
@@ -117,7 +116,7 @@ class SerialBackend:
     def count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
-    def _answer(self, answer: Answer, deliver: Deliver, poll: Callable[[], object]) -> None:
+    def _answer(self, answer: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
         job, sampler = answer.job, answer.sampler
         assert sampler is not None
         self.progress.at(f"the prefill of {len(job.prompt)} tokens by generate", len(job.prompt))
@@ -135,7 +134,7 @@ class SerialBackend:
         except Exception as error:
             self._fail([answer], error, deliver)
 
-    def _fail(self, answers: Sequence[Answer], error: Exception, deliver: Deliver) -> None:
+    def _fail(self, answers: Sequence[SequenceState], error: Exception, deliver: Deliver) -> None:
         logger.error("generation failed", exc_info=error)
         self._check_devices()
         for answer in answers:
@@ -146,7 +145,7 @@ class SerialBackend:
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
     """Chooses the token as the batched engine does, delivers it, and leaves ``generate`` no other choice."""
 
-    def __init__(self, backend: SerialBackend, answer: Answer, sampler: RowSampler, deliver: Deliver) -> None:
+    def __init__(self, backend: SerialBatcher, answer: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._backend = backend
         self._answer = answer
         self._sampler = sampler
@@ -168,7 +167,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 class _Ended(StoppingCriteria):  # type: ignore[misc]
     """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
 
-    def __init__(self, answer: Answer, poll: Callable[[], object]) -> None:
+    def __init__(self, answer: SequenceState, poll: Callable[[], object]) -> None:
         self._answer = answer
         self._poll = poll
 
@@ -177,5 +176,5 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
         return torch.full((1,), _ended(self._answer), device=input_ids.device)
 
 
-def _ended(answer: Answer) -> bool:
+def _ended(answer: SequenceState) -> bool:
     return answer.finish_reason is not None or answer.job.mailbox.closed_at is not None

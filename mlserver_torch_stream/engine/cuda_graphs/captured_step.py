@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import Attend
-from mlserver_torch_stream.engine.cuda_graphs.decode_masks import Masks
+from mlserver_torch_stream.engine.cuda_graphs.decode_masks import DecodeMasks
 from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
@@ -24,7 +24,7 @@ Part = tuple[Sequence[Sequence[int]], RowCache]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedAttention:
+class CapturedAttention:
     """Its tensors are those that the parts around it were recorded on, of all rows."""
 
     attend: Attend
@@ -36,7 +36,7 @@ class RecordedAttention:
     output: torch.Tensor
     options: dict[str, Any]
 
-    def run(self, rows: slice, cache: RowCache, masks: Masks) -> None:
+    def run(self, rows: slice, cache: RowCache, masks: DecodeMasks) -> None:
         """For these rows of the recording, which are all of the cache."""
         keys, values = cache.cache.update(self.key[rows], self.value[rows], self.layer)
         mask = masks.over(keys.shape[2])
@@ -45,7 +45,7 @@ class RecordedAttention:
 
 
 @dataclass(slots=True)
-class Visit:
+class StageVisit:
     """What is done in one stage, from its first module to its last; ``stage`` is None where there is only one.
 
     ``arrivals``: tensors of earlier visits, with those that were recorded in their place. A stage that is left is
@@ -55,12 +55,12 @@ class Visit:
     stage: Stage | None
     device: torch.device
     arrivals: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    work: list[Callable[[], None] | RecordedAttention] = field(default_factory=list)
+    work: list[Callable[[], None] | CapturedAttention] = field(default_factory=list)
     departures: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
+class CapturedStep:
     """``run`` takes the tokens of at most ``rows`` rows, of one cache or of several, and gives their logits.
 
     ``inputs``: tokens and positions, ``[2, rows, 1]``, in one tensor: one copy to the device for both. Those of rows
@@ -70,7 +70,7 @@ class RecordedStep:
 
     rows: int
     inputs: torch.Tensor
-    visits: Sequence[Visit]
+    visits: Sequence[StageVisit]
     logits: torch.Tensor
     pipeline: Pipeline | None
     added: torch.dtype | None
@@ -94,20 +94,20 @@ class RecordedStep:
         over = [[0]] * (self.rows - len(ids))
         self.inputs.copy_(from_host([[*ids, *over], [*positions, *over]], self.inputs.device))
 
-    def _arrive(self, visit: Visit, carried: dict[int, torch.Tensor]) -> None:
+    def _arrive(self, visit: StageVisit, carried: dict[int, torch.Tensor]) -> None:
         for source, local in visit.arrivals:
             value = carried[id(source)]
             if self.pipeline is not None:
                 value = self.pipeline.bring(value, visit.device)
             local.copy_(value)
 
-    def _work(self, visit: Visit, parts: Sequence[Part]) -> None:
+    def _work(self, visit: StageVisit, parts: Sequence[Part]) -> None:
         batches, first = [], 0
         for tokens, cache in parts:
             rows = slice(first, first := first + len(tokens))
-            batches.append((rows, cache, Masks(cache.lengths, visit.device, self.added)))
+            batches.append((rows, cache, DecodeMasks(cache.lengths, visit.device, self.added)))
         for work in visit.work:
-            if isinstance(work, RecordedAttention):
+            if isinstance(work, CapturedAttention):
                 for batch in batches:
                     work.run(*batch)
             else:

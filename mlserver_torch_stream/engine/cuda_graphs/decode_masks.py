@@ -9,7 +9,7 @@ import torch
 from mlserver_torch_stream.engine.devices import from_host
 
 
-class Masks:
+class DecodeMasks:
     """On one device, by how many columns a layer shows: full layers all, those with a window fewer."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, added: torch.dtype | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from mlserver_torch_stream.engine.device_sync import no_waits
 
 
-class Recorder(Protocol):
+class GraphCapture(Protocol):
     """Records in parts: work between ``begin`` and ``end`` is recorded, work outside of them is only done."""
 
     def begin(self, device: torch.device) -> None: ...
@@ -29,7 +29,7 @@ class Recorder(Protocol):
         """A context around all parts of a recording, which leaves nothing half recorded should it raise."""
 
 
-class Rehearsal:
+class DryRun:
     """Does the work and records nothing: the first calls of a kernel set up what must not be recorded.
 
     Raises Waits for what cannot be recorded. A device must not be the one to find out: before torch 2.13 an allocator
@@ -52,7 +52,7 @@ class Rehearsal:
             yield
 
 
-class CudaRecorder:
+class CudaGraphCapture:
     """All graphs of a device share a pool of memory: each is replayed from its first part to its last, one at a time.
 
     A recording only notes what is to be done: what is in its tensors means nothing before the first replay. torch wants

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import CannotCut
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import Part, RecordedStep
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Recorder, Rehearsal
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep, Part
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
@@ -27,7 +27,7 @@ class GraphForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, recorder: Recorder, max_rows: int, pipeline: Pipeline | None = None
+        self, model: PreTrainedModel, recorder: GraphCapture, max_rows: int, pipeline: Pipeline | None = None
     ) -> None:
         """Raises CannotCut, or what the model or the device raises."""
         self._model_forward = ModelForward(model)
@@ -38,10 +38,10 @@ class GraphForward:
             raise CannotCut("some of its layers see the tokens of a chunk, which no cache layer tells from a window")
         windows = layout.windows
         sizes = [1 << power for power in range((max_rows - 1).bit_length() + 1)]
-        self._steps: list[RecordedStep] = []
+        self._steps: list[CapturedStep] = []
         # The largest first: the others fit into the memory that it leaves behind.
         for rows in reversed(sizes):
-            record_step(model, Rehearsal(), rows, windows, pipeline)  # kernels load and tune at their first call
+            record_step(model, DryRun(), rows, windows, pipeline)  # kernels load and tune at their first call
             self._steps.insert(0, record_step(model, recorder, rows, windows, pipeline))
 
     @property

@@ -22,8 +22,8 @@ from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import (
     attention_of,
     cut_at_attention,
 )
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import RecordedAttention, RecordedStep, Visit
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import Recorder
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention, CapturedStep, StageVisit
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.forward.model_forward import input_device, plain_forward
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import Stage
@@ -31,11 +31,11 @@ from mlserver_torch_stream.engine.pipeline.stages import Stage
 
 def record_step(
     model: PreTrainedModel,
-    recorder: Recorder,
+    recorder: GraphCapture,
     rows: int,
     windows: Sequence[int | None],
     pipeline: Pipeline | None = None,
-) -> RecordedStep:
+) -> CapturedStep:
     """``windows``: of the cache's layers. Raises CannotCut, or what the model or the device raises."""
     device = input_device(model)
     inputs = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
@@ -43,7 +43,7 @@ def record_step(
     recording = _Recording(recorder, implementation, device, windows)
     with cut_at_attention(model, recording.attention), recording.follow(pipeline), recorder.recording():
         logits = recording.run(plain_forward(model), inputs)
-    return RecordedStep(
+    return CapturedStep(
         rows=rows,
         inputs=inputs,
         visits=tuple(recording.visits),
@@ -57,15 +57,15 @@ class _Recording:
     """Follows one forward. A part is open whenever the model's code runs."""
 
     def __init__(
-        self, recorder: Recorder, implementation: str, device: torch.device, windows: Sequence[int | None]
+        self, recorder: GraphCapture, implementation: str, device: torch.device, windows: Sequence[int | None]
     ) -> None:
         self._recorder = recorder
         self._implementation = implementation
         self._passing = PassingCache(list(windows))
         self._windows = windows
-        self.visits = [Visit(None, device)]
+        self.visits = [StageVisit(None, device)]
         self._local: dict[int, torch.Tensor] = {}  # copies that are this visit's own, by the tensors of earlier ones
-        self._made: dict[int, tuple[torch.Tensor, Visit]] = {}  # what went into and out of the stages' modules
+        self._made: dict[int, tuple[torch.Tensor, StageVisit]] = {}  # what went into and out of the stages' modules
 
     def run(self, forward: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
         self._begin()
@@ -75,7 +75,7 @@ class _Recording:
         logits: torch.Tensor = output.logits[:, -1]
         self._end()
         layers = sorted(
-            work.layer for visit in self.visits for work in visit.work if isinstance(work, RecordedAttention)
+            work.layer for visit in self.visits for work in visit.work if isinstance(work, CapturedAttention)
         )
         if layers != list(range(len(self._windows))):
             raise CannotCut(f"{len(layers)} attentions over {len(self._windows)} cache layers")
@@ -100,7 +100,7 @@ class _Recording:
         # Zeros, not empty: what a model makes of all rows together must not find NaN in those that are over.
         shape = attend(module, query, key, value, None, **more)[0]
         output = torch.zeros_like(shape, memory_format=torch.contiguous_format)
-        self.visits[-1].work.append(RecordedAttention(attend, module, layer, query, key, value, output, more))
+        self.visits[-1].work.append(CapturedAttention(attend, module, layer, query, key, value, output, more))
         self._begin()
         return output, None
 
@@ -130,7 +130,7 @@ class _Recording:
             self._end()
             if arrives:
                 self._local = {}
-                self.visits.append(Visit(stage, stage.device))
+                self.visits.append(StageVisit(stage, stage.device))
             for each in foreign:
                 self._take_in(each)
             self._begin()

@@ -10,7 +10,7 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaRecorder, Recorder
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
@@ -35,14 +35,14 @@ def take_graphs(model: PreTrainedModel, max_rows: int, pipeline: Pipeline | None
     if {device.type for device in devices} != {"cuda"} or (len(devices) > 1 and pipeline is None):
         logger.info("no CUDA graphs: weights are moved, or devices work one after another")
         return None
-    forward = verified(model, CudaRecorder(), max_rows, pipeline)
+    forward = verified(model, CudaGraphCapture(), max_rows, pipeline)
     if forward is None:
         torch.cuda.empty_cache()  # what was laid aside for it would count as taken
     return forward
 
 
 def verified(
-    model: PreTrainedModel, recorder: Recorder, max_rows: int, pipeline: Pipeline | None = None
+    model: PreTrainedModel, recorder: GraphCapture, max_rows: int, pipeline: Pipeline | None = None
 ) -> GraphForward | None:
     """Never raises for what the model does."""
     try:

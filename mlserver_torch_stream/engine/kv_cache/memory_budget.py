@@ -12,7 +12,7 @@ import torch
 
 from mlserver_torch_stream.engine.devices import spread_budget
 from mlserver_torch_stream.engine.loading.host_limits import Host
-from mlserver_torch_stream.engine.process_resources import Shares
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
 # Of a GPU's free memory after loading; the rest is for activations and the allocator's fragments.
@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 def cache_budget(
     parts: Mapping[torch.device, float],
     asked: int | None,
-    shares: Shares,
+    shares: ProcessResources,
     owner: object,
     host: Host,
     *,

@@ -25,7 +25,7 @@ _LEAST = 16
 _MOST = 512
 
 
-class PrefixStore:
+class PrefixCache:
     """Caches of single rows by their token ids, the least recently used of them given up for newer ones.
 
     Bounded by bytes and in number.

@@ -67,7 +67,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelFiles:
     """Where a model's files are: a folder or hub id, or a GGUF file that could not be converted."""
 
     location: str
@@ -75,7 +75,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class LoadedWeights:
     """What all may share who name the same files and devices; the engine may replace the model's own config later."""
 
     model: Any
@@ -90,19 +90,19 @@ def load_model(resolved: ResolvedSettings) -> LoadedModel:
     return complete(load_weights(place, resolved), tokenizer, resolved)
 
 
-def locate(resolved: ResolvedSettings) -> Place:
+def locate(resolved: ResolvedSettings) -> ModelFiles:
     """Finds the files, converting a GGUF file if need be. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
     if source.kind not in ("embedded", "gguf"):
-        return Place(source.location, None)
+        return ModelFiles(source.location, None)
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     if _attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
-        return Place("", file)
+        return ModelFiles("", file)
     folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
-    return Place("", file) if folder is None else Place(str(folder), None)
+    return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
 
 
-def load_weights(place: Place, resolved: ResolvedSettings) -> Weights:
+def load_weights(place: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
     """Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
     given = {key: getattr(settings, key) for key in _PLACING}
@@ -113,15 +113,15 @@ def load_weights(place: Place, resolved: ResolvedSettings) -> Weights:
     model.eval()
     model.requires_grad_(False)
     pin_offloaded(model)
-    return Weights(model, model.generation_config, describe(name, model))
+    return LoadedWeights(model, model.generation_config, describe(name, model))
 
 
-def load_tokenizer(place: Place, resolved: ResolvedSettings) -> Any:
+def load_tokenizer(place: ModelFiles, resolved: ResolvedSettings) -> Any:
     """Raises LoadFailed."""
     return _load_tokenizer(resolved.source.name, place.location, place.gguf_file, resolved.settings)
 
 
-def complete(weights: Weights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
+def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
     """The weights with what one model's settings make of them."""
     settings = resolved.settings
     if ignored := not_honoured(weights.generation_config):

@@ -26,7 +26,7 @@ _OFFLOADED = ("cpu", "disk")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class DeviceShare:
     """What one place of the map holds; ``brought_to``: the device that computes it, where that is another."""
 
     place: str
@@ -47,7 +47,7 @@ def check_tied(model: PreTrainedModel) -> None:
             raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
 
 
-def read_placement(model: PreTrainedModel) -> tuple[Held, ...]:
+def read_placement(model: PreTrainedModel) -> tuple[DeviceShare, ...]:
     """One for each place that the map names, in its order."""
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     entries: dict[tuple[str, str | None], list[str]] = {}
@@ -64,7 +64,7 @@ def _brought_to(model: PreTrainedModel, name: str, place: Any) -> str | None:
     return None if device is None or device_name(device) == str(place) else device_name(device)
 
 
-def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str | None, seen: set[int]) -> Held:
+def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str | None, seen: set[int]) -> DeviceShare:
     layers: set[int] = set()
     rest: list[str] = []
     weights = 0
@@ -79,7 +79,7 @@ def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str 
         layers |= found
         if name == "" or not found:
             rest.append(name.rpartition(".")[2] or "everything else")
-    return Held(place, tuple(sorted(layers)), tuple(rest), weights, brought_to)
+    return DeviceShare(place, tuple(sorted(layers)), tuple(rest), weights, brought_to)
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
@@ -105,7 +105,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return count
 
 
-def moved_bytes(placement: Sequence[Held]) -> int:
+def moved_bytes(placement: Sequence[DeviceShare]) -> int:
     """Weights that are brought to a device at every step."""
     return sum(held.weights for held in placement if held.brought_to is not None)
 
@@ -121,7 +121,7 @@ def seconds_per_step(model: PreTrainedModel) -> float:
     return min(times)
 
 
-def describe_moves(placement: Sequence[Held], seconds: float) -> str:
+def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
     """How slow a model will be that does not lie where it is computed."""
     moved = moved_bytes(placement)
     ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
@@ -133,7 +133,7 @@ def describe_moves(placement: Sequence[Held], seconds: float) -> str:
 
 
 def describe_placement(
-    placement: Sequence[Held],
+    placement: Sequence[DeviceShare],
     costs: Mapping[torch.device, CacheCost],
     parts: Mapping[torch.device, float],
     budget: int,
@@ -147,7 +147,10 @@ def describe_placement(
 
 
 def no_room(
-    placement: Sequence[Held], costs: Mapping[torch.device, CacheCost], left: int, free: Mapping[torch.device, int]
+    placement: Sequence[DeviceShare],
+    costs: Mapping[torch.device, CacheCost],
+    left: int,
+    free: Mapping[torch.device, int],
 ) -> str:
     """Why a model cannot be served that has no room for a row of two tokens, in numbers; ``left``: bytes for rows."""
     needs = [

@@ -25,7 +25,7 @@ _KERNEL_LENGTHS = (6, 50, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class SelfCheckResult:
     """``chunked``: a prompt may be prefilled in pieces. ``problem``: why rows cannot be batched, or None.
 
     ``costs``: of a row's cache, by the devices that it is on.
@@ -41,7 +41,7 @@ class Findings:
         return sum(self.costs.values(), CacheCost()) if self.problem is None else None
 
 
-def check_batching(model: PreTrainedModel, room: int | None = None) -> Findings:
+def check_batching(model: PreTrainedModel, room: int | None = None) -> SelfCheckResult:
     """Runs the check in pieces, then with whole prompts if pieces fail. ``room``: as of ``far_lengths``.
 
     Raises LoadFailed for a device that has no memory left or is lost, which says nothing of the model.
@@ -49,7 +49,7 @@ def check_batching(model: PreTrainedModel, room: int | None = None) -> Findings:
     try:
         layout = CacheLayout(model.config)
     except UnsupportedCache as error:
-        return Findings(problem=str(error))
+        return SelfCheckResult(problem=str(error))
     problem = None
     for chunked in (True, False):
         trial = _Trial(model, layout, ModelForward(model), _LENGTHS)
@@ -61,9 +61,9 @@ def check_batching(model: PreTrainedModel, room: int | None = None) -> Findings:
             problem = _in_a_line(error)
             continue
         if differing is None:
-            return Findings(problem=None, chunked=chunked, costs=trial.costs)
+            return SelfCheckResult(problem=None, chunked=chunked, costs=trial.costs)
         problem = f"batched logits differ from single ones by {differing}"
-    return Findings(problem=problem)
+    return SelfCheckResult(problem=problem)
 
 
 def check_generate(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 
-class Pool(Generic[V]):
+class SharedPool(Generic[V]):
     """Any thread may lease. Who asks for what another thread is making waits for that."""
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ NO_QK_NORM, PER_HEAD, WHOLE = range(3)
 SILU, GELU_TANH = range(2)
 
 
-class Matrix(Structure):
+class KernelMatrix(Structure):
     _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("scales", c_void_p)]
 
 
-class Shape(Structure):
+class KernelShape(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotated_half")),
@@ -29,24 +29,29 @@ class Shape(Structure):
     ]
 
 
-class Norms(Structure):
+class KernelNorms(Structure):
     NAMES = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
     _fields_ = [(name, c_void_p) for name in NAMES]
 
 
-class Layer(Structure):
+class KernelLayer(Structure):
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        ("norms", Norms),
+        *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down")),
+        ("norms", KernelNorms),
         ("rotates", c_int64),
     ]
 
 
-class Weights(Structure):
-    _fields_ = [("layers", POINTER(Layer)), ("embedding", c_void_p), ("head", Matrix), ("last_norm", c_void_p)]
+class KernelWeights(Structure):
+    _fields_ = [
+        ("layers", POINTER(KernelLayer)),
+        ("embedding", c_void_p),
+        ("head", KernelMatrix),
+        ("last_norm", c_void_p),
+    ]
 
 
-class Slab(Structure):
+class KernelSlab(Structure):
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -56,14 +61,14 @@ class Slab(Structure):
     ]
 
 
-class Step(Structure):
+class KernelStep(Structure):
     _fields_ = [
         ("rows", c_int64),
         ("queries", c_int64),
         ("tokens", c_void_p),
         ("lengths", c_void_p),
         ("places", c_void_p),
-        ("slabs", POINTER(Slab)),
+        ("slabs", POINTER(KernelSlab)),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("logits", c_void_p),
@@ -76,9 +81,9 @@ def open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoKernels(f"the kernels cannot be loaded: {error}") from None
-    library.native_create.argtypes = [POINTER(Shape), POINTER(Weights), c_int, c_int]
+    library.native_create.argtypes = [POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int]
     library.native_create.restype = c_void_p
-    library.native_step.argtypes = [c_void_p, POINTER(Step)]
+    library.native_step.argtypes = [c_void_p, POINTER(KernelStep)]
     library.native_step.restype = c_int
     library.native_destroy.argtypes = [c_void_p]
     library.native_destroy.restype = None

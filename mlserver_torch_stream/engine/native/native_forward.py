@@ -54,7 +54,7 @@ class NativeForward:
         # What a slab is made like, before anything was written to it.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._vocab = int(shape.vocab)
-        self._slabs = (c.Slab * shape.layers)()
+        self._slabs = (c.KernelSlab * shape.layers)()
         self._logits = torch.empty(0)
 
     @property
@@ -97,7 +97,7 @@ class NativeForward:
         spots = [spot for n, cache in enumerate(caches) for row in range(len(cache.lengths)) for spot in (n, row)]
         places = (ctypes.c_int64 * (2 * rows))(*spots)
         self._point_at(caches, queries)
-        step = c.Step(
+        step = c.KernelStep(
             rows,
             queries,
             ctypes.addressof(ids),
@@ -117,7 +117,7 @@ class NativeForward:
     def _point_at(self, caches: Sequence[RowCache], queries: int) -> None:
         slabs = [slab for cache in caches for slab in cache.slabs]
         if len(slabs) > len(self._slabs):
-            self._slabs = (c.Slab * len(slabs))()
+            self._slabs = (c.KernelSlab * len(slabs))()
         for entry, slab in zip(self._slabs, slabs, strict=False):
             if not slab.is_initialized:
                 slab.lazy_initialization(self._like, self._like)

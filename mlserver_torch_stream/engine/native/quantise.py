@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlserver_torch_stream.engine.native.structure import Decoder, Unsupported
+from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout
 
 _LARGEST = 127
 BLOCK = 512  # rows at a time: the float32 copy of a whole head may be larger than the model in int8
@@ -20,7 +20,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     exact = weight.float()
     scales = exact.abs().amax(1) / _LARGEST
     if not scales.isfinite().all():
-        raise Unsupported("weights that are not finite")
+        raise UnsupportedLayout("weights that are not finite")
     divisors = torch.where(scales > 0, scales, 1.0)
     return (exact / divisors[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mlserver_torch_stream.engine.native.structure import Unsupported
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 
 _POSITIONS = 2048  # to begin with; a table of 128,000 positions of 64 dimensions would take 64 MiB
 
@@ -33,5 +33,5 @@ class RotaryTable:
         cos, sin = (part[0].float() for part in self._module(x, torch.arange(positions)[None]))
         half = cos.shape[1] // 2
         if not (torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])):
-            raise Unsupported("a rotation of interleaved dimensions")
+            raise UnsupportedLayout("a rotation of interleaved dimensions")
         return cos[:, :half].contiguous(), sin[:, :half].contiguous()

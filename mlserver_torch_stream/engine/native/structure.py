@@ -39,7 +39,7 @@ _NORM_ROLES = {
 _NORM_NAMES = frozenset().union(*_NORM_ROLES)
 
 
-class Unsupported(Exception):
+class UnsupportedLayout(Exception):
     """The model is no decoder of the Llama layout; says in one line where it differs."""
 
 
@@ -90,23 +90,23 @@ class Decoder:
 
 def read_decoder(model: Any) -> Decoder:
     """Raises Unsupported."""
-    reader = _Reader()
+    reader = _StructureReader()
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
     embedding = reader.child(base, "embed_tokens")
     if type(embedding) is not nn.Embedding:
-        raise Unsupported(f"embeddings of type {type(embedding).__name__}")
+        raise UnsupportedLayout(f"embeddings of type {type(embedding).__name__}")
     reader.take(embedding.weight)
     layers = reader.child(base, "layers")
     last_norm = reader.norm(base, "norm")
     decoder_layers = tuple(reader.layer(layer) for layer in layers)
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in reader.taken]
     if left:
-        raise Unsupported(f"the parameter {left[0]} has no place in the layout")
+        raise UnsupportedLayout(f"the parameter {left[0]} has no place in the layout")
     _check_placement(model)
     unknown = unknown_field(model.config)
     if unknown is not None:
-        raise Unsupported(f"its config has {unknown}, which the kernels do not know")
+        raise UnsupportedLayout(f"its config has {unknown}, which the kernels do not know")
     return Decoder(
         layers=decoder_layers,
         embedding=embedding.weight,
@@ -129,7 +129,7 @@ def read_decoder(model: Any) -> Decoder:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _StructureReader:
     """Notes which parameters it has seen, and the values that all layers must share."""
 
     taken: set[int] = field(default_factory=set)
@@ -138,7 +138,7 @@ class _Reader:
     def same(self, name: str) -> Any:
         values = self.shared.get(name, set())
         if len(values) != 1:
-            raise Unsupported(f"layers differ in {name}: {sorted(values, key=str)}")
+            raise UnsupportedLayout(f"layers differ in {name}: {sorted(values, key=str)}")
         return next(iter(values))
 
     def note(self, **values: Any) -> None:
@@ -151,14 +151,14 @@ class _Reader:
     def child(self, module: Any, name: str) -> Any:
         found = getattr(module, name, None)
         if not isinstance(found, nn.Module):
-            raise Unsupported(f"{type(module).__name__} has no {name}")
+            raise UnsupportedLayout(f"{type(module).__name__} has no {name}")
         return found
 
     def linear(self, module: Any, *names: str) -> Projection:
         parts = [self.child(module, name) for name in names]
         for part in parts:
             if type(part) is not nn.Linear:
-                raise Unsupported(f"a projection of type {type(part).__name__}")
+                raise UnsupportedLayout(f"a projection of type {type(part).__name__}")
             self.take(part.weight, part.bias)
         return Projection(tuple(part.weight for part in parts), tuple(part.bias for part in parts))
 
@@ -166,7 +166,7 @@ class _Reader:
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
         norm_names = frozenset(name for name, _ in layer.named_children()) & _NORM_NAMES
         if norm_names not in _NORM_ROLES:
-            raise Unsupported(f"a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
+            raise UnsupportedLayout(f"a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
         norms = {role: self.norm(layer, name) for role, name in _NORM_ROLES[norm_names].items()}
         fused = hasattr(mlp, "gate_up_proj")
         gate_up = self.linear(mlp, "gate_up_proj") if fused else self.linear(mlp, "gate_proj", "up_proj")
@@ -189,7 +189,7 @@ class _Reader:
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         qkv = self.linear(attention, *names)
         if sum(weight.shape[0] for weight in qkv.weights) != (heads + 2 * kv_heads) * head_dim:
-            raise Unsupported("query, key and value projections of unexpected sizes")
+            raise UnsupportedLayout("query, key and value projections of unexpected sizes")
         self.note(
             heads=heads,
             kv_heads=kv_heads,
@@ -203,7 +203,7 @@ class _Reader:
         names = {"query": "q_norm", "key": "k_norm"}
         norms = {role: self.norm(attention, name) for role, name in names.items() if hasattr(attention, name)}
         if len(norms) == 1:
-            raise Unsupported("a norm of queries or keys alone")
+            raise UnsupportedLayout("a norm of queries or keys alone")
         self.note(whole_qk_norm=bool(norms) and norms["query"].numel() != attention.head_dim)
         return norms
 
@@ -213,7 +213,7 @@ class _Reader:
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor) or eps is None or len(list(norm.parameters())) != 1:
-            raise Unsupported(f"{name} is no plain RMS norm")
+            raise UnsupportedLayout(f"{name} is no plain RMS norm")
         self.take(weight)
         self.note(eps=float(eps))
         x = torch.linspace(-2.0, 3.0, weight.numel(), dtype=torch.float32)
@@ -222,7 +222,7 @@ class _Reader:
         for multiplier in (weight.float(), weight.float() + 1):
             if torch.allclose(got, normed * multiplier, rtol=0.03, atol=0.03):
                 return multiplier
-        raise Unsupported(f"{name} does not compute an RMS norm")
+        raise UnsupportedLayout(f"{name} does not compute an RMS norm")
 
 
 def _halves(fused: Projection) -> Projection:
@@ -236,14 +236,14 @@ def _activation(function: Any) -> str:
     for name, expected in known.items():
         if callable(function) and torch.allclose(function(x), expected, atol=1e-5):
             return name
-    raise Unsupported("an activation other than silu and tanh-gelu")
+    raise UnsupportedLayout("an activation other than silu and tanh-gelu")
 
 
 def _rotary(base: Any) -> nn.Module:
     rotary: nn.Module | None = getattr(base, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if rotary is None or kind not in _STATIC_ROPE:
-        raise Unsupported(f"positions of kind {kind!r}")
+        raise UnsupportedLayout(f"positions of kind {kind!r}")
     return rotary
 
 
@@ -251,6 +251,6 @@ def _check_placement(model: Any) -> None:
     parameters: Iterable[Tensor] = model.parameters()
     kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
     if kinds not in ({("cpu", torch.bfloat16)}, {("cpu", torch.float32)}):
-        raise Unsupported(f"parameters are {', '.join(sorted(f'{dtype} on {place}' for place, dtype in kinds))}")
+        raise UnsupportedLayout(f"parameters are {', '.join(sorted(f'{dtype} on {place}' for place, dtype in kinds))}")
     if any(hasattr(module, "_hf_hook") or module._forward_hooks for module in model.modules()):
-        raise Unsupported("modules with hooks")
+        raise UnsupportedLayout("modules with hooks")

@@ -13,12 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_forward import input_device
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_forward
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import round_weights
-from mlserver_torch_stream.engine.native.structure import Unsupported, read_decoder
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> Nat
     return taken
 
 
-def take_int8(model: PreTrainedModel, findings: Findings, threads: int, cache_dir: Path) -> NativeForward:
+def take_int8(model: PreTrainedModel, findings: SelfCheckResult, threads: int, cache_dir: Path) -> NativeForward:
     """The same with weights in int8. Nothing stands in for it: raises LoadFailed."""
     problem = findings.problem
     taken = problem if problem is not None else _try(model, lambda: _rounded(model, threads, cache_dir))
@@ -47,7 +47,7 @@ def _try(model: PreTrainedModel, make: Callable[[], tuple[NativeForward, str | N
     """The forward, or what is against it."""
     try:
         forward, problem = make()
-    except (NoKernels, Unsupported) as error:
+    except (NoKernels, UnsupportedLayout) as error:
         problem = str(error)
     except Exception as error:  # a model's code may raise anything when it is looked into
         problem = f"{type(error).__name__}: {error}".splitlines()[0]

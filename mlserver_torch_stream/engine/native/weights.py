@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.quantise import BLOCK, quantise
-from mlserver_torch_stream.engine.native.structure import Decoder, Projection, Unsupported
+from mlserver_torch_stream.engine.native.structure import Decoder, Projection, UnsupportedLayout
 
 PANEL = 32
 _LARGE_PAGE = 1 << 21
@@ -25,7 +25,9 @@ class PackedWeights:
     def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, int8: bool = False) -> None:
         """Raises Unsupported."""
         if int8 and decoder.dtype != torch.bfloat16:
-            raise Unsupported(f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16")
+            raise UnsupportedLayout(
+                f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"
+            )
         self._kept: list[object] = []
         self._int8 = int8
         self.shape = _shape(decoder)
@@ -35,9 +37,9 @@ class PackedWeights:
         head = self._matrix(decoder.head)
         tied = decoder.head.weights[0] is decoder.embedding
         embedding = None if tied else self._keep(decoder.embedding.contiguous())
-        table = (c.Layer * len(layers))(*layers)
+        table = (c.KernelLayer * len(layers))(*layers)
         self._kept.append(table)
-        self.structure = c.Weights(table, embedding, head, self._vector(decoder.last_norm))
+        self.structure = c.KernelWeights(table, embedding, head, self._vector(decoder.last_norm))
 
     @property
     def size(self) -> int:
@@ -55,27 +57,27 @@ class PackedWeights:
         kernels.native_use_large_pages(buffer[skip:].data_ptr(), size)
         return buffer[skip:]
 
-    def _layer(self, decoder: Decoder, index: int) -> c.Layer:
+    def _layer(self, decoder: Decoder, index: int) -> c.KernelLayer:
         layer = decoder.layers[index]
         gates, ups = layer.gate_up.weights
         gate_bias, up_bias = layer.gate_up.biases
         biases = None if gate_bias is None or up_bias is None else _interleaved(gate_bias, up_bias)
         gate_up = Projection((_interleaved(gates, ups),), (biases,))
-        norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.Norms.NAMES]
-        return c.Layer(
+        norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.KernelNorms.NAMES]
+        return c.KernelLayer(
             self._matrix(layer.qkv),
             self._matrix(layer.out),
             self._matrix(gate_up),
             self._matrix(layer.down),
-            c.Norms(*norms),
+            c.KernelNorms(*norms),
             layer.rotates,
         )
 
-    def _matrix(self, projection: Projection) -> c.Matrix:
+    def _matrix(self, projection: Projection) -> c.KernelMatrix:
         outputs, inputs = _outputs(projection), projection.weights[0].shape[1]
         group = 4 // projection.weights[0].element_size()
         if inputs % group:
-            raise Unsupported(f"a projection of {inputs} inputs")
+            raise UnsupportedLayout(f"a projection of {inputs} inputs")
         stacked = torch.cat(projection.weights) if len(projection.weights) > 1 else projection.weights[0].contiguous()
         item = 1 if self._int8 else stacked.element_size()
         size = _padded(outputs) * inputs * item
@@ -86,7 +88,7 @@ class PackedWeights:
             scales = self._vector(_pack_int8(stacked, packed.view(torch.int8)))
         else:
             _pack_words(stacked.view(torch.int32), packed.view(torch.int32))
-        return c.Matrix(packed.data_ptr(), outputs, inputs, self._bias(projection), scales)
+        return c.KernelMatrix(packed.data_ptr(), outputs, inputs, self._bias(projection), scales)
 
     def _bias(self, projection: Projection) -> int | None:
         if all(bias is None for bias in projection.biases):
@@ -131,14 +133,14 @@ def _pack_int8(weight: Tensor, to: Tensor) -> Tensor:
     return torch.cat(scales)
 
 
-def _shape(decoder: Decoder) -> c.Shape:
+def _shape(decoder: Decoder) -> c.KernelShape:
     layer = decoder.layers[0]
     kind = c.NO_QK_NORM
     if "query" in layer.norms:
         kind = c.WHOLE if decoder.whole_qk_norm else c.PER_HEAD
     if decoder.head_dim > 512 or decoder.head_dim * decoder.dtype.itemsize % 4:
-        raise Unsupported(f"heads of {decoder.head_dim} dimensions")
-    return c.Shape(
+        raise UnsupportedLayout(f"heads of {decoder.head_dim} dimensions")
+    return c.KernelShape(
         hidden=decoder.embedding.shape[1],
         inner=layer.down.weights[0].shape[1],
         vocab=decoder.head.weights[0].shape[0],

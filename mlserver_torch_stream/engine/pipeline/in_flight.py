@@ -17,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class Flights(Generic[K, T]):
+class InFlightForwards(Generic[K, T]):
     """At most ``most`` at once, which the caller sees to. All methods are called by the thread that owns this.
 
     Its threads are daemons: the interpreter would wait at its end for those of an executor, and one may hang.

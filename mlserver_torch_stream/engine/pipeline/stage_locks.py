@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.forward.model_forward import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
-from mlserver_torch_stream.engine.process_resources import Turns
+from mlserver_torch_stream.engine.process_resources import FairLock
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self.threads = threads
         self._here = threading.local()
-        self._python = Turns() if python_turns else None
+        self._python = FairLock() if python_turns else None
         self._transfers = Transfers({stage.device for stage in self.stages})
         for stage in self.stages:
             for module in stage.modules:
@@ -87,7 +87,7 @@ class Pipeline:
 class _Passage:
     """Where one forward is. It never holds two stages, nor Python's turn while it waits, so none waits in a circle."""
 
-    def __init__(self, python: Turns | None) -> None:
+    def __init__(self, python: FairLock | None) -> None:
         self._stage: Stage | None = None
         self._turn = ExitStack()
         self._python = python

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.devices import device_name, execution_device
-from mlserver_torch_stream.engine.process_resources import Turns
+from mlserver_torch_stream.engine.process_resources import FairLock
 
 _OFFLOADED = ("cpu", "disk")
 
@@ -30,7 +30,7 @@ class Stage:
     device: torch.device
     modules: tuple[nn.Module, ...]
     finish: Callable[[], None]
-    turns: Turns = field(default_factory=Turns)
+    turns: FairLock = field(default_factory=FairLock)
 
 
 def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:

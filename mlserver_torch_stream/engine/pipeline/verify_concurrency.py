@@ -15,7 +15,7 @@ from mlserver_torch_stream.engine.device_sync import count_waits
 from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.comparison import logits_tolerance
-from mlserver_torch_stream.engine.pipeline.in_flight import Flights
+from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 
@@ -78,7 +78,7 @@ def _worst(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> tupl
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     trials = range(_ROUNDS * pipeline.depth)
     alone = [_logits(layout, forward, trial, vocabulary) for trial in trials]
-    flights: Flights[int, torch.Tensor] = Flights(len(trials), pipeline.threads)
+    flights: InFlightForwards[int, torch.Tensor] = InFlightForwards(len(trials), pipeline.threads)
     try:
         for trial in trials:
             flights.launch(trial, lambda trial=trial: _logits(layout, forward, trial, vocabulary))  # type: ignore[misc]

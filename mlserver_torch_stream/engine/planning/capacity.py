@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.planning.device_catalogue import Device
-from mlserver_torch_stream.engine.scheduling.scheduler import Limits, Scheduler
+from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
+from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.planning.model_size import ModelSize
@@ -21,7 +21,7 @@ _KEPT = 1 / 8  # of the cache's memory, for kept prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """One model over ``ranks`` devices; the speeds in tokens a second, None where the device's is not known."""
 
     ranks: int
@@ -38,8 +38,8 @@ class Plan:
 
 
 def make_plan(
-    size: ModelSize, device: Device, ranks: int, context: int, cache_share: float, most_kept: int | None = None
-) -> Plan:
+    size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float, most_kept: int | None = None
+) -> CapacityPlan:
     """``context``: tokens that each stream comes to hold; ``cache_share``: of what the weights leave free.
 
     ``most_kept``: bytes that kept prompts may take at most.
@@ -48,7 +48,7 @@ def make_plan(
     cache = max(0, int((device.memory - weights) * cache_share))
     kept = int(cache * _KEPT) if most_kept is None else min(int(cache * _KEPT), most_kept)
     streams = _streams(lambda rows, columns: size.cost.of(rows, columns) // ranks, cache - kept, context)
-    return Plan(
+    return CapacityPlan(
         ranks=ranks,
         weights=weights,
         cache=cache,
@@ -61,12 +61,12 @@ def make_plan(
 
 def _streams(cost: Callable[[int, int], int], budget: int, context: int) -> int:
     """The most rows of this length that the engine's own account lets in at a time."""
-    scheduler = Scheduler(Limits(_MOST_STREAMS, None, budget, cost))
+    scheduler = Scheduler(SchedulerLimits(_MOST_STREAMS, None, budget, cost))
     rows = range(1, _MOST_STREAMS + 1)
     return bisect_left(rows, True, key=lambda count: not scheduler.fits_alone(count, context, context))
 
 
-def _decode(size: ModelSize, device: Device, ranks: int, context: int, rows: int) -> float:
+def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, rows: int) -> float:
     """Tokens a second: a step reads the weights and each row's cache once, and multiplies each row with the weights."""
     seconds = (size.read_per_step(rows) + size.cost.of(rows, context)) / (ranks * device.bandwidth)
     if device.flops is not None:

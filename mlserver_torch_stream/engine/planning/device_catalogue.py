@@ -23,7 +23,7 @@ from mlserver_torch_stream.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """``source``: the document of the vendor's that has these figures."""
 
     name: str
@@ -33,8 +33,8 @@ class Device:
     source: str
 
 
-def _nvidia(name: str, memory_gb: float, bandwidth_gb: float, tflops: float, sheet: str) -> Device:
-    return Device(f"NVIDIA {name}", int(memory_gb * 1e9), bandwidth_gb * 1e9, tflops * 1e12, f"NVIDIA {sheet}")
+def _nvidia(name: str, memory_gb: float, bandwidth_gb: float, tflops: float, sheet: str) -> DeviceSpec:
+    return DeviceSpec(f"NVIDIA {name}", int(memory_gb * 1e9), bandwidth_gb * 1e9, tflops * 1e12, f"NVIDIA {sheet}")
 
 
 KNOWN = {
@@ -51,7 +51,7 @@ KNOWN = {
 }
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str) -> DeviceSpec:
     """Raises SettingsError, which names those that are known."""
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:

@@ -20,7 +20,7 @@ from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """One chosen token; ``logprob`` is set for rows that ask for it."""
 
     token_id: int
@@ -81,7 +81,7 @@ class RowSampler:
         self.adjuster.accept(token_id)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Choice | GenerationFailed]:
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[SampledToken | GenerationFailed]:
     """The next token of each row, or why that row has none; ``rows`` are not changed (see ``RowSampler.accept``).
 
     ``logits``: [B, V], any float dtype and device, with V at or above every row's ``vocab_size`` (what lies beyond is
@@ -95,7 +95,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[Choice | Ge
         token_ids = _choose(_adjusted(raw, rows), rows)
         logprobs = _logprobs(raw, rows, token_ids)
     return [
-        Choice(token_id, logprob) if token_id != FAILED else GenerationFailed(_NOTHING_TO_CHOOSE)
+        SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_NOTHING_TO_CHOOSE)
         for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
 

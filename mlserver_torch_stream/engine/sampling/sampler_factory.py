@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 
-from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -28,7 +28,7 @@ class SamplerFactory:
         self._eos_token_ids = eos_token_ids
         self._rules = rules
 
-    def begin(self, job: Job) -> list[RowSampler]:
+    def begin(self, job: RequestState) -> list[RowSampler]:
         params = job.params
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bad_words = self._codec.bad_words_ids(params.bad_words) if params.bad_words else ()

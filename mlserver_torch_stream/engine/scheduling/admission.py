@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlserver_torch_stream.engine.api import PromptJob
-from mlserver_torch_stream.engine.scheduling.queue_limits import Bounds
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import ModelInfo
 
@@ -19,11 +19,11 @@ Refusal = Callable[[int, int, int], str | None]
 class Admission:
     """Raises InvalidInput, which names the field, or QueueFull."""
 
-    def __init__(self, info: ModelInfo, bounds: Bounds) -> None:
+    def __init__(self, info: ModelInfo, bounds: QueueLimits) -> None:
         self._info = info
         self._bounds = bounds
 
-    def check(self, jobs: Sequence[PromptJob], refusal: Refusal) -> None:
+    def check(self, jobs: Sequence[EngineRequest], refusal: Refusal) -> None:
         if len(jobs) > self._bounds.max_queue:
             raise InvalidInput("text_input", f"{len(jobs)} prompts are more than the queue's {self._bounds.max_queue}")
         for job in jobs:
@@ -44,7 +44,7 @@ class Admission:
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
             raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
 
-    def check_size(self, job: PromptJob, prompt: int, refusal: Refusal) -> None:
+    def check_size(self, job: EngineRequest, prompt: int, refusal: Refusal) -> None:
         """Of a prompt that has so many tokens now."""
         context, asked = self._info.max_context, job.sampling.max_tokens
         final = context if asked is None else min(context, prompt + asked)
@@ -60,7 +60,7 @@ class Admission:
                 f"{count} prompts are being sent in pieces already, of {self._bounds.max_queue} allowed", retry_after
             )
 
-    def check_queue(self, jobs: Sequence[PromptJob], waiting: int, waiting_tokens: int, retry_after: int) -> None:
+    def check_queue(self, jobs: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int) -> None:
         bounds = self._bounds
         if waiting + len(jobs) > bounds.max_queue:
             raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)

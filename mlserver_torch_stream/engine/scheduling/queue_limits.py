@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from mlserver_torch_stream.engine.request_state import Job
+from mlserver_torch_stream.engine.request_state import RequestState
 
 _FEW = 64
 FAR = 3600.0  # seconds; a thread cannot wait for the 300 years that somebody may set
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class QueueLimits:
     """Times in seconds; None: no bound."""
 
     max_queue: int = 256  # prompts that wait
@@ -37,11 +37,11 @@ class Deadlines:
     """When jobs must have started, or ended."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Job, bool]] = []
+        self._heap: list[tuple[float, int, RequestState, bool]] = []
         self._order = count()
         self._most = _FEW
 
-    def add(self, job: Job, seconds: float | None, *, while_waiting: bool) -> None:
+    def add(self, job: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
         """``while_waiting``: only counts for a job that has not started by then, since its prompt is whole."""
         if seconds is None:
             return
@@ -60,7 +60,7 @@ class Deadlines:
         """Until the next deadline, as far as it is worth planning; None without one."""
         return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
 
-    def due(self, now: float) -> Iterator[tuple[Job, bool]]:
+    def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
         """Takes out the jobs whose time is over and that have not met it, each with whether it was still waiting."""
         while self._heap and self._heap[0][0] <= now:
             _, _, job, while_waiting = heapq.heappop(self._heap)
@@ -68,7 +68,7 @@ class Deadlines:
                 yield job, job.sealed and job.started_at is None
 
 
-class Pace:
+class ServiceRate:
     """How fast jobs have been done so far."""
 
     def __init__(self) -> None:

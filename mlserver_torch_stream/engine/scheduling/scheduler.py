@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlserver_torch_stream.engine.open_prompts import OpenPrompts
-from mlserver_torch_stream.engine.request_state import Job
-from mlserver_torch_stream.engine.request_state import Sequence as Answer
-from mlserver_torch_stream.engine.scheduling.fair_queue import WaitingJobs
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 
 _SHORT = 256  # columns below which rows count as equally long
 # Spare columns: what has left a batch at its old end is moved out once in `capacity / 9` steps.
@@ -30,7 +29,7 @@ Cost = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole.
 
     A prefill forward counts as ``prefill_floor`` tokens at least, so that one step never runs more than
@@ -56,7 +55,7 @@ class Limits:
         return max(tokens, self.prefill_floor)
 
 
-def joint_limits(limits: Limits) -> Limits:
+def joint_limits(limits: SchedulerLimits) -> SchedulerLimits:
     """Where one forward takes all batches, more of them, of rows more alike, cost little.
 
     Lengths of a public trace held 2.9 columns for each live one instead of 5.7 (benchmarks/results/cache_layout.md).
@@ -65,11 +64,11 @@ def joint_limits(limits: Limits) -> Limits:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class DecodeBatch:
     """Rows that are decoded together, those that are expected, and how large their cache is."""
 
-    rows: list[Answer] = field(default_factory=list)
-    expected: list[Job] = field(default_factory=list)
+    rows: list[SequenceState] = field(default_factory=list)
+    expected: list[RequestState] = field(default_factory=list)
     row_capacity: int = 0
     column_capacity: int = 0
 
@@ -86,7 +85,7 @@ class Group:
         """Rows and columns that everybody here can come to need."""
         return row_step(self.size), column_step(self._longest())
 
-    def needed(self, job: Job | None = None) -> tuple[int, int]:
+    def needed(self, job: RequestState | None = None) -> tuple[int, int]:
         """The least capacity with ``job`` too, which is the present one as long as that has room."""
         rows, longest = self.size + (job.rows if job else 0), self._longest(job)
         fits = longest * _LEAST_SLACK <= self.column_capacity
@@ -95,11 +94,11 @@ class Group:
             self.column_capacity if fits else column_step(longest),
         )
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: RequestState) -> bool:
         """Whether nothing has to be moved for it."""
         return not self.rows or self.needed(job) == (self.row_capacity, self.column_capacity)
 
-    def _longest(self, job: Job | None = None) -> int:
+    def _longest(self, job: RequestState | None = None) -> int:
         jobs = [*self.expected, *([job] if job else [])]
         return max([row.final_length for row in self.rows] + [each.final_length for each in jobs], default=0)
 
@@ -109,10 +108,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefillChunk:
     """The next ``count`` ids of a job's prompt, to be prefilled now."""
 
-    job: Job
+    job: RequestState
     count: int
 
 
@@ -123,13 +122,13 @@ class Scheduler:
     needs: it is billed for what has come, and given up for the next job that it would keep out.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.waiting = WaitingJobs()
+        self.waiting = FairQueue()
         self.open_prompts = OpenPrompts(limits.cost, row_step)
-        self.prefilling: list[Job] = []
-        self.groups: list[Group] = []
-        self._targets: dict[Job, Group] = {}
+        self.prefilling: list[RequestState] = []
+        self.groups: list[DecodeBatch] = []
+        self._targets: dict[RequestState, DecodeBatch] = {}
 
     @property
     def running_rows(self) -> int:
@@ -153,13 +152,15 @@ class Scheduler:
             low, high = (middle, high) if self.fits_alone(1, middle, middle) else (low, middle - 1)
         return low
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         if job.sealed:
             self.waiting.add(job)
         else:
             self.open_prompts.jobs.append(job)
 
-    def pieces(self, busy: Collection[Job] = (), most: int | None = None, spent: int = 0) -> list[Piece]:
+    def pieces(
+        self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
+    ) -> list[PrefillChunk]:
         """The prompt ids to prefill in this step: of those begun, of newcomers while they fit, then of open prompts.
 
         At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way. ``spent``:
@@ -168,7 +169,7 @@ class Scheduler:
         left = self.limits.prefill_tokens
         if spent:
             left = max(0, left - spent) if left is not None else 0
-        pieces: list[Piece] = []
+        pieces: list[PrefillChunk] = []
         for job in self.open_prompts.take_whole(busy):
             self.waiting.add(job)
         for job in self.prefilling:
@@ -182,24 +183,24 @@ class Scheduler:
                 left = self._take(job, left, pieces)
         return pieces
 
-    def _can_prefill_ahead(self, job: Job, left: int) -> bool:
+    def _can_prefill_ahead(self, job: RequestState, left: int) -> bool:
         if not job.ahead or min(job.ready_ids, left) <= 0:
             return False
         return self.open_prompts.reserve(job, self.limits.cache_bytes - self.reserved_bytes)
 
-    def _take(self, job: Job, left: int | None, pieces: list[Piece]) -> int | None:
+    def _take(self, job: RequestState, left: int | None, pieces: list[PrefillChunk]) -> int | None:
         if left is None:
             # Prompts that cannot be cut: one per step, so that rows still decode between two of them.
             if job.sealed and job.ready_ids > 0 and not pieces:
-                pieces.append(Piece(job, job.ready_ids))
+                pieces.append(PrefillChunk(job, job.ready_ids))
             return 0 if pieces else None
         count = min(job.ready_ids, left)
         if count <= 0:
             return left
-        pieces.append(Piece(job, count))
+        pieces.append(PrefillChunk(job, count))
         return left - self.limits.prefill_charge(count)
 
-    def _admit(self, busy: Collection[Job]) -> Job | None:
+    def _admit(self, busy: Collection[RequestState]) -> RequestState | None:
         rows = self.running_rows + sum(job.rows for job in self.prefilling)
         if rows >= self.limits.max_rows:
             return None
@@ -217,7 +218,7 @@ class Scheduler:
         self.open_prompts.give_up(self.reserved_bytes - self.limits.cache_bytes, busy)
         return job
 
-    def _choose(self, job: Job, free_rows: int, reserved: int) -> Group | None:
+    def _choose(self, job: RequestState, free_rows: int, reserved: int) -> DecodeBatch | None:
         """The batch that the job will join: one of its length, or a new one, whichever the memory allows."""
         if job.rows > free_rows:
             return None
@@ -228,7 +229,7 @@ class Scheduler:
                 return group
         return None
 
-    def _candidates(self, job: Job, free_rows: int, free: int) -> Sequence[Group]:
+    def _candidates(self, job: RequestState, free_rows: int, free: int) -> Sequence[DecodeBatch]:
         """Best first."""
         stages = self.limits.stages
         alike = [group for group in self.groups if group.takes(len(job.prompt), self.limits.spread)]
@@ -242,26 +243,26 @@ class Scheduler:
         if full:
             return alike or self.groups
         # A batch for each stage before any gets a second row.
-        alike.insert(0 if len(alike) < stages else len(alike), Group())
+        alike.insert(0 if len(alike) < stages else len(alike), DecodeBatch())
         return alike
 
-    def _new_group(self, job: Job, alike: Sequence[Group], free_rows: int, free: int) -> Group:
+    def _new_group(self, job: RequestState, alike: Sequence[DecodeBatch], free_rows: int, free: int) -> DecodeBatch:
         """With room for those who wait too, or for as many as there are already, if half of the memory left does."""
         ahead = min(free_rows, max(job.rows + len(self.waiting) - 1, sum(group.size for group in alike)))
         capacity = row_step(max(job.rows, ahead)), column_step(job.final_length)
-        return Group([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else Group()
+        return DecodeBatch([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else DecodeBatch()
 
-    def _prefill_bill(self, job: Job) -> int:
+    def _prefill_bill(self, job: RequestState) -> int:
         return self.limits.cost(1, self.open_prompts.columns(job))
 
-    def is_admitted(self, job: Job) -> bool:
+    def is_admitted(self, job: RequestState) -> bool:
         return job in self._targets
 
-    def target(self, job: Job) -> Group:
+    def target(self, job: RequestState) -> DecodeBatch:
         """The batch that an admitted job is on its way to."""
         return self._targets[job]
 
-    def place(self, job: Job) -> Group:
+    def place(self, job: RequestState) -> DecodeBatch:
         """Moves a prefilled job's sequences into their batch and sets how large its cache must be."""
         group = self._targets[job]
         group.row_capacity, group.column_capacity = group.needed()
@@ -269,7 +270,7 @@ class Scheduler:
         group.rows += job.sequences
         return group
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: RequestState) -> None:
         """Forgets a job that has not been placed: cancelled, failed, or about to be placed."""
         if job in self._targets:
             group = self._targets.pop(job)
@@ -279,7 +280,7 @@ class Scheduler:
             self.waiting.remove(job)
         self.open_prompts.remove(job)
 
-    def keep(self, group: Group, order: list[int]) -> bool:
+    def keep(self, group: DecodeBatch, order: list[int]) -> bool:
         """Keeps the rows at these old indices, in this order; True if the group's cache should shrink."""
         group.rows = [group.rows[row] for row in order]
         rows, columns = group.wanted()
@@ -288,7 +289,7 @@ class Scheduler:
         group.row_capacity, group.column_capacity = max(1, rows), max(1, columns)
         return True
 
-    def retire(self) -> list[Group]:
+    def retire(self) -> list[DecodeBatch]:
         """Removes and returns the groups that nobody is in or on the way to."""
         empty = [group for group in self.groups if not group.rows and not group.expected]
         self.groups = [group for group in self.groups if group.rows or group.expected]

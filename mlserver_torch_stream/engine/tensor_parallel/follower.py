@@ -20,14 +20,14 @@ from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCach
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import set_threads
 from mlserver_torch_stream.engine.tensor_parallel.load_message import read_order
-from mlserver_torch_stream.engine.tensor_parallel.rank_group import Group
+from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.shard import load_shard
 from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
 
-def follow(find: Callable[[], Group]) -> int:
+def follow(find: Callable[[], RankGroup]) -> int:
     """Finds its group and follows; the process's exit status, 0 if rank 0 let it go."""
     logging.basicConfig(format="%(asctime)s [rank] %(levelname)s - %(message)s")
     transformers_logging.disable_progress_bar()
@@ -45,7 +45,7 @@ def follow(find: Callable[[], Group]) -> int:
         return 1
 
 
-def _serve(group: Group) -> None:
+def _serve(group: RankGroup) -> None:
     resolved = read_order(group.hear())
     set_threads(resolved.settings, read_host())
     parts = Parts(load_shard(resolved, group).weights.model)

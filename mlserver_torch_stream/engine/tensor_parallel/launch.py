@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.loading.loader import Place
+from mlserver_torch_stream.engine.loading.loader import ModelFiles
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.load_message import write_order
 from mlserver_torch_stream.engine.tensor_parallel.mirrored_cache import MirroredForward, MirroredLayout
@@ -23,7 +23,7 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class LaunchedModel:
     """Rank 0's part of a model, what makes the others do as it does, and their end."""
 
     shard: Shard
@@ -35,7 +35,7 @@ class Ranks:
         return f"{self.leader.size} ranks, "
 
 
-def prepare_ranks(place: Place, resolved: ResolvedSettings) -> Ranks:
+def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings) -> LaunchedModel:
     """Blocks while all ranks load. Raises LoadFailed, with no rank left behind."""
     settings = resolved.settings
     check_settings(settings)
@@ -55,10 +55,10 @@ def prepare_ranks(place: Place, resolved: ResolvedSettings) -> Ranks:
         raise
     leader = Leader(group, crew)
     model = shard.weights.model
-    return Ranks(shard, leader, MirroredLayout(model, leader), MirroredForward(model, leader))
+    return LaunchedModel(shard, leader, MirroredLayout(model, leader), MirroredForward(model, leader))
 
 
-def _config(place: Place, resolved: ResolvedSettings) -> Any:
+def _config(place: ModelFiles, resolved: ResolvedSettings) -> Any:
     settings = resolved.settings
     try:
         return AutoConfig.from_pretrained(

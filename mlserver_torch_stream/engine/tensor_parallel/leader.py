@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from mlserver_torch_stream.engine.tensor_parallel.rank_group import Group
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import Crew
+from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import OtherRanks
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RanksLost(RuntimeError):
 class Leader:
     """Collects what the followers are to do and sends it with the next forward, or with the next sign of life."""
 
-    def __init__(self, group: Group, crew: Crew) -> None:
+    def __init__(self, group: RankGroup, crew: OtherRanks) -> None:
         self.size = group.size
         self.lost: str | None = None
         self._group = group

@@ -24,7 +24,7 @@ _FRAME = 4096  # bytes, which hold what most steps have to say: a second broadca
 _PROBLEM = 512  # bytes of what a rank may say of its failure
 
 
-class Group:
+class RankGroup:
     """``size`` ranks, of which this is number ``rank``. Blocks until all are there."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:

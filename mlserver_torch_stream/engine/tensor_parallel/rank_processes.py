@@ -20,7 +20,7 @@ OnEnd = Callable[[str], None]
 """Is told in words which rank has ended, and how; on a thread of its own."""
 
 
-class Crew(Protocol):
+class OtherRanks(Protocol):
     """The processes of the other ranks, as far as this one has to do with them."""
 
     def fate(self, seconds: float) -> str | None:
@@ -34,7 +34,7 @@ class Crew(Protocol):
         """Waits for so many seconds for them to end by themselves, then kills them. Blocks."""
 
 
-class Launched:
+class LaunchedRanks:
     """Ranks that somebody else has started, watches and ends."""
 
     def fate(self, seconds: float) -> str | None:
@@ -50,7 +50,7 @@ class Launched:
         pass
 
 
-class Children:
+class RankProcesses:
     """Ranks 1 to ``size - 1``, which find rank 0 at ``port`` here. Raises OSError if one cannot be started."""
 
     def __init__(self, size: int, port: int) -> None:

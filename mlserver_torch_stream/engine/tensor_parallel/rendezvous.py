@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mlserver_torch_stream.engine.tensor_parallel.rank_group import Group
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import Children, Crew, Launched
+from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import LaunchedRanks, OtherRanks, RankProcesses
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -44,7 +44,7 @@ def ranks_here(size: int, environ: Mapping[str, str]) -> int:
     return int(environ.get("LOCAL_WORLD_SIZE", "1")) if launched(environ) else size
 
 
-def form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
+def form(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, OtherRanks]:
     """Rank 0 of a new group. Raises LoadFailed."""
     if not _FORMING.acquire(blocking=False):
         raise LoadFailed(f"{KEY}: another model in this process is being split over ranks")
@@ -56,7 +56,7 @@ def form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
         _FORMING.release()
 
 
-def _form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
+def _form(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, OtherRanks]:
     if launched(environ):
         started = int(environ["WORLD_SIZE"])
         if started != size:
@@ -65,13 +65,13 @@ def _form(size: int, environ: Mapping[str, str]) -> tuple[Group, Crew]:
             raise LoadFailed(f"{KEY}: these ranks have had their model: start all processes anew")
         group = find_launched(environ)
         _LEFT.set()
-        return group, Launched()
+        return group, LaunchedRanks()
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         raise LoadFailed(f"{KEY}: {size} GPUs are wanted and {torch.cuda.device_count()} are here")
     return _form_here(size)
 
 
-def _form_here(size: int) -> tuple[Group, Crew]:
+def _form_here(size: int) -> tuple[RankGroup, OtherRanks]:
     # Nobody else can reach these ranks; torch would have them listen wherever the host's name points to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -81,13 +81,13 @@ def _form_here(size: int) -> tuple[Group, Crew]:
         _HOST, port, is_master=True, timeout=_CHILDREN, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     try:
-        crew = Children(size, port)
+        crew = RankProcesses(size, port)
     except OSError as error:
         raise LoadFailed(f"{KEY}: a rank could not be started: {error}") from error
     try:
         for rank in range(1, size):
             _wait_for(store, rank, crew)
-        return Group(store, 0, size), crew
+        return RankGroup(store, 0, size), crew
     except BaseException as error:
         fate = crew.fate(1) if isinstance(error, RuntimeError) else None
         crew.end(0)
@@ -96,7 +96,7 @@ def _form_here(size: int) -> tuple[Group, Crew]:
         raise
 
 
-def _wait_for(store: dist.Store, rank: int, crew: Crew) -> None:
+def _wait_for(store: dist.Store, rank: int, crew: OtherRanks) -> None:
     for _ in range(int(_CHILDREN / _LOOK)):
         if store.check([_here(rank)]):
             return
@@ -105,14 +105,14 @@ def _wait_for(store: dist.Store, rank: int, crew: Crew) -> None:
     raise LoadFailed(f"{KEY}: rank {rank} did not come within {_CHILDREN.total_seconds():.0f} s")
 
 
-def find_local(rank: int, size: int, port: int) -> Group:
+def find_local(rank: int, size: int, port: int) -> RankGroup:
     """The group of the process on this machine that has started this one."""
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_CHILDREN, wait_for_workers=False)
     store.set(_here(rank), "")
-    return Group(store, rank, size)
+    return RankGroup(store, rank, size)
 
 
-def find_launched(environ: Mapping[str, str]) -> Group:
+def find_launched(environ: Mapping[str, str]) -> RankGroup:
     """The group that the launcher's variables tell of: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises LoadFailed where one is missing, the others do not come, or rank 0 says that there will be no group.
@@ -127,7 +127,7 @@ def find_launched(environ: Mapping[str, str]) -> Group:
             store.set(_heard(rank), "")
             raise LoadFailed(why)
         store.wait([_here(other) for other in range(size)], _LAUNCHED)
-        return Group(store, rank, size)
+        return RankGroup(store, rank, size)
     except (ValueError, RuntimeError) as error:
         raise LoadFailed(f"{KEY}: rank {environ['RANK']} found no group: {error}") from None
 

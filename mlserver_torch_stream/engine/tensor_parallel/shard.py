@@ -12,9 +12,9 @@ import torch
 
 from mlserver_torch_stream.engine.forward.model_forward import input_device
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import Weights, load_weights, locate
-from mlserver_torch_stream.engine.loading.selfcheck import Findings, check_batching
-from mlserver_torch_stream.engine.tensor_parallel.rank_group import Group
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, locate
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
+from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.errors import LoadFailed
@@ -25,12 +25,12 @@ from mlserver_torch_stream.settings import ResolvedSettings
 class Shard:
     """``room``: bytes that are free on the fullest of the ranks' devices, once all have loaded."""
 
-    weights: Weights
-    findings: Findings
+    weights: LoadedWeights
+    findings: SelfCheckResult
     room: int
 
 
-def load_shard(resolved: ResolvedSettings, group: Group) -> Shard:
+def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
     """Raises LoadFailed on all ranks if one cannot; it names the rank."""
     with torch.inference_mode():
         with group.together():

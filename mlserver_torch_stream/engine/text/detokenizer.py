@@ -16,7 +16,7 @@ _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
 
-class Codec(Protocol):
+class TokenDecoder(Protocol):
     """The part of TextCodec that is used here."""
 
     @property
@@ -33,7 +33,7 @@ class Detokenizer:
     replace the entire run, and the number of replacement characters may differ.
     """
 
-    def __init__(self, codec: Codec, skip_special_tokens: bool) -> None:
+    def __init__(self, codec: TokenDecoder, skip_special_tokens: bool) -> None:
         self._codec = codec
         self._skip = skip_special_tokens
         self._silent = codec.special_ids if skip_special_tokens else frozenset[int]()

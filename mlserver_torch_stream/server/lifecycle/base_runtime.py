@@ -14,12 +14,12 @@ from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, SettingsError
 from mlserver_torch_stream.server import patches
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Visits
-from mlserver_torch_stream.server.lifecycle.model_slot import Stay
+from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
+from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
 
-class Resident(MLModel):  # type: ignore[misc]
+class BaseRuntime(MLModel):  # type: ignore[misc]
     """The runtimes derive from it, and say of what kind ``_stay`` is. MLServer reloads their modules, but not this."""
 
     streams_tokens = True  # the server's mark of a model of ours
@@ -29,7 +29,7 @@ class Resident(MLModel):  # type: ignore[misc]
         patches.install()
         patches.keep_out_of_workers(settings)
         patches.keep_out_of_the_cache(settings)
-        self._stay: Stay[Any] = Stay(settings.name)
+        self._stay: ModelSlot[Any] = ModelSlot(settings.name)
 
     @property
     def ready(self) -> bool:
@@ -46,7 +46,7 @@ class Resident(MLModel):  # type: ignore[misc]
         return self._stay.trouble
 
     @property
-    def visits(self) -> Visits:
+    def visits(self) -> InflightRequests:
         return self._stay.visits
 
     @contextmanager

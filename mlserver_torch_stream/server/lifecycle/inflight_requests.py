@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Moment:
+class OneTimeEvent:
     """Comes once, and can be waited for on any event loop."""
 
     def __init__(self) -> None:
@@ -37,17 +37,17 @@ class Moment:
             self._waiting.discard(waiter)
 
 
-class Visits:
+class InflightRequests:
     """Counts requests from their arrival until their last byte is on its way.
 
     ``refusing``: no new work, what runs may finish. ``aborting``: what still runs ends now.
     """
 
     def __init__(self) -> None:
-        self.refusing = Moment()
-        self.aborting = Moment()
+        self.refusing = OneTimeEvent()
+        self.aborting = OneTimeEvent()
         self._open = 0
-        self._emptied = Moment()
+        self._emptied = OneTimeEvent()
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Visits:
             self._open -= 1
             if self._open == 0:
                 self._emptied.come()
-                self._emptied = Moment()
+                self._emptied = OneTimeEvent()
 
     @property
     def empty(self) -> bool:
@@ -69,7 +69,7 @@ class Visits:
             await self._emptied.wait()
 
 
-async def until(ended: Moment, items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T]:
     """The items up to a moment that somebody else chooses, also while the next one is being waited for."""
     end = asyncio.create_task(ended.wait())
     following: asyncio.Future[T] | None = None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from mlserver.logging import logger
 
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Moment, Visits
+from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 
 # After the aborts: for the step that runs, and for the last responses to leave.
@@ -43,8 +43,8 @@ class Member(Protocol):
     """A model of ours, from before it is loaded until its last request has ended."""
 
     name: str
-    visits: Visits
-    settled: Moment
+    visits: InflightRequests
+    settled: OneTimeEvent
     """Its load has ended, well or not."""
 
     @property
@@ -62,9 +62,9 @@ class Lifecycle:
     def __init__(self) -> None:
         self._members: list[Member] = []
         self._leaving: str | None = None
-        self._left = Moment()
-        self._impatient = Moment()
-        self._closed = Moment()
+        self._left = OneTimeEvent()
+        self._impatient = OneTimeEvent()
+        self._closed = OneTimeEvent()
         self.ending = False  # somebody is seeing everybody off
         self.failure: str | None = None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Moment, Visits
+from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE, Drainable
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.options import read_options
@@ -18,7 +18,7 @@ from mlserver_torch_stream.server.options import read_options
 OnDeath = Callable[[BaseException], None]
 
 
-class Built(Protocol):
+class BuiltModel(Protocol):
     """An engine that may have other users."""
 
     @property
@@ -31,16 +31,16 @@ class Built(Protocol):
         """Blocks."""
 
 
-B = TypeVar("B", bound=Built)
+B = TypeVar("B", bound=BuiltModel)
 
 
-class Stay(Generic[B]):
+class ModelSlot(Generic[B]):
     """A ``Member`` of the lifecycle."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.visits = Visits()
-        self.settled = Moment()
+        self.visits = InflightRequests()
+        self.settled = OneTimeEvent()
         self.over = False
         self._built: B | None = None
 

@@ -14,18 +14,18 @@ from typing import Any
 from mlserver import ModelSettings
 from mlserver.registry import MultiModelRegistry
 
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Moment
+from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 
 _MARK = "_torch_stream_turnover"
 _OURS = "mlserver_torch_stream."
 
 
-class Turnover:
+class RegistryLock:
     """The names that are being loaded or unloaded, each with the moment when that is over."""
 
     def __init__(self) -> None:
-        self._changing: dict[str, Moment] = {}
+        self._changing: dict[str, OneTimeEvent] = {}
 
     def goes_on(self, name: str) -> bool:
         return name in self._changing
@@ -34,7 +34,7 @@ class Turnover:
     async def of(self, name: str) -> AsyncIterator[None]:
         while (change := self._changing.get(name)) is not None:
             await change.wait()
-        mine = self._changing[name] = Moment()
+        mine = self._changing[name] = OneTimeEvent()
         try:
             await LIFECYCLE.settled(name)  # the load that brought us here began before we watched
             yield
@@ -43,7 +43,7 @@ class Turnover:
             mine.come()
 
 
-TURNOVER = Turnover()
+REGISTRY_LOCK = RegistryLock()
 
 
 def install() -> None:
@@ -60,7 +60,7 @@ def _in_turn(change: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
     async def changed(registry: MultiModelRegistry, subject: ModelSettings | str, *more: Any, **options: Any) -> Any:
         if not _is_ours(subject):
             return await change(registry, subject, *more, **options)
-        async with TURNOVER.of(subject if isinstance(subject, str) else subject.name):
+        async with REGISTRY_LOCK.of(subject if isinstance(subject, str) else subject.name):
             return await change(registry, subject, *more, **options)
 
     setattr(changed, _MARK, True)
@@ -71,4 +71,4 @@ def _is_ours(subject: ModelSettings | str) -> bool:
     if isinstance(subject, ModelSettings) and subject.implementation_.startswith(_OURS):
         return True
     name = subject if isinstance(subject, str) else subject.name
-    return TURNOVER.goes_on(name) or any(member.name == name for member in LIFECYCLE.members())
+    return REGISTRY_LOCK.goes_on(name) or any(member.name == name for member in LIFECYCLE.members())

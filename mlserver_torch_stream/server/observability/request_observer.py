@@ -17,7 +17,7 @@ from mlserver_torch_stream.server.observability import tracing
 from mlserver_torch_stream.server.observability.metrics import REQUESTS
 from mlserver_torch_stream.server.observability.request_log import RequestLog
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
-from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, Entrance, RequestRecord
+from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, EndpointKind, RequestRecord
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
 # What a request ended with if its sequences ended differently: the first of these.
@@ -32,37 +32,37 @@ _GRAVEST = (
 
 
 @dataclass
-class Sinks:
+class RequestSinks:
     """Who is told, besides the metrics. ``telemetry.install`` sets it once the server's settings are known."""
 
     log: RequestLog | None = None
     tracer: Tracer | None = None
 
 
-SINKS = Sinks()
+SINKS = RequestSinks()
 
 
-class RequestWatcher:
+class ModelRequestObservers:
     """Watches the requests that come to one model one way."""
 
-    def __init__(self, model: str, version: str | None, entrance: Entrance) -> None:
+    def __init__(self, model: str, version: str | None, entrance: EndpointKind) -> None:
         self._model = model
         self._version = version or ""
         self._entrance = entrance
 
-    def started(self, request: GenerationRequest) -> RequestWatch:
+    def started(self, request: GenerationRequest) -> ServerRequestObserver:
         streaming = self._entrance.streams and request.stream is not False
-        return RequestWatch(self._record(request.request_id, request), streaming=streaming)
+        return ServerRequestObserver(self._record(request.request_id, request), streaming=streaming)
 
     def refused(self, request_id: str, error: BaseException) -> None:
         """A request that never became one."""
-        RequestWatch(self._record(request_id, None), streaming=self._entrance.streams).failed(error)
+        ServerRequestObserver(self._record(request_id, None), streaming=self._entrance.streams).failed(error)
 
     def _record(self, request_id: str, request: GenerationRequest | None) -> RequestRecord:
         return RequestRecord(request_id, self._model, self._version, self._entrance, request)
 
 
-class RequestWatch:
+class ServerRequestObserver:
     """One request. ``streaming``: what comes before an error has been sent already, so it does not fail the request."""
 
     def __init__(self, record: RequestRecord, *, streaming: bool) -> None:

@@ -14,7 +14,7 @@ OK = 200
 CLIENT_LEFT = 499  # nginx's; it goes to logs only, as nobody is there to see it
 
 
-class Entrance(str, Enum):
+class EndpointKind(str, Enum):
     """Which way a request came in."""
 
     REST_UNARY = "rest-unary"
@@ -24,7 +24,7 @@ class Entrance(str, Enum):
 
     @property
     def streams(self) -> bool:
-        return self in (Entrance.REST_STREAM, Entrance.GRPC_STREAM)
+        return self in (EndpointKind.REST_STREAM, EndpointKind.GRPC_STREAM)
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class RequestRecord:
     request_id: str
     model: str
     version: str
-    entrance: Entrance
+    entrance: EndpointKind
     request: GenerationRequest | None = None  # None: it could not be decoded
     prompts: tuple[Prompt, ...] = ()  # whole, although they may have come in pieces
     prompt_tokens: int = 0

@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlserver_torch_stream.engine.process_resources import PROCESS, Shares
+from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 
 
 class WeightsMetrics(Collector):
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: ProcessResources) -> None:
         self._shares = shares
         self._shown = False
 

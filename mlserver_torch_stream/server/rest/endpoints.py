@@ -32,8 +32,8 @@ from mlserver_torch_stream.protocol.v2_outputs import Body
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.protocol.v2_tensors import most_elements
 from mlserver_torch_stream.server.cloud_events import as_headers
-from mlserver_torch_stream.server.observability.request_observer import RequestWatcher
-from mlserver_torch_stream.server.observability.request_record import Entrance
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
@@ -50,11 +50,11 @@ class TokenModel(Protocol):
     version: str | None
     settings: ModelSettings
 
-    def generator(self, entrance: Entrance) -> Generator:
+    def generator(self, entrance: EndpointKind) -> Generator:
         """Raises NotServing."""
 
 
-class Answer(Protocol):
+class EndpointReply(Protocol):
     """One request being answered: read once, as a stream of bodies or as a whole."""
 
     error: Exception | None  # that the client has been told after the answer had begun
@@ -79,15 +79,15 @@ class Answer(Protocol):
 class AnswersItself(Protocol):
     """A model of ours that is no token model, and makes its answers itself."""
 
-    def parse(self, raw: bytes, headers: Mapping[str, str], door: Door) -> Any:
+    def parse(self, raw: bytes, headers: Mapping[str, str], door: Endpoint) -> Any:
         """A body as ``open_answer`` takes it: a JSON object is a dict. Raises RequestError."""
 
-    def open_answer(self, body: Any, headers: Mapping[str, str], door: Door) -> Answer:
+    def open_answer(self, body: Any, headers: Mapping[str, str], door: Endpoint) -> EndpointReply:
         """The answer, not begun. Raises RequestError."""
 
 
 @dataclass(frozen=True)
-class Door:
+class Endpoint:
     """An ASGI application behind one kind of route. ``flat``: the generate spelling is understood here too."""
 
     data_plane: DataPlane
@@ -96,16 +96,16 @@ class Door:
     flat: bool
 
     @property
-    def entrance(self) -> Entrance:
-        return Entrance.REST_STREAM if self.streaming else Entrance.REST_UNARY
+    def entrance(self) -> EndpointKind:
+        return EndpointKind.REST_STREAM if self.streaming else EndpointKind.REST_UNARY
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = _Visit(self, scope, receive, send)
+        visit = _EndpointRequest(self, scope, receive, send)
         try:
             await visit.serve()
         except ClientLeft:
             pass
-        except _Told as told:
+        except _AlreadyReported as told:
             logger.warning(f"A stream of model '{visit.name}' failed: {told.__cause__}")
         except asyncio.CancelledError:
             if not visit.left:
@@ -115,14 +115,14 @@ class Door:
             await as_refusal(error).send(send)
 
 
-class _Told(Exception):
+class _AlreadyReported(Exception):
     """The client has been told in its stream; raised so that MLServer counts a failure."""
 
 
-class _Visit:
+class _EndpointRequest:
     """One request at a door."""
 
-    def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, door: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         self.name: str = scope["path_params"]["model_name"]
         self.left = False
         self._model: TokenModel | None = None
@@ -151,7 +151,7 @@ class _Visit:
     def notice(self, error: Exception) -> None:
         """What fails before there is an answer is noticed here; later its watch has noticed it."""
         if self._model is not None and not self._opened:
-            watcher = RequestWatcher(self._model.name, self._model.version, self._door.entrance)
+            watcher = ModelRequestObservers(self._model.name, self._model.version, self._door.entrance)
             watcher.refused(self._request_id, error)
 
     def _parse(self, raw: bytes, headers: Headers) -> Any:
@@ -187,9 +187,9 @@ class _Visit:
         finally:
             answer.close()
         if answer.error is not None:
-            raise _Told from answer.error
+            raise _AlreadyReported from answer.error
 
-    def _open(self, model: TokenModel, body: Any) -> tuple[Answer, bool]:
+    def _open(self, model: TokenModel, body: Any) -> tuple[EndpointReply, bool]:
         """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
         headers = dict(Headers(scope=self._scope))
         if hasattr(model, "open_answer"):
@@ -212,7 +212,7 @@ class _Visit:
         start = partial(generator.start, request)
         return V2Answer(request, ModelName(model.name, model.version), start, request_index=None), flat
 
-    def _events(self, answer: Answer) -> EventStream:
+    def _events(self, answer: EndpointReply) -> EventStream:
         options = self._door.options
         return EventStream(
             self._send,
@@ -221,7 +221,7 @@ class _Visit:
             stalled=partial(self._stalled, answer),
         )
 
-    async def _send_all(self, answer: Answer, events: EventStream, spell: Callable[[Body], bytes]) -> None:
+    async def _send_all(self, answer: EndpointReply, events: EventStream, spell: Callable[[Body], bytes]) -> None:
         """Raises what goes wrong as long as nothing has been sent; later the stream says it."""
         try:
             async for body in answer.bodies():
@@ -234,11 +234,11 @@ class _Visit:
                 await events.send(spell(body))
         await events.end()
 
-    def _leave(self, answer: Answer) -> None:
+    def _leave(self, answer: EndpointReply) -> None:
         self.left = True
         answer.close()
 
-    def _stalled(self, answer: Answer) -> None:
+    def _stalled(self, answer: EndpointReply) -> None:
         seconds = self._door.options.stalled_reader_timeout
         logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
         self._leave(answer)

@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.connection import NotesTransport
-from mlserver_torch_stream.server.rest.endpoints import Door
+from mlserver_torch_stream.server.rest.endpoints import Endpoint
 
 _MODELS = ("/v2/models/{model_name}", "/v2/models/{model_name}/versions/{model_version}")
 _STREAMING = {"infer": False, "infer_stream": True, "generate": False, "generate_stream": True}
@@ -25,7 +25,7 @@ def install(server: RESTServer, options: ServerOptions) -> None:
     app, data_plane = server._app, server._data_plane
     registry = data_plane._model_registry
     routes = [
-        _OurRoute(f"{models}/{door}", Door(data_plane, options, streaming, door.startswith("generate")), registry)
+        _OurRoute(f"{models}/{door}", Endpoint(data_plane, options, streaming, door.startswith("generate")), registry)
         for models in _MODELS
         for door, streaming in _STREAMING.items()
     ]
@@ -44,7 +44,7 @@ def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> 
 class _OurRoute(Route):
     """Matches like any route of its path, but no other model's requests."""
 
-    def __init__(self, path: str, door: Door, registry: MultiModelRegistry) -> None:
+    def __init__(self, path: str, door: Endpoint, registry: MultiModelRegistry) -> None:
         super().__init__(path, door, methods=["POST"], name=f"torch_stream:{path}")
         self._registry = registry
 

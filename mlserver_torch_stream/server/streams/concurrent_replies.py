@@ -13,7 +13,7 @@ Message = TypeVar("Message")
 Reply = TypeVar("Reply", covariant=True)
 
 
-class Answer(Protocol[Reply]):
+class MessageReply(Protocol[Reply]):
     """One message being answered."""
 
     def replies(self) -> AsyncIterator[Reply]: ...
@@ -25,7 +25,7 @@ class Answer(Protocol[Reply]):
         """Cancels what still runs. Synchronous and idempotent."""
 
 
-class Answers(Generic[Message, Reply]):
+class ConcurrentReplies(Generic[Message, Reply]):
     """Reads messages, answers at most ``most_open`` of them at a time, and yields all replies.
 
     One task reads and one task per message answers, each held here until it has ended. They meet in an outbox of
@@ -34,13 +34,13 @@ class Answers(Generic[Message, Reply]):
     """
 
     def __init__(
-        self, messages: AsyncIterator[Message], answer: Callable[[Message, int], Answer[Reply]], most_open: int
+        self, messages: AsyncIterator[Message], answer: Callable[[Message, int], MessageReply[Reply]], most_open: int
     ) -> None:
         self._messages = messages
         self._answer = answer
         self._slots = asyncio.Semaphore(most_open)
         self._outbox: asyncio.Queue[Reply | _Failure | None] = asyncio.Queue(1)
-        self._open: dict[asyncio.Task[None], Answer[Reply]] = {}
+        self._open: dict[asyncio.Task[None], MessageReply[Reply]] = {}
         self._received = 0
         self._replied = False
         self._closed = False
@@ -79,7 +79,7 @@ class Answers(Generic[Message, Reply]):
             if not self._closed:  # else nobody takes it, and the task would never end
                 await self._outbox.put(_Failure(error))
 
-    def _start(self, answer: Answer[Reply], work: Coroutine[None, None, None]) -> None:
+    def _start(self, answer: MessageReply[Reply], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._open[task] = answer
         task.add_done_callback(self._ended)
@@ -92,7 +92,7 @@ class Answers(Generic[Message, Reply]):
         else:
             self._slots.release()
 
-    async def _pump(self, answer: Answer[Reply]) -> None:
+    async def _pump(self, answer: MessageReply[Reply]) -> None:
         try:
             async for reply in answer.replies():
                 await self._outbox.put(reply)
@@ -102,7 +102,7 @@ class Answers(Generic[Message, Reply]):
         finally:
             answer.close()
 
-    async def _fail(self, answer: Answer[Reply], error: Exception) -> None:
+    async def _fail(self, answer: MessageReply[Reply], error: Exception) -> None:
         """An only message that fails before its first reply fails the stream; any other fails alone."""
         if self._closed:
             return

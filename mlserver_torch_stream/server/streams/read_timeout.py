@@ -15,7 +15,7 @@ from mlserver_torch_stream.errors import TimedOut
 T = TypeVar("T")
 
 
-class Unread(Generic[T]):
+class ReadTimeout(Generic[T]):
     """The items. If one is not taken within ``seconds`` (0: for ever) ``stalled`` is called, and asking is an error."""
 
     def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:

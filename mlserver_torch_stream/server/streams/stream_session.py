@@ -16,14 +16,14 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.v2_pieces import decode_piece
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Visits, until
-from mlserver_torch_stream.server.streams.concurrent_replies import Answers
-from mlserver_torch_stream.server.streams.read_timeout import Unread
+from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
+from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
+from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
 
 
-class Session:
+class StreamSession:
     """The first message decides what the others are: requests of their own, or pieces of its prompt.
 
     MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. At
@@ -37,7 +37,7 @@ class Session:
         generator: Generator,
         model: ModelName,
         payloads: AsyncIterator[InferenceRequest],
-        visits: Visits,
+        visits: InflightRequests,
         stalled_after: float = 0.0,
         piece_timeout: float = 0.0,
     ) -> None:
@@ -46,10 +46,12 @@ class Session:
         self._payloads = payloads
         self._visits = visits
         self._request_id = ""
-        self._running: Answers[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = None
+        self._running: ConcurrentReplies[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = (
+            None
+        )
         self._stalled_after = stalled_after
         self._piece_timeout = piece_timeout
-        self._unread: Unread[InferenceResponse] | None = None
+        self._unread: ReadTimeout[InferenceResponse] | None = None
 
     async def open(self) -> AsyncIterator[InferenceResponse]:
         """The responses. Raises RequestError if the first message is wrong."""
@@ -61,7 +63,7 @@ class Session:
         if request.stream_mode is StreamMode.PROMPT:
             self._running = V2Answer(request, self._model, partial(self._assemble, request))
             return self._watched(self._running.replies())
-        self._running = Answers(self._messages(request), self._answer, self._generator.info.max_rows)
+        self._running = ConcurrentReplies(self._messages(request), self._answer, self._generator.info.max_rows)
         return self._watched(self._running)
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ class Session:
             self._running.close()
 
     def _watched(self, replies: AsyncIterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
-        self._unread = Unread(replies, self._stalled_after, self._stalled)
+        self._unread = ReadTimeout(replies, self._stalled_after, self._stalled)
         return self._unread
 
     def _stalled(self) -> None:

@@ -23,8 +23,8 @@ from mlserver_torch_stream.torchserve.handler_metrics import FIGURES
 from mlserver_torch_stream.torchserve.interpreter import not_installed
 from mlserver_torch_stream.torchserve.supervisor import rank_environments
 from mlserver_torch_stream.torchserve.unpacking import take_bounds
-from mlserver_torch_stream.torchserve.worker_pool import Pool
-from mlserver_torch_stream.torchserve.worker_process import Order
+from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from mlserver_torch_stream.torchserve.worker_process import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")
@@ -35,7 +35,7 @@ _PICKLE = 4  # what Python 3.8 reads, too
 class BuiltPool:
     """What ``Stay`` holds: an engine by its interface."""
 
-    engine: Pool
+    engine: WorkerPool
     archive: Archive
     summary: str
 
@@ -68,10 +68,12 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     return BuiltPool(pool, archive, _summary(archive, config, workers))
 
 
-async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings) -> Pool:
+async def _start(
+    settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings
+) -> WorkerPool:
     figures = FIGURES.of(settings.name, settings.parameters.version if settings.parameters else None)
     orders = Orders(settings.name, archive, config, workers)
-    pool = Pool(settings.name, config, orders.of, figures, archive.close)
+    pool = WorkerPool(settings.name, config, orders.of, figures, archive.close)
     await pool.start()
     return pool
 
@@ -85,7 +87,7 @@ class Orders:
     config: HandlerConfig
     workers: WorkerSettings
 
-    def of(self, number: int) -> Order:
+    def of(self, number: int) -> WorkerOrder:
         config, archive = self.config, self.archive
         gpu, visible = self._device(number)
         message = {
@@ -104,7 +106,7 @@ class Orders:
         }
         # Not all of YAML survives JSON, and a worker's interpreter need not have a parser of YAML.
         body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
-        return Order(message, body, rank_environments(config, visible), self.workers.python)
+        return WorkerOrder(message, body, rank_environments(config, visible), self.workers.python)
 
     def _device(self, number: int) -> tuple[int | None, str | None]:
         """The GPU of a worker, and the GPUs that a parallel one sees: in turn, as TorchServe gives them out."""

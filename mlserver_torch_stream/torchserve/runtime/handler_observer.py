@@ -11,16 +11,16 @@ from mlserver_torch_stream.errors import NotServing, QueueFull
 from mlserver_torch_stream.server.observability.metrics import REQUESTS
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
 from mlserver_torch_stream.server.observability.request_observer import SINKS, status_of
-from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, Entrance, RequestRecord
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerFigures
+from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, EndpointKind, RequestRecord
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.types import FinishReason
 
 
-class Watch:
+class HandlerRequestObserver:
     """One request, from when it has been read. ``queue`` and tokens mean nothing here, and stay empty in the log."""
 
     def __init__(
-        self, request_id: str, model: str, version: str | None, entrance: Entrance, figures: HandlerFigures
+        self, request_id: str, model: str, version: str | None, entrance: EndpointKind, figures: HandlerMetrics
     ) -> None:
         self._record = RequestRecord(request_id, model, version or "", entrance)
         self._figures = figures

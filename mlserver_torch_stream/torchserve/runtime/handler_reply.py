@@ -13,28 +13,28 @@ from contextlib import aclosing
 from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, Job, Piece
-from mlserver_torch_stream.torchserve.runtime.handler_observer import Watch
+from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
+from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
 from mlserver_torch_stream.torchserve.v2_output import Body, Reply, as_rest, no_output
 
 # Of a response that holds all pieces: a handler that never ends is not to fill the memory.
 MOST_WHOLE_BYTES, MOST_WHOLE_PIECES = 1 << 30, 1 << 18
 
-Submit = Callable[[HandlerRequest], Job]
+Submit = Callable[[HandlerRequest], HandlerJob]
 
 
-class HandlerAnswer:
+class HandlerReply:
     """Reads the job that ``submit`` opens, once: as a stream of responses or as a whole."""
 
     chat_tensors = False
 
-    def __init__(self, request: HandlerRequest, reply: Reply, submit: Submit, watch: Watch) -> None:
+    def __init__(self, request: HandlerRequest, reply: Reply, submit: Submit, watch: HandlerRequestObserver) -> None:
         self.error: Exception | None = None  # that the client has been told after the answer had begun
         self._request = request
         self._reply = reply
         self._submit = submit
         self._watch = watch
-        self._job: Job | None = None
+        self._job: HandlerJob | None = None
         self._closed = False
 
     @property
@@ -70,7 +70,7 @@ class HandlerAnswer:
 
     async def _whole(self) -> Body:
         """All pieces as one response. Raises RequestError."""
-        pieces: list[Piece] = []
+        pieces: list[ResponsePiece] = []
         size = 0
         async with aclosing(self._pieces()) as coming:
             async for piece in coming:
@@ -100,7 +100,7 @@ class HandlerAnswer:
             self.error = error
             yield self._reply.failure(error)
 
-    async def _pieces(self) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self) -> AsyncGenerator[ResponsePiece, None]:
         last = False
         try:
             self._job = self._submit(self._request)

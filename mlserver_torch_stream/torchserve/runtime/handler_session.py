@@ -1,6 +1,6 @@
 """One call of ``predict_stream``: each message is a request of its own, and all are answered at once.
 
-Knows MLServer's messages; how each is answered is ``HandlerAnswer``'s.
+Knows MLServer's messages; how each is answered is ``HandlerReply``'s.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.lifecycle.inflight_requests import Visits, until
-from mlserver_torch_stream.server.streams.concurrent_replies import Answers
-from mlserver_torch_stream.server.streams.read_timeout import Unread
+from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
+from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
+from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest
-from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerAnswer
+from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerReply
 from mlserver_torch_stream.torchserve.v2_output import Reply
 
 _MOST_OPEN = 256  # requests of one stream that run at once; the next message is read when one has ended
 
-Open = Callable[[InferenceRequest, str, int], HandlerAnswer]
+Open = Callable[[InferenceRequest, str, int], HandlerReply]
 
 
 class HandlerSession:
@@ -32,7 +32,7 @@ class HandlerSession:
         name: str,
         open_answer: Open,
         payloads: AsyncIterator[InferenceRequest],
-        visits: Visits,
+        visits: InflightRequests,
         stalled_after: float,
     ) -> None:
         self._name = name
@@ -41,8 +41,8 @@ class HandlerSession:
         self._visits = visits
         self._stalled_after = stalled_after
         self._request_id = ""
-        self._answers: Answers[InferenceRequest | HandlerAnswer, InferenceResponse] | None = None
-        self._unread: Unread[InferenceResponse] | None = None
+        self._answers: ConcurrentReplies[InferenceRequest | HandlerReply, InferenceResponse] | None = None
+        self._unread: ReadTimeout[InferenceResponse] | None = None
 
     async def open(self) -> AsyncIterator[InferenceResponse]:
         """The responses. Raises RequestError if the first message is wrong."""
@@ -51,8 +51,8 @@ class HandlerSession:
             raise InvalidInput("inputs", "the stream ended before its first message")
         self._request_id = first.id or str(uuid4())
         answer = self._open_answer(first, self._request_id, 0)
-        self._answers = Answers(self._messages(answer), self._answer, _MOST_OPEN)
-        self._unread = Unread(self._answers, self._stalled_after, self._stalled)
+        self._answers = ConcurrentReplies(self._messages(answer), self._answer, _MOST_OPEN)
+        self._unread = ReadTimeout(self._answers, self._stalled_after, self._stalled)
         return self._unread
 
     def close(self) -> None:
@@ -62,13 +62,13 @@ class HandlerSession:
         if self._answers is not None:
             self._answers.close()
 
-    async def _messages(self, first: HandlerAnswer) -> AsyncIterator[InferenceRequest | HandlerAnswer]:
+    async def _messages(self, first: HandlerReply) -> AsyncIterator[InferenceRequest | HandlerReply]:
         yield first
         async for payload in until(self._visits.refusing, self._payloads):
             yield payload
 
-    def _answer(self, message: InferenceRequest | HandlerAnswer, index: int) -> HandlerAnswer | _Refused:
-        if isinstance(message, HandlerAnswer):
+    def _answer(self, message: InferenceRequest | HandlerReply, index: int) -> HandlerReply | _Refused:
+        if isinstance(message, HandlerReply):
             return message
         # MLServer gives all messages of a stream the first one's id.
         request_id = f"{self._request_id}-{index}"

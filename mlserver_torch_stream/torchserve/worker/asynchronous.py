@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, answer
-from mlserver_torch_stream.torchserve.worker.cancellation import Alone, ClientsLeft
-from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft, StopAlone
+from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
-from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
+from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Tasks:
         self._loop = loop
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Sequence[WorkerRequest]) -> None:
         for request in requests:
             self._loop.call_soon_threadsafe(self._begin, request)
 
@@ -40,7 +40,7 @@ class Tasks:
         for request_id in request_ids:
             self._loop.call_soon_threadsafe(self._stop, request_id)
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: WorkerRequest) -> None:
         self._tasks[request.id] = self._loop.create_task(self._answer(request))
 
     def _stop(self, request_id: str) -> None:
@@ -48,10 +48,10 @@ class Tasks:
         if task is not None:
             self._loop.call_soon(task.cancel)  # after its first step: before it, nothing of ``_answer`` would run
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: WorkerRequest) -> None:
         context, channel = self._context.copy(), self._channel
-        outlet = Outlet([request], channel, Alone())
-        pieces: list[Piece] = []
+        outlet = Outlet([request], channel, StopAlone())
+        pieces: list[SentPiece] = []
         began = time.monotonic()
         try:
             context.for_call([request], outlet)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.torchserve.worker import values
-from mlserver_torch_stream.torchserve.worker.cancellation import Alone, ClientsLeft, Never
-from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft, NeverStop, StopAlone
+from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, WrongResults, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
-from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
+from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ class Caller:
     context: HandlerContext
     channel: Channel
     speaks: bool = True
-    stop: Never = field(default_factory=Alone)
+    stop: NeverStop = field(default_factory=StopAlone)
 
-    def call(self, requests: Sequence[Request]) -> None:
+    def call(self, requests: Sequence[WorkerRequest]) -> None:
         """Never raises but for what ends the process."""
         outlet = Outlet(requests, self.channel, self.stop)
         self.stop.begin()
-        pieces: list[Piece] = []
+        pieces: list[SentPiece] = []
         try:
             pieces = self._results(requests, outlet)
         except ClientsLeft:
@@ -45,7 +45,7 @@ class Caller:
         self.stop.end()
         self.channel.pieces(pieces, ended=[request.id for request in requests])
 
-    def _results(self, requests: Sequence[Request], outlet: Outlet) -> list[Piece]:
+    def _results(self, requests: Sequence[WorkerRequest], outlet: Outlet) -> list[SentPiece]:
         """The last pieces. Raises whatever the handler does, and WrongResults."""
         context = self.context
         context.for_call(requests, outlet)
@@ -54,7 +54,7 @@ class Caller:
         add_prediction_time(context, began)
         return answer(context, self.channel, returned, requests, outlet.ended) if self.speaks else []
 
-    def _failed(self, error: BaseException, outlet: Outlet, requests: Sequence[Request]) -> None:
+    def _failed(self, error: BaseException, outlet: Outlet, requests: Sequence[WorkerRequest]) -> None:
         logger.error("The handler failed", exc_info=error)
         if self.speaks:
             status, message = failure(error)
@@ -63,8 +63,8 @@ class Caller:
 
 
 def answer(
-    context: HandlerContext, channel: Channel, returned: Any, requests: Sequence[Request], ended: Collection[str]
-) -> list[Piece]:
+    context: HandlerContext, channel: Channel, returned: Any, requests: Sequence[WorkerRequest], ended: Collection[str]
+) -> list[SentPiece]:
     """The last pieces out of what a handler returned; what cannot be sent has failed, alone. Raises WrongResults."""
     left = [index for index, request in enumerate(requests) if request.id not in ended]
     trouble = mismatch(returned, len(requests))

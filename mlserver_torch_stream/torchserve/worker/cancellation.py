@@ -16,7 +16,7 @@ class ClientsLeft(BaseException):
     """Raised out of a handler's send when nobody waits for its call any more. No ``except Exception`` catches it."""
 
 
-class Never:
+class NeverStop:
     """Others take part in the call, of whom nothing is known: they might wait for it for ever."""
 
     def begin(self) -> None: ...
@@ -30,7 +30,7 @@ class Never:
         """What the server says about it, in the thread that reads."""
 
 
-class Alone(Never):
+class StopAlone(NeverStop):
     """Nobody else takes part."""
 
     def sent(self, left: bool) -> None:
@@ -38,7 +38,7 @@ class Alone(Never):
             raise ClientsLeft
 
 
-class Together(Never):
+class StopTogether(NeverStop):
     """All ranks at the same send, or none of them: whoever went on would wait for the others for ever.
 
     The first rank asks, once in a call, and waits. The others say which send is their next, and wait at that until they

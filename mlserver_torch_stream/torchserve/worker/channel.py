@@ -20,7 +20,7 @@ TOO_LARGE = 507  # as where the pieces of a whole answer are too much
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentPiece:
     """What a handler gave for one request. ``last``: nothing follows."""
 
     request_id: str
@@ -59,13 +59,13 @@ class Channel:
     def tell(self, kind: str, **fields: Any) -> None:
         self._send({"t": kind, **fields})
 
-    def pieces(self, pieces: Iterable[Piece], ended: Iterable[str] = ()) -> set[str]:
+    def pieces(self, pieces: Iterable[SentPiece], ended: Iterable[str] = ()) -> set[str]:
         """``ended``: the requests that the handler has done with, after these pieces. Their ids may come again.
 
         In as many messages as it needs. Returns the requests that have failed: their piece does not go into one.
         """
         failed: set[str] = set()
-        group: list[Piece] = []
+        group: list[SentPiece] = []
         left = MOST_BYTES
         for piece in pieces:
             size = piece.bytes_to_send()
@@ -85,7 +85,7 @@ class Channel:
         self._send_pieces(group, over)
         return failed
 
-    def _send_pieces(self, pieces: Sequence[Piece], ended: Sequence[str]) -> None:
+    def _send_pieces(self, pieces: Sequence[SentPiece], ended: Sequence[str]) -> None:
         items = [
             {
                 "id": each.request_id,

@@ -15,11 +15,11 @@ from typing import Any
 
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, mismatch
-from mlserver_torch_stream.torchserve.worker.cancellation import Never
-from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.cancellation import NeverStop
+from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
-from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, Request
+from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ class Continuous:
         self._entry = entry
         self._context = context
         self._channel = channel
-        self._members: list[Request] = []
-        self._joining: deque[Request] = deque()
-        self._suspects: deque[Request] = deque()  # join one at a time
+        self._members: list[WorkerRequest] = []
+        self._joining: deque[WorkerRequest] = deque()
+        self._suspects: deque[WorkerRequest] = deque()  # join one at a time
 
     @property
     def busy(self) -> bool:
         return bool(self._members or self._joining or self._suspects)
 
-    def join(self, requests: Sequence[Request]) -> None:
+    def join(self, requests: Sequence[WorkerRequest]) -> None:
         self._joining.extend(requests)
 
     def step(self) -> None:
@@ -61,7 +61,7 @@ class Continuous:
         else:
             self._find_who(error, batch, joined)
 
-    def _find_who(self, error: BaseException, batch: list[Request], joined: list[Request]) -> None:
+    def _find_who(self, error: BaseException, batch: list[WorkerRequest], joined: list[WorkerRequest]) -> None:
         """After a call that raised, with whoever joined in it."""
         members = [each for each in batch if each not in joined]
         if not joined or (members and self._call(members) is not None):
@@ -72,13 +72,13 @@ class Continuous:
         else:
             self._suspects.extend(joined)
 
-    def _each_alone(self, members: list[Request]) -> None:
+    def _each_alone(self, members: list[WorkerRequest]) -> None:
         for member in members:
             error = self._call([member])
             if error is not None:
                 self._fail(member, error)
 
-    def _newcomers(self) -> list[Request]:
+    def _newcomers(self) -> list[WorkerRequest]:
         if self._suspects:
             return [self._suspects.popleft()]
         joined = list(self._joining)
@@ -92,10 +92,10 @@ class Continuous:
                 group.remove(request)
                 self._channel.pieces((), ended=[request.id])
 
-    def _call(self, batch: Sequence[Request]) -> BaseException | None:
+    def _call(self, batch: Sequence[WorkerRequest]) -> BaseException | None:
         """The members that are left of a batch stay; those that are not in it are not touched."""
         context = self._context
-        outlet = Outlet(batch, self._channel, Never())
+        outlet = Outlet(batch, self._channel, NeverStop())
         began = time.monotonic()
         try:
             context.for_call(batch, outlet)
@@ -122,7 +122,7 @@ class Continuous:
                 self._over(request)
         return None
 
-    def _piece(self, index: int, request: Request, value: Any) -> Piece | None:
+    def _piece(self, index: int, request: WorkerRequest, value: Any) -> SentPiece | None:
         """None: it cannot be sent, and has failed."""
         last = self._stops(index, value)
         try:
@@ -137,7 +137,7 @@ class Continuous:
         verdict: bool | None = criteria[index](value) if criteria else None
         return verdict is None or verdict
 
-    def _stay(self, request: Request) -> None:
+    def _stay(self, request: WorkerRequest) -> None:
         """What the handler has seen of a request it is not shown again, as TorchServe does it."""
         seen = replace(request, parts=())
         for index, member in enumerate(self._members):
@@ -146,20 +146,20 @@ class Continuous:
                 return
         self._members.append(seen)
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def _fail(self, request: WorkerRequest, error: BaseException) -> None:
         status, message = failure(error)
         self._channel.failed([request.id], status, message)
         self._over(request)
 
-    def _over(self, request: Request) -> None:
+    def _over(self, request: WorkerRequest) -> None:
         self._remove(request)
         self._channel.pieces((), ended=[request.id])
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: WorkerRequest) -> None:
         self._members = [each for each in self._members if each.id != request.id]
 
 
-def run_steps(batch: Continuous, take: Callable[[bool], Sequence[Request]]) -> None:
+def run_steps(batch: Continuous, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
     """For ever. ``take`` gives the requests that have come; told so, it waits for one."""
     while True:
         batch.join(take(not batch.busy))

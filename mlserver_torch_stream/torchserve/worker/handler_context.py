@@ -13,8 +13,8 @@ from typing import Any
 from ts.context import Context, RequestProcessor
 
 from mlserver_torch_stream.torchserve.worker import values
-from mlserver_torch_stream.torchserve.worker.cancellation import Never
-from mlserver_torch_stream.torchserve.worker.channel import Channel, Piece
+from mlserver_torch_stream.torchserve.worker.cancellation import NeverStop
+from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.torchserve.worker.handler import described
 from mlserver_torch_stream.torchserve.worker.wire import Prediction, parse
 
@@ -23,7 +23,7 @@ _OURS = {STREAM_NEXT, "content-type"}
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkerRequest:
     """One request, as it came. ``parts``: name, content type and value of each."""
 
     id: str
@@ -41,7 +41,7 @@ class Request:
 class HandlerContext(Context):  # type: ignore[misc]
     """``ts_stream_next`` set to "false" by the handler itself, before it sends a piece, makes that piece the last."""
 
-    def for_call(self, requests: Sequence[Request], outlet: Outlet) -> None:
+    def for_call(self, requests: Sequence[WorkerRequest], outlet: Outlet) -> None:
         """Prepares for one call; what it gives goes through the outlet."""
         self._ids = [request.id for request in requests]  # the handler may do with its own ones what it likes
         self.request_ids = dict(enumerate(self._ids))
@@ -63,14 +63,14 @@ class HandlerContext(Context):  # type: ignore[misc]
                 value = "false"
         super().set_response_header(idx, key, value)
 
-    def piece(self, index: int, value: Any, last: bool) -> Piece:
+    def piece(self, index: int, value: Any, last: bool) -> SentPiece:
         """Raises values.Unserialisable, whatever the handler has made of its context and its values."""
         try:
             status, _ = self.get_response_status(index)
             headers = self.get_response_headers(index)
             content_type = str(self.get_response_content_type(index) or "")
             encoded = values.encode(value)
-            return Piece(self._ids[index], encoded, last, content_type, int(status or 200), _told(headers))
+            return SentPiece(self._ids[index], encoded, last, content_type, int(status or 200), _told(headers))
         except values.Unserialisable:
             raise
         except BaseException as error:
@@ -80,7 +80,7 @@ class HandlerContext(Context):  # type: ignore[misc]
 class Outlet:
     """``context.cl_socket``: understands what TorchServe would send to its frontend."""
 
-    def __init__(self, requests: Sequence[Request], channel: Channel, stop: Never) -> None:
+    def __init__(self, requests: Sequence[WorkerRequest], channel: Channel, stop: NeverStop) -> None:
         self._channel = channel
         self._stop = stop
         self._ids = frozenset(request.id for request in requests)
@@ -107,9 +107,9 @@ class Outlet:
         return request_id in self._ids and request_id not in self.ended and not self._channel.gone(request_id)
 
     @staticmethod
-    def _piece(given: Prediction) -> Piece:
+    def _piece(given: Prediction) -> SentPiece:
         last = given.headers.get(STREAM_NEXT) == "false"
-        return Piece(given.request_id, given.value, last, given.content_type, given.status, _told(given.headers))
+        return SentPiece(given.request_id, given.value, last, given.content_type, given.status, _told(given.headers))
 
 
 def _told(headers: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, split
 from mlserver_torch_stream.torchserve.worker import handler as handlers
-from mlserver_torch_stream.torchserve.worker.cancellation import Alone, Never, Together
+from mlserver_torch_stream.torchserve.worker.cancellation import NeverStop, StopAlone, StopTogether
 from mlserver_torch_stream.torchserve.worker.channel import Channel
 
 
@@ -27,12 +27,12 @@ def main(descriptor: int) -> None:
     logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    worker = Worker(Channel(connection))
+    worker = HandlerHost(Channel(connection))
     worker.load()
     worker.run()
 
 
-class Worker:
+class HandlerHost:
     """``load`` once, then ``run`` until the server goes away."""
 
     def __init__(self, channel: Channel) -> None:
@@ -40,7 +40,7 @@ class Worker:
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks: Any = None  # where requests go that have a loop of their own
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = Never()
+        self._stop = NeverStop()
 
     def load(self) -> None:
         """The first message says what; the process ends if it cannot be done."""
@@ -51,7 +51,7 @@ class Worker:
         self._order = order = first[0]
         self._yaml = pickle.loads(first[1])
         if order["stops"] != "never":
-            self._stop = Alone() if order["stops"] == "alone" else Together(self._channel)
+            self._stop = StopAlone() if order["stops"] == "alone" else StopTogether(self._channel)
         if order["mode"] == "async":
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
@@ -148,7 +148,7 @@ class Worker:
             _end()
 
     def _heed(self, header: dict[str, Any], body: bytes) -> None:
-        from mlserver_torch_stream.torchserve.worker.handler_context import Request
+        from mlserver_torch_stream.torchserve.worker.handler_context import WorkerRequest
 
         if header["t"] == "cancel":
             self._channel.leave(header["ids"])
@@ -161,7 +161,7 @@ class Worker:
         lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
         values = iter(split(body, lengths))
         requests = [
-            Request(
+            WorkerRequest(
                 given["id"],
                 given["headers"],
                 [(part["name"], part["ct"], next(values)) for part in given["parts"]],
