@@ -62,7 +62,7 @@ class Bench:
 
     @contextmanager
     def engine(self, **extra: Any) -> Iterator[Engine]:
-        given = {"max_batch_rows": max(STREAMS), "max_queue": 1024, **extra}
+        given = {"max_num_seqs": max(STREAMS), "max_queue": 1024, **extra}
         built = build_engine(parse_settings(str(self.folder), given, environ={}), shares=ProcessResources())
         self.summary = built.summary
         print(f"    {self.summary}")
@@ -107,9 +107,9 @@ async def speed(engine: Engine, rows: int, seconds: float) -> float:
     streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
     try:
         patience = time.monotonic() + PATIENCE
-        while engine.alive and engine.stats().running_rows < rows and time.monotonic() < patience:
+        while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < patience:
             await asyncio.sleep(0.01)
-        if (found := engine.stats().running_rows) < rows:
+        if (found := engine.stats().running_sequences) < rows:
             print(f"    only {found} of {rows} rows run at the same time")
         began, tokens = time.monotonic(), engine.stats().generated_tokens
         await asyncio.sleep(seconds)

@@ -37,11 +37,11 @@ QUICK = Ladder(streams=(1, 4), stream_tokens=16, contexts=(128, 256), context_to
 
 def growth(ours: Ours, prompts: Prompts, ladder: Ladder, max_context: int) -> dict[str, Any]:
     rows = max(ladder.streams)
-    many = replace(ours, extra={**ours.extra, "max_batch_rows": rows, "max_queue": 2 * rows})
+    many = replace(ours, extra={**ours.extra, "max_num_seqs": rows, "max_queue": 2 * rows})
     contexts = [each for each in ladder.contexts if each + ladder.context_tokens < max_context]
     with started(many) as live:
         streams, lengths = run_quietly(_climb(live, prompts, ladder, contexts))
-    one = replace(ours, extra={**ours.extra, "max_batch_rows": 1, "max_queue": 2 * ladder.waiting})
+    one = replace(ours, extra={**ours.extra, "max_num_seqs": 1, "max_queue": 2 * ladder.waiting})
     with started(one) as live:
         waiting = run_quietly(_waiting(live, prompts, ladder))
     return {"streams": streams, "contexts": lengths, "memory": {**_per_running(streams), **waiting}}

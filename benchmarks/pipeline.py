@@ -111,12 +111,12 @@ async def _measure(engine: EngineCore, rows: int, seconds: float) -> float:
     sampling = SamplingParameters(max_tokens=CONTEXT - 16, ignore_eos=True)
     streams = [engine.submit([EngineRequest(tuple(range(row, row + 8)), sampling)]) for row in range(rows)]
     try:
-        while engine.stats().running_rows < rows:
+        while engine.stats().running_sequences < rows:
             await asyncio.sleep(0.01)
         began, tokens = await _next_step(engine)
         await asyncio.sleep(seconds)
         ended, more = await _next_step(engine)
-        assert engine.stats().running_rows == rows, "answers ended while they were measured: fewer seconds, please"
+        assert engine.stats().running_sequences == rows, "answers ended while they were measured: fewer seconds, please"
         return (more - tokens) / (ended - began)
     finally:
         for stream in streams:

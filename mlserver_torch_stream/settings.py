@@ -121,7 +121,7 @@ class EngineSettings(BaseModel):
     fast_path: Literal["auto", "off"] = "auto"  # our own kernels, where they give the model's logits
     weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load, for our own kernels alone
     max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
-    max_batch_rows: int = Field(default=32, gt=0)
+    max_num_seqs: int = Field(default=32, gt=0)
     max_queue: int = Field(default=256, gt=0)  # prompts that wait; more are refused
     max_queue_tokens: int | None = Field(default=None, gt=0)  # tokens of the prompts that wait; None: no bound
     queue_timeout: float | None = Field(default=None, gt=0)  # seconds that a prompt may wait

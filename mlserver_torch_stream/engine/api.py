@@ -19,7 +19,7 @@ class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
     ``open``: more ids follow through ``TokenStream.extend``; decoding starts when ``TokenStream.seal`` is called.
-    ``priority``: lower ones are admitted first; ``client``: whose backlog counts when jobs wait; ``timeout_s``: from
+    ``priority``: lower ones are admitted first; ``client``: whose backlog counts when requests wait; ``timeout_s``: from
     submit to the last token, after which the sequences end with what they have.
     """
 
@@ -36,10 +36,10 @@ class EngineRequest:
 class EngineStats:
     """A snapshot of counters and gauges; counters only ever grow."""
 
-    running_rows: int = 0  # decoding now
-    waiting_jobs: int = 0  # queued
+    running_sequences: int = 0  # decoding now
+    waiting_requests: int = 0  # queued
     waiting_tokens: int = 0  # of their prompts
-    prefilling_jobs: int = 0
+    prefilling_requests: int = 0
     open_prompts: int = 0  # whose end has not come: they hold no row
     kv_cache_bytes: int = 0  # reserved by running and prefilling rows, and by what is prefilled of open prompts
     kv_cache_budget: int = 0
@@ -80,13 +80,13 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvent: ...
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Appends ids to the (single, open) job, which are prefilled as they come where nobody else needs the memory.
+        """Appends ids to the (single, open) request, which are prefilled as they come where nobody else needs the memory.
 
         Raises InvalidInput when the prompt has become too long.
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
-        """Ends an open job with its whole prompt; what was prefilled and is no prefix of it is prefilled anew."""
+        """Ends an open request with its whole prompt; what was prefilled and is no prefix of it is prefilled anew."""
 
     def close(self) -> None:
         """Cancels what still runs. Synchronous, idempotent, safe from any task: call it in a ``finally``."""
@@ -97,8 +97,8 @@ class Engine(Protocol):
 
     info: ModelInfo
 
-    def submit(self, jobs: Sequence[EngineRequest]) -> TokenStream:
-        """Queues the jobs of one request.
+    def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
+        """Queues the requests of one request.
 
         Raises InvalidInput (a prompt that can never fit the context or the cache), QueueFull or NotServing.
         """

@@ -1,4 +1,4 @@
-"""The one thread that owns a model: it takes jobs from the event loop, steps a backend and delivers what comes out.
+"""The one thread that owns a model: it takes requests from the event loop, steps a backend and delivers what comes out.
 
 Knows nothing of how a backend generates, nor of who reads the streams.
 """
@@ -74,7 +74,7 @@ class EngineCore:
         self._open: dict[Mailbox, list[RequestState]] = {}
         self._deaths: list[float] = []
         self._pace = ServiceRate()
-        self._submitted = self._submitted_tokens = 0  # jobs and their prompts, written by the loop's thread
+        self._submitted = self._submitted_tokens = 0  # requests and their prompts, written by the loop's thread
         self._taken = self._taken_tokens = 0  # of them, handed to the backend
         self._cancelled = 0  # sequences
         self._timed_out = 0
@@ -96,26 +96,30 @@ class EngineCore:
     def trouble(self) -> str | None:
         return trouble(self.works(), self._bounds, time.monotonic()) if self.alive else "its engine died"
 
-    def submit(self, jobs: Sequence[EngineRequest]) -> Mailbox:
+    def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         if not self.alive:
             dead = self._dead
             raise NotServing("the engine is not running" if dead is None else f"the engine died: {in_short(dead)}")
         if self._draining is not None:
             raise NotServing(self._draining)
-        self._admission.check(jobs, self._backend.refusal)
+        self._admission.check(requests, self._backend.refusal)
         stats = self._backend.stats()
-        waiting = self._submitted - self._taken + stats.waiting_jobs
+        waiting = self._submitted - self._taken + stats.waiting_requests
         waiting_tokens = self._submitted_tokens - self._taken_tokens + stats.waiting_tokens
-        self._admission.check_queue(jobs, waiting, waiting_tokens, self._pace.seconds_for(waiting))
-        if any(job.open for job in jobs):
+        self._admission.check_queue(requests, waiting, waiting_tokens, self._pace.seconds_for(waiting))
+        if any(request.open for request in requests):
             self._admission.check_open(self._submitted - self._taken + stats.open_prompts, 1)
-        mailbox = Mailbox(asyncio.get_running_loop(), sum(job.sampling.n for job in jobs), self._closed)
+        mailbox = Mailbox(asyncio.get_running_loop(), sum(request.sampling.n for request in requests), self._closed)
         context = self.info.max_context
-        accepted = [RequestState.of(job, mailbox, self._codec, self._eos_token_ids, context) for job in jobs]
-        if any(job.open for job in jobs):
-            self._open_prompt(mailbox, jobs, accepted)
-        timeouts = [self._bounds.request_timeout if job.timeout_s is None else job.timeout_s for job in jobs]
-        tokens = sum(len(job.prompt_ids) for job in jobs)
+        accepted = [
+            RequestState.of(request, mailbox, self._codec, self._eos_token_ids, context) for request in requests
+        ]
+        if any(request.open for request in requests):
+            self._open_prompt(mailbox, requests, accepted)
+        timeouts = [
+            self._bounds.request_timeout if request.timeout_s is None else request.timeout_s for request in requests
+        ]
+        tokens = sum(len(request.prompt_ids) for request in requests)
         self._submitted += len(accepted)
         self._submitted_tokens += tokens
         self._open[mailbox] = accepted  # at once: the watchdog ends it too, should the thread not come to take it in
@@ -125,11 +129,11 @@ class EngineCore:
             raise NotServing("the engine has just stopped")
         return mailbox
 
-    def _open_prompt(self, mailbox: Mailbox, given: Sequence[EngineRequest], jobs: list[RequestState]) -> None:
-        if len(jobs) != 1:
-            raise ValueError("an open prompt is the only job of its stream")
-        job = jobs[0]
-        known = len(job.prompt)
+    def _open_prompt(self, mailbox: Mailbox, given: Sequence[EngineRequest], requests: list[RequestState]) -> None:
+        if len(requests) != 1:
+            raise ValueError("an open prompt is the only request of its stream")
+        request = requests[0]
+        known = len(request.prompt)
 
         def extend(prompt_ids: Sequence[int], whole: bool) -> None:
             nonlocal known
@@ -138,21 +142,23 @@ class EngineCore:
             self._admission.check_ids(prompt_ids)
             self._admission.check_size(given[0], known, self._backend.refusal)
             ids = list(prompt_ids)
-            self._inbox.post(lambda: self._extend(job, ids, whole))
+            self._inbox.post(lambda: self._extend(request, ids, whole))
 
         mailbox.feed_prompt_to(extend)
 
-    def _extend(self, job: RequestState, prompt_ids: list[int], whole: bool) -> None:
-        if job.mailbox in self._open:
-            job.grow(prompt_ids, whole)
+    def _extend(self, request: RequestState, prompt_ids: list[int], whole: bool) -> None:
+        if request.mailbox in self._open:
+            request.grow(prompt_ids, whole)
             if whole:
-                self._watchdog.watch_wait(job)
+                self._watchdog.watch_wait(request)
 
     @property
     def load(self) -> int:
         """Prompts that wait or are prefilled, and rows that are decoded."""
         stats = self._backend.stats()
-        return self._submitted - self._taken + stats.waiting_jobs + stats.prefilling_jobs + stats.running_rows
+        return (
+            self._submitted - self._taken + stats.waiting_requests + stats.prefilling_requests + stats.running_sequences
+        )
 
     def stats(self) -> EngineStats:
         stats = self._backend.stats().counting_on(self._before)
@@ -199,44 +205,46 @@ class EngineCore:
             self._say_dead(error)
 
     def _all_jobs(self) -> list[RequestState]:
-        return [job for jobs in list(self._open.values()) for job in jobs]
+        return [request for requests in list(self._open.values()) for request in requests]
 
     # --- on the engine's thread ---
 
     def _closed(self, mailbox: Mailbox) -> None:
         self._inbox.post(lambda: self._cancel(mailbox))
 
-    def _accept(self, mailbox: Mailbox, jobs: list[RequestState], timeouts: list[float | None], tokens: int) -> None:
-        self._taken += len(jobs)
+    def _accept(
+        self, mailbox: Mailbox, requests: list[RequestState], timeouts: list[float | None], tokens: int
+    ) -> None:
+        self._taken += len(requests)
         self._taken_tokens += tokens
         if mailbox.closed_at is not None:
             self._open.pop(mailbox, None)
         elif mailbox in self._open:  # and has not ended with all others
             now = time.monotonic()
-            for job, timeout in zip(jobs, timeouts, strict=True):
-                self._backend.add(job)
-                if timeout is not None and job.submitted_at + timeout <= now:
-                    self._time_out(out_of_time(job, job.sealed, now))
+            for request, timeout in zip(requests, timeouts, strict=True):
+                self._backend.add(request)
+                if timeout is not None and request.submitted_at + timeout <= now:
+                    self._time_out(out_of_time(request, request.sealed, now))
 
     def _cancel(self, mailbox: Mailbox) -> None:
-        jobs = self._open.get(mailbox)
-        if jobs is not None:
-            self._cancelled += self._end(jobs, FinishReason.ABORT, None)
+        requests = self._open.get(mailbox)
+        if requests is not None:
+            self._cancelled += self._end(requests, FinishReason.ABORT, None)
 
     def _time_out(self, end: EndRequest) -> None:
-        self._timed_out += self._end(end.jobs, end.reason, end.error)
+        self._timed_out += self._end(end.requests, end.reason, end.error)
 
-    def _end(self, jobs: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> int:
-        """Ends jobs wherever they are, with the text they have; says how many sequences that were.
+    def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> int:
+        """Ends requests wherever they are, with the text they have; says how many sequences that were.
 
         Tells also those of their end that had met it when the engine died.
         """
-        answers = [answer for job in jobs for answer in job.sequences if not answer.told]
-        ended = sum(answer.finish_reason is None for answer in answers)
-        for answer in answers:
-            answer.finish(reason, error)
-        self._backend.evict(jobs)
-        self._deliver(answers)
+        sequences = [sequence for request in requests for sequence in request.sequences if not sequence.told]
+        ended = sum(sequence.finish_reason is None for sequence in sequences)
+        for sequence in sequences:
+            sequence.finish(reason, error)
+        self._backend.evict(requests)
+        self._deliver(sequences)
         return ended
 
     def _end_all(self, reason: FinishReason, error: Exception) -> None:
@@ -311,7 +319,7 @@ class EngineCore:
             busy = self._step()
 
     def _poll(self) -> bool:
-        """Takes in what has arrived: jobs, closed streams, deadlines that are over; True if it was the end."""
+        """Takes in what has arrived: requests, closed streams, deadlines that are over; True if it was the end."""
         stopping = self._stopping  # read once: who posts after the last look must be told that it was the last
         self._inbox.take_in(last=stopping)
         if self._dead is not None:
@@ -344,13 +352,13 @@ class EngineCore:
             self._turns.pass_on()
         self._backend.progress.at("the next token of an answer alone")
 
-    def _deliver(self, answers: Sequence[SequenceState]) -> None:
+    def _deliver(self, sequences: Sequence[SequenceState]) -> None:
         """Posts what the answers have to say, and forgets streams that ended."""
-        post_events(answers)
-        for answer in answers:
-            if answer.finish_reason is not None:
-                self._forget(answer.job.mailbox)
+        post_events(sequences)
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                self._forget(sequence.request.mailbox)
 
     def _forget(self, mailbox: Mailbox) -> None:
-        if mailbox in self._open and all(job.finished for job in self._open[mailbox]):
+        if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
             self._pace.finished(len(self._open.pop(mailbox)))

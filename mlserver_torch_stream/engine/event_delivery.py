@@ -1,6 +1,6 @@
 """From an engine's threads to the event loops of its readers, with one wake-up for each.
 
-Knows nothing of engines: it is given answers, or jobs that are to end without one.
+Knows nothing of engines: it is given answers, or requests that are to end without one.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from mlserver_torch_stream.types import FinishReason, TokenEvent
 logger = logging.getLogger(__name__)
 
 
-def post_events(answers: Sequence[SequenceState]) -> None:
+def post_events(sequences: Sequence[SequenceState]) -> None:
     """What the answers have to say since they were last asked. On the thread that they belong to."""
     posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
-    for answer in answers:
-        events = answer.take_events()
-        mailbox = answer.job.mailbox
+    for sequence in sequences:
+        events = sequence.take_events()
+        mailbox = sequence.request.mailbox
         if events and mailbox.closed_at is None:
             posts.setdefault(mailbox.loop, []).extend((mailbox, event) for event in events)
     for loop, post in posts.items():
         _call(loop, _hand_out, post)
 
 
-def end_for_readers(jobs: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
+def end_for_readers(requests: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
     """Tells the readers of an end that the engine's thread does not come to tell; what has ended stays as it is."""
     by_loop: dict[asyncio.AbstractEventLoop, list[RequestState]] = {}
-    for job in jobs:
-        by_loop.setdefault(job.mailbox.loop, []).append(job)
+    for request in requests:
+        by_loop.setdefault(request.mailbox.loop, []).append(request)
     for loop, theirs in by_loop.items():
         _call(loop, _end, theirs, reason, error)
 
@@ -49,6 +49,6 @@ def _hand_out(post: list[tuple[Mailbox, TokenEvent]]) -> None:
         mailbox.deliver(event)
 
 
-def _end(jobs: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
-    for job in jobs:
-        job.end_for_reader(reason, error)
+def _end(requests: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
+    for request in requests:
+        request.end_for_reader(reason, error)

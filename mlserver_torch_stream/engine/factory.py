@@ -172,7 +172,7 @@ def _start(
     info = ModelInfo(
         vocab_size=vocab_size,
         max_context=context,
-        max_rows=settings.max_batch_rows,
+        max_rows=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
     )
@@ -224,7 +224,7 @@ def _choose_backend(
             SerialBatcher,
             loaded.model,
             samplers,
-            max_rows=settings.max_batch_rows,
+            max_rows=settings.max_num_seqs,
             check_devices=prepared.check_devices,
             **({} if prepared.pipeline is None else {"passage": prepared.pipeline.run}),
         )
@@ -243,7 +243,7 @@ def _choose_backend(
         cost=findings.cost,
         cache_bytes=budget,
         prefix_bytes=prefix_bytes(budget, settings.prefix_cache_memory, on_host=HOST in parts),
-        max_rows=settings.max_batch_rows,
+        max_rows=settings.max_num_seqs,
         prefill_tokens=settings.prefill_chunk if findings.chunked else None,
         forward=prepared.forward if ranks is None else ranks.forward,
         layout=None if ranks is None else ranks.layout,
@@ -263,7 +263,7 @@ def _choose_backend(
         logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
     how = (
-        f"{_kernels(resolved, prepared)}up to {settings.max_batch_rows} rows at a time, "
+        f"{_kernels(resolved, prepared)}up to {settings.max_num_seqs} rows at a time, "
         f"KV cache {in_words(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
     )

@@ -46,7 +46,7 @@ class Mailbox:
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
 
     def feed_prompt_to(self, extend: Callable[[Sequence[int], bool], None]) -> None:
-        """Where the ids of an open job go: ``extend(prompt_ids, whole)``."""
+        """Where the ids of an open request go: ``extend(prompt_ids, whole)``."""
         self._on_extend = extend
 
     def delivered(self, index: int) -> Delivered:
@@ -93,7 +93,7 @@ class Mailbox:
 
     def _feed(self, prompt_ids: Sequence[int], whole: bool) -> None:
         if self._on_extend is None:
-            raise ValueError("only a stream of one open job takes more of its prompt")
+            raise ValueError("only a stream of one open request takes more of its prompt")
         self._on_extend(prompt_ids, whole)
         if whole:
             self._on_extend = None

@@ -98,7 +98,7 @@ def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, shares:
         pipeline = take_pipeline(weights.model, threads) if plain and settings.pipeline == "auto" else None
         if plain and settings.fast_path == "auto":
             with shares.recorders.turn():
-                forward = take_graphs(weights.model, settings.max_batch_rows, pipeline)
+                forward = take_graphs(weights.model, settings.max_num_seqs, pipeline)
     device = input_device(weights.model)
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)

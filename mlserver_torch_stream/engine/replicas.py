@@ -55,15 +55,15 @@ class ReplicatedEngine:
         troubles = [replica.trouble for replica in self._replicas]
         return None if None in troubles else troubles[0]
 
-    def submit(self, jobs: Sequence[EngineRequest]) -> TokenStream:
-        """All jobs of a request go to one replica: the least loaded that lives and has room for them.
+    def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
+        """All requests of a request go to one replica: the least loaded that lives and has room for them.
 
         Their caches can differ in size, with what else is on their devices.
         """
         refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
             try:
-                stream = self._replicas[number].submit(jobs)
+                stream = self._replicas[number].submit(requests)
             except (QueueFull, NotServing, InvalidInput) as error:
                 refusal = refusal or error
                 continue

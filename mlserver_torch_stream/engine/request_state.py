@@ -1,4 +1,4 @@
-"""One answer in the making, and the job it belongs to: tokens in, text events out, and when it ends.
+"""One answer in the making, and the request it belongs to: tokens in, text events out, and when it ends.
 
 Knows nothing of tensors, batches or caches.
 """
@@ -35,9 +35,9 @@ _MOST_TEXT = MOST_PER_EVENT // 2
 class SequenceState:
     """One row: its tokens so far, its text, and the events that wait to be delivered."""
 
-    def __init__(self, job: RequestState, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
-        params = job.params
-        self.job = job
+    def __init__(self, request: RequestState, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
+        params = request.params
+        self.request = request
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -55,11 +55,11 @@ class SequenceState:
     @property
     def length(self) -> int:
         """Tokens in the row when the next one has been decoded: the prompt's and the answer's."""
-        return len(self.job.prompt) + len(self.tokens)
+        return len(self.request.prompt) + len(self.tokens)
 
     @property
     def final_length(self) -> int:
-        return self.job.final_length
+        return self.request.final_length
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Takes the next token; afterwards ``finish_reason`` tells whether it was the last."""
@@ -68,19 +68,19 @@ class SequenceState:
         self.tokens.append(token_id)
         if logprob is not None:
             self._cumulative_logprob += logprob.logprob
-        ends = token_id in self._end_ids and len(self.tokens) > self.job.params.min_tokens
-        hidden = ends and not self.job.params.include_stop_str_in_output
+        ends = token_id in self._end_ids and len(self.tokens) > self.request.params.min_tokens
+        hidden = ends and not self.request.params.include_stop_str_in_output
         text = "" if hidden else self._push([token_id])
         self._say(text, (token_id,), () if logprob is None else (logprob,))
         if ends or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
-        elif len(self.tokens) >= self.job.max_tokens:
+        elif len(self.tokens) >= self.request.max_tokens:
             self.finish(FinishReason.LENGTH)
 
     def _push(self, token_ids: Ids[int]) -> str:
         """The text that is known now."""
         text = self._detokenizer.push(token_ids)
-        if len(self.tokens) > self.job.params.min_tokens:  # as with the tokens that end an answer
+        if len(self.tokens) > self.request.params.min_tokens:  # as with the tokens that end an answer
             text = self._stops.push(text)
         return text
 
@@ -92,7 +92,7 @@ class SequenceState:
     def _event(
         self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
     ) -> TokenEvent:
-        cumulative = self._cumulative_logprob if self.job.params.logprobs else None
+        cumulative = self._cumulative_logprob if self.request.params.logprobs else None
         return TokenEvent(self.index, text, token_ids, logprobs, cumulative)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -122,7 +122,7 @@ class SequenceState:
                 replace(
                     last,
                     finish_reason=self.finish_reason,
-                    usage=self.job.usage(len(self.tokens), self._first_token_at),
+                    usage=self.request.usage(len(self.tokens), self._first_token_at),
                     error=self._error,
                 )
             )
@@ -151,7 +151,7 @@ class RequestState:
     def of(
         cls, given: EngineRequest, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
     ) -> RequestState:
-        job = cls(
+        request = cls(
             list(given.prompt_ids),
             given.sampling,
             mailbox,
@@ -161,9 +161,9 @@ class RequestState:
             client=given.client,
         )
         indices = range(given.first_index, given.first_index + given.sampling.n)
-        job.whole_at = job.submitted_at
-        job.sequences = [SequenceState(job, index, codec, eos_token_ids) for index in indices]
-        return job
+        request.whole_at = request.submitted_at
+        request.sequences = [SequenceState(request, index, codec, eos_token_ids) for index in indices]
+        return request
 
     @property
     def rows(self) -> int:

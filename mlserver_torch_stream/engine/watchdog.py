@@ -23,7 +23,7 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the engine's thread to end a job itself, with the text that it holds back: most steps are much shorter.
+# Seconds for the engine's thread to end a request itself, with the text that it holds back: most steps are much shorter.
 PATIENCE = 0.5
 _LEAST = 0.01  # seconds between two looks, whatever was set
 
@@ -32,7 +32,7 @@ _LEAST = 0.01  # seconds between two looks, whatever was set
 class EndRequest:
     """Jobs that are to end, as the engine's thread was asked at that time."""
 
-    jobs: tuple[RequestState, ...]
+    requests: tuple[RequestState, ...]
     reason: FinishReason
     error: Exception
     asked_at: float
@@ -70,16 +70,16 @@ class WatchdogState:
         self._asked: list[EndRequest] = []
         self._overdue: list[Work] = []
 
-    def watch(self, jobs: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
-        """``timeouts``: of the whole of each job; the bound of its wait is the settings', once its prompt is whole."""
-        for job, timeout in zip(jobs, timeouts, strict=True):
-            if job.sealed:
-                self.watch_wait(job)
-            self._deadlines.add(job, timeout, while_waiting=False)
+    def watch(self, requests: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
+        """``timeouts``: of the whole of each request; the bound of its wait is the settings', once its prompt is whole."""
+        for request, timeout in zip(requests, timeouts, strict=True):
+            if request.sealed:
+                self.watch_wait(request)
+            self._deadlines.add(request, timeout, while_waiting=False)
 
-    def watch_wait(self, job: RequestState) -> None:
-        """The job's prompt is whole, so its time in the queue counts from now on."""
-        self._deadlines.add(job, self._bounds.queue_timeout, while_waiting=True)
+    def watch_wait(self, request: RequestState) -> None:
+        """The request's prompt is whole, so its time in the queue counts from now on."""
+        self._deadlines.add(request, self._bounds.queue_timeout, while_waiting=True)
 
     def asked(self, end: EndRequest) -> None:
         """The engine's thread has been asked to end these."""
@@ -91,8 +91,8 @@ class WatchdogState:
         return math.inf if left is None else left
 
     def due(self, now: float) -> list[EndRequest]:
-        """Takes out the jobs whose time is over."""
-        return [out_of_time(job, waited, now) for job, waited in self._deadlines.due(now)]
+        """Takes out the requests whose time is over."""
+        return [out_of_time(request, waited, now) for request, waited in self._deadlines.due(now)]
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
         ask = self.due(now)
@@ -127,9 +127,9 @@ class WatchdogState:
         return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
 
 
-def out_of_time(job: RequestState, waited: bool, now: float) -> EndRequest:
+def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
     what = "waited too long in the queue" if waited else "took too long"
-    return EndRequest((job,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
+    return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
 
 def trouble(works: Sequence[Work], bounds: QueueLimits, now: float) -> str | None:
@@ -159,7 +159,7 @@ class Watched(Protocol):
     def pending_death(self) -> PendingDeath | None: ...
 
     def ask(self, end: EndRequest) -> None:
-        """The engine's thread is to end these jobs when it comes back."""
+        """The engine's thread is to end these requests when it comes back."""
 
     def give_up(self, error: BaseException) -> None:
         """The engine's thread is not waited for any more."""
@@ -179,15 +179,15 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=f"watchdog-{name}", daemon=True)
         self._thread.start()
 
-    def watch(self, jobs: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
+    def watch(self, requests: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
         with self._changed:
-            self._state.watch(jobs, timeouts)
+            self._state.watch(requests, timeouts)
             if self._state.next_deadline(now := time.monotonic()) < self._wakes_at - now:
                 self._tell()
 
-    def watch_wait(self, job: RequestState) -> None:
+    def watch_wait(self, request: RequestState) -> None:
         with self._changed:
-            self._state.watch_wait(job)
+            self._state.watch_wait(request)
             self._tell()
 
     def due(self) -> Sequence[EndRequest]:
@@ -240,6 +240,6 @@ class Watchdog:
         for end in decision.ask:
             self._engine.ask(end)
         for end in decision.without:
-            end_for_readers(end.jobs, end.reason, end.error)
+            end_for_readers(end.requests, end.reason, end.error)
         if decision.lost is not None:
             self._engine.give_up(decision.lost)

@@ -31,7 +31,7 @@ def test_rows_that_have_no_room_are_measured_without(
     monkeypatch.setattr(gpu, "PATIENCE", 0.2)
     save_model(tmp_path, hidden=64, layers=2)
     bench = Bench(tmp_path, layers=2, seconds=0.1, gpu="cpu")
-    with bench.engine(device_map="cpu", dtype="float32", max_batch_rows=2, fast_path="off", threads=1) as engine:
+    with bench.engine(device_map="cpu", dtype="float32", max_num_seqs=2, fast_path="off", threads=1) as engine:
         assert asyncio.run(speed(engine, 4, bench.seconds)) > 0
         assert [len(tokens) for tokens in asyncio.run(answers(engine, rows=2, tokens=3))] == [3, 3]
     assert "only 2 of 4 rows run at the same time" in capsys.readouterr().out

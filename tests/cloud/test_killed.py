@@ -135,7 +135,7 @@ def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Pat
 
     def run(out: str, metrics: str) -> tuple[Any, ...]:
         where = ("run", "--input", tmp_path / "in", "--output", tmp_path / out, "--model", tiny_model)
-        extra = json.dumps({"dtype": "float32", "threads": 1, "max_batch_rows": 4})
+        extra = json.dumps({"dtype": "float32", "threads": 1, "max_num_seqs": 4})
         limits = ("--part-rows", "4", "--batch-rows", "2", "--batches", "2", "--window", "16")
         return (*where, *limits, "--extra", extra, "--metrics", tmp_path / metrics)
 

@@ -188,7 +188,7 @@ def test_the_service_s_settings_are_accepted(tmp_path: Path) -> None:
         **manifests.kserve_environment(manifests.load("kserve/inference-service.yaml")),
         "MLSERVER_MODEL_URI": str(tmp_path),
     }
-    assert parse_settings(environ=environment).settings.max_batch_rows == 16
+    assert parse_settings(environ=environment).settings.max_num_seqs == 16
 
 
 @each_container

@@ -125,7 +125,7 @@ def _leave_model(source: Path, models: Path) -> None:
     settings = {
         "name": "smollm2_1",
         "implementation": PACKAGE_SPELLING,
-        "parameters": {"uri": "./", "version": "1", "extra": {"max_batch_rows": 8}},
+        "parameters": {"uri": "./", "version": "1", "extra": {"max_num_seqs": 8}},
     }
     (folder / "model-settings.json").write_text(json.dumps(settings))
 

@@ -185,9 +185,9 @@ def test_a_row_that_fails_alone_does_not_take_the_others_with_it() -> None:
     with torch.inference_mode():
         findings = check_batching(model)
     failing, *others = REQUESTS
-    answer, *expected = [reference(model, *request) for request in REQUESTS]
+    sequence, *expected = [reference(model, *request) for request in REQUESTS]
     used = {token for prompt, _ in REQUESTS for token in prompt} | {token for each in expected for token in each}
-    victim = next(token for token in answer[:-1] if token not in used)
+    victim = next(token for token in sequence[:-1] if token not in used)
     with torch.no_grad():
         model.get_input_embeddings().weight[victim] = float("nan")
 
@@ -206,7 +206,7 @@ def test_a_row_that_fails_alone_does_not_take_the_others_with_it() -> None:
         )
 
     with running(model, forward=forward, findings=findings) as engine:
-        assert run(scenario(engine)) == [answer[: answer.index(victim) + 1], *expected]
+        assert run(scenario(engine)) == [sequence[: sequence.index(victim) + 1], *expected]
 
 
 @pytest.mark.parametrize(

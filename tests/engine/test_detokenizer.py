@@ -41,8 +41,8 @@ def smollm2() -> TextCodec:
 
 def _stream(codec: TextCodec, ids: list[int], *, skip: bool = False, group: int = 1) -> list[str]:
     detokenizer = Detokenizer(codec, skip_special_tokens=skip)
-    pieces = [detokenizer.push(ids[i : i + group]) for i in range(0, len(ids), group)]
-    return [*pieces, detokenizer.flush()]
+    chunks = [detokenizer.push(ids[i : i + group]) for i in range(0, len(ids), group)]
+    return [*chunks, detokenizer.flush()]
 
 
 def _assert_whole(codec: TextCodec, ids: list[int], skip: bool) -> None:
@@ -122,15 +122,15 @@ def test_a_character_is_never_split() -> None:
     text = "aé€🙂b 日本 🚀🚀"
     for kind in ("byte_level", "byte_fallback"):
         codec = _codec(kind)
-        pieces = _stream(codec, codec._tokenizer(text, add_special_tokens=False)["input_ids"])
-        assert not any("\ufffd" in piece for piece in pieces)
-        assert "".join(pieces) == text
+        chunks = _stream(codec, codec._tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert not any("\ufffd" in chunk for chunk in chunks)
+        assert "".join(chunks) == text
 
 
 def test_characters_made_of_bytes_stream_one_by_one() -> None:
     codec = _codec("byte_fallback")
     ids = codec._tokenizer("🚀" * 5, add_special_tokens=False)["input_ids"]
-    assert [piece for piece in _stream(codec, ids) if piece] == ["🚀"] * 5
+    assert [chunk for chunk in _stream(codec, ids) if chunk] == ["🚀"] * 5
 
 
 def test_a_valid_character_survives_bytes_that_break_the_run() -> None:
@@ -152,8 +152,8 @@ def test_grouping_of_ids_changes_nothing(kind: str) -> None:
 def test_an_unfinished_character_is_given_at_the_end_only() -> None:
     codec = _codec("byte_level")
     ids = codec._tokenizer("a🚀")["input_ids"][:-1]
-    *pieces, rest = _stream(codec, ids)
-    assert "".join(pieces) == "a"
+    *chunks, rest = _stream(codec, ids)
+    assert "".join(chunks) == "a"
     assert rest == "\ufffd"
 
 

@@ -73,8 +73,8 @@ class Back(ModelHook):  # type: ignore[misc]
 
 
 async def together(engine: EngineCore) -> list[list[int]]:
-    answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in REQUESTS]
-    return [await answer for answer in answers]
+    sequences = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in REQUESTS]
+    return [await sequence for sequence in sequences]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "lfm2"])
@@ -90,7 +90,7 @@ def test_each_layers_cache_lives_where_its_keys_are() -> None:
 
     async def scenario(engine: EngineCore) -> list[torch.dtype]:
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
         backend = engine._backend
         assert isinstance(backend, ContinuousBatcher)
         (batch,) = backend._batches.values()

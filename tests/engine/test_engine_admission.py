@@ -63,14 +63,14 @@ def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrai
                 await asyncio.sleep(0)
 
         observer = asyncio.create_task(watching())
-        answers = await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests))
+        sequences = await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests))
         await until(lambda: idle(engine), "an idle engine")
         observer.cancel()
-        return list(answers)
+        return list(sequences)
 
     with running(model, cache_bytes=budget) as engine:
         assert run(scenario(engine)) == expected
-    assert max(stats.running_rows for stats in seen) == 2  # two fit, and two there were
+    assert max(stats.running_sequences for stats in seen) == 2  # two fit, and two there were
     assert max(stats.kv_cache_bytes for stats in seen) <= budget == seen[0].kv_cache_budget
 
 
@@ -121,7 +121,7 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
 
 
 @pytest.mark.parametrize(
-    ("job", "field"),
+    ("request", "field"),
     [
         (EngineRequest(()), "text_input"),
         (EngineRequest(prompt_of(CONTEXT)), "text_input"),
@@ -133,13 +133,13 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
     ids=["empty", "as long as the context", "id beyond the vocabulary", "negative id", "n beyond the rows", "open n"],
 )
 def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
-    model: PreTrainedModel, watch: Watch, job: EngineRequest, field: str
+    model: PreTrainedModel, watch: Watch, request: EngineRequest, field: str
 ) -> None:
     async def scenario(engine: EngineCore) -> None:
         running_one = engine.submit([EngineRequest(prompt_of(5), greedy(40))])
         await anext(running_one)
         with pytest.raises(InvalidInput) as caught:
-            engine.submit([EngineRequest(prompt_of(5), greedy(5)), job] if not job.open else [job])
+            engine.submit([EngineRequest(prompt_of(5), greedy(5)), request] if not request.open else [request])
         assert caught.value.field == field
         tokens = [token async for event in running_one for token in event.token_ids]
         assert tokens == expected[-len(tokens) :]  # the one that runs noticed nothing

@@ -51,14 +51,14 @@ def test_rows_of_very_different_lengths_decode_apart(model: PreTrainedModel, wat
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
     async def scenario(engine: EngineCore) -> None:
-        answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-        await until(lambda: engine.stats().running_rows == 4, "four rows")
+        sequences = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
+        await until(lambda: engine.stats().running_sequences == 4, "four rows")
         assert sorted(len(cache.lengths) for cache in batches(engine)) == [2, 2]
         for cache in batches(engine):
             assert max(cache.lengths) <= 4 * max(256, *cache.lengths)
         short = min(batches(engine), key=lambda cache: max(cache.lengths))
         assert short.columns.span < 200  # the short ones do not pay for the long ones
-        assert [await answer for answer in answers] == expected
+        assert [await sequence for sequence in sequences] == expected
         await until(lambda: idle(engine), "an idle engine")
 
     with running(model, context=LONG, prefill_tokens=512) as engine:
@@ -122,7 +122,7 @@ def test_a_flood_of_short_prompts_does_not_keep_rows_from_decoding(model: PreTra
 
     async def scenario(engine: EngineCore) -> None:
         row = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
         await watch.hold()
         watch.calls.clear()
         flood = [asyncio.create_task(tokens_of(engine, prompt_of(16, seed), greedy(4))) for seed in range(32)]

@@ -66,7 +66,7 @@ def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel,
     async def scenario(engine: EngineCore) -> None:
         survivor = engine.submit([endless(engine, 1)])
         leaver = engine.submit([endless(engine, 2)])
-        await until(lambda: engine.stats().running_rows == 2, "two rows")
+        await until(lambda: engine.stats().running_sequences == 2, "two rows")
         await watch.hold()
         seen = len(watch.steps)
         leaver.close()
@@ -86,11 +86,11 @@ def test_close_while_waiting(model: PreTrainedModel) -> None:
         first = engine.submit([endless(engine)])
         await anext(first)
         waiting = engine.submit([EngineRequest(prompt_of(4, 3), greedy(5))])
-        await until(lambda: engine.stats().waiting_jobs == 1, "a job that waits")
+        await until(lambda: engine.stats().waiting_requests == 1, "a request that waits")
         waiting.close()
-        await until(lambda: engine.stats().waiting_jobs == 0, "an empty queue")
+        await until(lambda: engine.stats().waiting_requests == 0, "an empty queue")
         assert [event async for event in waiting] == []
-        assert engine.stats().running_rows == 1
+        assert engine.stats().running_sequences == 1
         first.close()
         await until(lambda: idle(engine), "an idle engine")
 
@@ -119,7 +119,7 @@ def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> Non
     async def scenario(engine: EngineCore) -> None:
         params = greedy(200, n=2)
         stream = engine.submit([EngineRequest(prompt_of(5, i), params, first_index=2 * i) for i in range(6)])
-        await until(lambda: engine.stats().running_rows == 8, "a full batch")
+        await until(lambda: engine.stats().running_sequences == 8, "a full batch")
         stream.close()
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences == 12

@@ -144,7 +144,7 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(POISON)
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-        await until(lambda: engine.stats().running_rows == len(requests), "a batch")
+        await until(lambda: engine.stats().running_sequences == len(requests), "a batch")
         for prompt in (prompt_of(7, 9), prompt_of(21, 8)):
             event = await failed(engine, prompt, forced(10, POISON))
             assert event.token_ids == (POISON,)  # chosen by the prefill; the step that takes it in raises
@@ -164,7 +164,7 @@ def test_rows_with_states_end_together_and_the_next_are_served() -> None:
     async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(POISON)
         other = asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5), greedy(200))]))
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
         await failed(engine, prompt_of(7, 9), forced(10, POISON))
         assert (await other)[0].finish_reason is FinishReason.ERROR
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
@@ -209,7 +209,7 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
         streams = [
             asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
         ]
-        await until(lambda: engine.stats().running_rows == 4, "a batch")
+        await until(lambda: engine.stats().running_sequences == 4, "a batch")
         watch.fail = lambda ids: RuntimeError("out of order") if len(ids[0]) == 1 else None
         for stream in streams:
             assert (await stream)[0].finish_reason is FinishReason.ERROR
@@ -228,7 +228,7 @@ def test_a_step_that_fails_only_for_the_whole_batch_does_not_loop(model: PreTrai
         streams = [
             asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
         ]
-        await until(lambda: engine.stats().running_rows == 4, "a batch")
+        await until(lambda: engine.stats().running_sequences == 4, "a batch")
         watch.fail = lambda ids: RuntimeError("no memory") if len(ids) > 1 else None
         assert [(await stream)[0].finish_reason for stream in streams] == [FinishReason.ERROR] * 4
         assert len(await tokens_of(engine, prompt_of(9, 1), greedy(12))) == 12
@@ -260,10 +260,10 @@ def test_no_memory_while_rows_are_moved_hurts_nobody_who_is_there(
 
     async def scenario(engine: EngineCore) -> None:
         stream = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(120)))
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
         if place == "leave":
             crowd = engine.submit([EngineRequest(prompt_of(100), greedy(140, n=7))])
-            await until(lambda: engine.stats().running_rows == 8, "a full batch")
+            await until(lambda: engine.stats().running_sequences == 8, "a full batch")
             monkeypatch.setattr(SlabLayer, "_moved", scarce)
             armed.append(1)
             crowd.close()
@@ -302,8 +302,8 @@ def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedM
             raise RuntimeError("the first row, when it is tried alone")
 
     async def scenario(engine: EngineCore) -> None:
-        jobs = [EngineRequest(prompt_of(6 + i, i), greedy(20), first_index=i) for i in range(3)]
-        events = await collect(engine, jobs)
+        requests = [EngineRequest(prompt_of(6 + i, i), greedy(20), first_index=i) for i in range(3)]
+        events = await collect(engine, requests)
         ends = [event.finish_reason for event in events.values()]
         assert ends.count(FinishReason.ERROR) == 1
         for index, event in events.items():
@@ -324,7 +324,7 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> Non
 
     async def scenario(engine: EngineCore) -> None:
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
         bad = SamplingParameters(max_tokens=5, temperature="warm")  # type: ignore[arg-type]
         event = await failed(engine, prompt_of(5), bad)
         assert event.token_ids == ()
@@ -349,7 +349,7 @@ def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
 
         engine._codec.decode = picky  # type: ignore[method-assign]
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
         event = await failed(engine, prompt_of(5), forced(5, POISON))
         assert "ValueError" in str(event.error)
         assert await other == expected
@@ -369,7 +369,7 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
 
     async def scenario(engine: EngineCore) -> None:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200))]) for i in range(4)]
-        await until(lambda: engine.stats().running_rows == 4, "a batch")
+        await until(lambda: engine.stats().running_sequences == 4, "a batch")
         monkeypatch.setattr(RowCache, "leave", broken)
         streams[0].close()
         for stream in streams[1:]:
@@ -387,7 +387,7 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
     async def scenario(engine: EngineCore) -> None:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=2))]) for i in range(6)]  # some wait
         opened = engine.submit([EngineRequest((), greedy(5), open=True)])
-        await until(lambda: engine.stats().running_rows >= 4, "a batch")
+        await until(lambda: engine.stats().running_sequences >= 4, "a batch")
         await watch.hold()
         late = engine.submit([EngineRequest(prompt_of(5), greedy(3))])  # not even taken from the inbox
         closed = engine.submit([EngineRequest(prompt_of(5), greedy(3))])
@@ -451,7 +451,7 @@ def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None
 def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=3))]) for i in range(4)]
-        await until(lambda: engine.stats().running_rows == 6, "rows")
+        await until(lambda: engine.stats().running_sequences == 6, "rows")
         await asyncio.to_thread(engine.shutdown)
         assert not engine._thread.is_alive()
         for stream in streams:
@@ -533,7 +533,7 @@ def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrained
 
     async def walk_away(engine: EngineCore) -> None:
         engine.submit([EngineRequest(prompt_of(5), greedy(100))])
-        await until(lambda: engine.stats().running_rows == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a row")
 
     async def scenario(engine: EngineCore) -> None:
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected

@@ -70,8 +70,8 @@ def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
 
     async def one(engine: EngineCore, prompt: tuple[int, ...]) -> list[int]:
         stream = opened(engine)
-        for piece in cut(prompt, chance):
-            stream.extend(piece)
+        for chunk in cut(prompt, chance):
+            stream.extend(chunk)
             await asyncio.sleep(chance.random() * 0.005)
         stream.seal(prompt)
         return await rest(stream)
@@ -179,13 +179,13 @@ def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("pieces", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
-def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, pieces: tuple[int, ...]) -> None:
+def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, chunks: tuple[int, ...]) -> None:
     async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
-        stream.extend(pieces)
-        await until(lambda: engine.stats().prefill_tokens == max(0, len(pieces) - 1), "the pieces")
+        stream.extend(chunks)
+        await until(lambda: engine.stats().prefill_tokens == max(0, len(chunks) - 1), "the pieces")
         await until(lambda: engine.stats().open_prompts == 1, "the prompt")
-        assert bool(pieces) == (engine.stats().kv_cache_bytes > 0)
+        assert bool(chunks) == (engine.stats().kv_cache_bytes > 0)
         stream.close()
         await until(lambda: idle(engine) and engine.stats().open_prompts == 0, "an idle engine")
         assert engine.stats().cancelled_sequences == 1
@@ -242,8 +242,8 @@ def test_paused_prompts_take_no_row_and_no_memory_that_others_need(model: PreTra
         for stream in paused:
             stream.extend(long[:149])
         await until(lambda: engine.stats().prefill_tokens >= 148, "a prefill ahead")
-        answers = await asyncio.gather(*(tokens_of(engine, prompt, greedy(12)) for _ in range(6)))
-        assert answers == [expected] * 6
+        sequences = await asyncio.gather(*(tokens_of(engine, prompt, greedy(12)) for _ in range(6)))
+        assert sequences == [expected] * 6
         assert await tokens_of(engine, long, greedy(12)) == expected_long
         assert engine.stats().open_prompts == 4
         for stream in paused:

@@ -41,7 +41,7 @@ def sampled(count: int = 20, **changes: Any) -> SamplingParameters:
     return SamplingParameters(**{"max_tokens": count, "ignore_eos": True, "temperature": 1.0, "seed": 7, **changes})
 
 
-async def answer(engine: EngineCore, params: SamplingParameters, prompt: Sequence[int] = PROMPT) -> TokenEvent:
+async def sequence(engine: EngineCore, params: SamplingParameters, prompt: Sequence[int] = PROMPT) -> TokenEvent:
     event = (await collect(engine, [EngineRequest(tuple(prompt), params)]))[0]
     assert event.error is None, event.error
     return event
@@ -49,7 +49,7 @@ async def answer(engine: EngineCore, params: SamplingParameters, prompt: Sequenc
 
 def alone(model: PreTrainedModel, params: SamplingParameters, **options: Any) -> TokenEvent:
     with running(model, **options) as engine:
-        event: TokenEvent = run(answer(engine, params))
+        event: TokenEvent = run(sequence(engine, params))
         return event
 
 
@@ -70,7 +70,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, cha
             tokens_of(engine, prompt_of(3 + 5 * i, i), sampled(10 + i, seed=None if i % 2 else i, temperature=0.5 * i))
             for i in range(7)
         ]
-        first, *_ = await asyncio.gather(answer(engine, params), *others)
+        first, *_ = await asyncio.gather(sequence(engine, params), *others)
         return first.token_ids
 
     for chunk in (1, 3, 512):
@@ -82,7 +82,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, cha
 def test_seeds_differ_and_no_seed_is_a_new_one_each_time(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> set[tuple[int, ...]]:
         seeds = (1, 2, -3, 2**70, None, None)
-        return {(await answer(engine, sampled(seed=seed))).token_ids for seed in seeds}
+        return {(await sequence(engine, sampled(seed=seed))).token_ids for seed in seeds}
 
     with running(model) as engine:
         assert len(run(scenario(engine))) == 6
@@ -95,7 +95,7 @@ def test_n_samples_differ_from_each_other_and_come_again_with_their_seed(model: 
         assert set(first) == {5, 6, 7}
         assert len({event.token_ids for event in first.values()}) == 3
         assert {i: e.token_ids for i, e in first.items()} == {i: e.token_ids for i, e in again.items()}
-        assert first[5].token_ids == (await answer(engine, sampled())).token_ids  # n changes nothing for the first
+        assert first[5].token_ids == (await sequence(engine, sampled())).token_ids  # n changes nothing for the first
         for event in first.values():
             assert event.usage is not None
             assert (event.usage.num_input_tokens, event.usage.num_output_tokens) == (len(PROMPT), 20)
@@ -128,7 +128,7 @@ def test_every_way_to_end(model: PreTrainedModel) -> None:
 
     async def scenario(engine: EngineCore) -> None:
         async def check(params: SamplingParameters, count: int, reason: FinishReason) -> None:
-            event = await answer(engine, params)
+            event = await sequence(engine, params)
             assert (len(event.token_ids), event.finish_reason) == (count, reason)
             assert list(event.token_ids) == tokens[:count]
             assert event.usage is not None and event.usage.num_output_tokens == count
@@ -155,12 +155,12 @@ def test_the_text_leaves_the_ending_token_out_unless_asked(model: PreTrainedMode
 
     async def scenario(engine: EngineCore) -> None:
         bias = {x: 1e4}
-        event = await answer(engine, SamplingParameters(max_tokens=5, logit_bias=bias, stop_token_ids=(x,)))
+        event = await sequence(engine, SamplingParameters(max_tokens=5, logit_bias=bias, stop_token_ids=(x,)))
         assert (event.text, event.token_ids) == ("", (x,))
         included = SamplingParameters(
             max_tokens=5, logit_bias=bias, stop_token_ids=(x,), include_stop_str_in_output=True
         )
-        assert (await answer(engine, included)).text == "x"
+        assert (await sequence(engine, included)).text == "x"
 
     with running(model) as engine:
         run(scenario(engine))
@@ -183,7 +183,7 @@ def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         end = tokens[0]
         params = SamplingParameters(max_tokens=30, min_tokens=9, stop_token_ids=(end,), logit_bias={end: 50})
-        event = await answer(engine, params)
+        event = await sequence(engine, params)
         assert tokens[0] not in event.token_ids[:9]
         assert event.token_ids[9] == tokens[0]
         assert event.finish_reason is FinishReason.STOP
@@ -195,7 +195,7 @@ def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
 def test_no_max_tokens_fills_the_context_and_no_more(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         for params in (SamplingParameters(ignore_eos=True), greedy(10**6)):
-            event = await answer(engine, params, prompt_of(CONTEXT - 20))
+            event = await sequence(engine, params, prompt_of(CONTEXT - 20))
             assert event.finish_reason is FinishReason.LENGTH
             assert event.usage is not None
             assert event.usage.num_input_tokens + event.usage.num_output_tokens == CONTEXT
@@ -230,10 +230,10 @@ def test_stop_strings_never_leak(
     async def scenario(engine: EngineCore) -> None:
         count = len(spelled(said))
         params = SamplingParameters(max_tokens=count, stop=stop, include_stop_str_in_output=include)
-        pieces = []
+        chunks = []
         async for event in engine.submit([EngineRequest(PROMPT, params)]):
-            pieces.append(event.text)
-        assert "".join(pieces) == text
+            chunks.append(event.text)
+        assert "".join(chunks) == text
         assert event.finish_reason is (FinishReason.LENGTH if tokens is None else FinishReason.STOP)
         assert event.usage is not None and event.usage.num_output_tokens == (tokens or count)
 
@@ -246,12 +246,12 @@ def test_stop_strings_never_leak(
 
 def test_bias_and_penalties_reach_the_choice(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
-        plain = (await answer(engine, greedy(30))).token_ids
-        assert (await answer(engine, greedy(4, logit_bias={77: 1e4}))).token_ids == (77,) * 4
-        banned = (await answer(engine, greedy(30, logit_bias={plain[0]: -1e4}))).token_ids
+        plain = (await sequence(engine, greedy(30))).token_ids
+        assert (await sequence(engine, greedy(4, logit_bias={77: 1e4}))).token_ids == (77,) * 4
+        banned = (await sequence(engine, greedy(30, logit_bias={plain[0]: -1e4}))).token_ids
         assert plain[0] not in banned
         for name, value in (("repetition_penalty", 5.0), ("presence_penalty", 50.0), ("frequency_penalty", 50.0)):
-            changed = (await answer(engine, greedy(30, **{name: value}))).token_ids
+            changed = (await sequence(engine, greedy(30, **{name: value}))).token_ids
             if name == "repetition_penalty":
                 assert changed != plain
             else:
@@ -266,7 +266,7 @@ def test_logprobs_are_the_log_softmax_of_the_models_logits(model: PreTrainedMode
     async def scenario(engine: EngineCore) -> tuple[TokenEvent, TokenEvent, list[TokenEvent]]:
         asked = sampled(12, logprobs=True, top_logprobs=4, repetition_penalty=1.3)
         stream = engine.submit([EngineRequest(PROMPT, asked)])
-        return await answer(engine, asked), await answer(engine, sampled(12)), [event async for event in stream]
+        return await sequence(engine, asked), await sequence(engine, sampled(12)), [event async for event in stream]
 
     with running(model, backend=one_by_one(model) if serial else None) as engine:
         event, silent, events = run(scenario(engine))
@@ -292,8 +292,8 @@ def test_logprobs_are_the_log_softmax_of_the_models_logits(model: PreTrainedMode
 @pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
 def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> None:
     async def scenario(engine: EngineCore) -> None:
-        jobs = [EngineRequest(prompt_of(4 + i, i), greedy(3 + i, n=2), first_index=2 * i) for i in range(6)]
-        events = await collect(engine, jobs)
+        requests = [EngineRequest(prompt_of(4 + i, i), greedy(3 + i, n=2), first_index=2 * i) for i in range(6)]
+        events = await collect(engine, requests)
         for index, event in events.items():
             usage = event.usage
             assert usage is not None
@@ -315,7 +315,7 @@ def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
 
     async def scenario(engine: EngineCore) -> None:
         for params in (greedy(40), sampled(40, temperature=2.0)):
-            assert max((await answer(engine, params)).token_ids) < VOCAB
+            assert max((await sequence(engine, params)).token_ids) < VOCAB
 
     with running(wide) as engine:
         run(scenario(engine))

@@ -146,7 +146,7 @@ def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         unread = engine.submit([EngineRequest(prompt_of(5), greedy(150))])
         assert len(await events_of(engine, prompt_of(6), greedy(50))) > 1
-        await until(lambda: engine.stats().running_rows == 0, "the end of both")
+        await until(lambda: engine.stats().running_sequences == 0, "the end of both")
         assert engine.stats().generated_tokens == 200
         unread.close()
 
@@ -159,7 +159,7 @@ def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
 
     async def scenario(engine: EngineCore) -> None:
         stream = engine.submit([EngineRequest(prompt_of(5, i), greedy(3), first_index=i) for i in range(8)])
-        await until(lambda: len(stream._pending) == 8 and engine.stats().running_rows == 0, "eight events")
+        await until(lambda: len(stream._pending) == 8 and engine.stats().running_sequences == 0, "eight events")
         turns = 0
 
         async def other() -> None:
@@ -189,10 +189,10 @@ def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: 
             return original(*args, **kwargs)  # type: ignore[arg-type]
 
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(100))]) for i in range(8)]
-        await until(lambda: engine.stats().running_rows == 8, "a batch")
+        await until(lambda: engine.stats().running_sequences == 8, "a batch")
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
         before = engine.stats().decode_steps
-        await until(lambda: engine.stats().running_rows == 0, "the end")
+        await until(lambda: engine.stats().running_sequences == 0, "the end")
         assert 0 < calls <= engine.stats().decode_steps - before + 1
         for stream in streams:
             stream.close()

@@ -51,8 +51,8 @@ def engine_of(backend: Batcher, bounds: QueueLimits | None = None, **options: ob
 def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: torch.nn.Module) -> None:
     engine = engine_of(backend_of(kind, model))
     try:
-        job = EngineRequest(tuple(PROMPT), greedy(200), timeout_s=0.5)
-        event = run(collect(engine, [job]))[0]
+        request = EngineRequest(tuple(PROMPT), greedy(200), timeout_s=0.5)
+        event = run(collect(engine, [request]))[0]
         assert event.finish_reason is FinishReason.TIMEOUT
         assert isinstance(event.error, TimedOut)
         assert 0 < len(event.token_ids) < 200
@@ -97,7 +97,7 @@ def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
 
     async def fill() -> None:
         streams = [engine.submit([EngineRequest(tuple(PROMPT), greedy(100))])]
-        while engine.stats().running_rows == 0:
+        while engine.stats().running_sequences == 0:
             await asyncio.sleep(0.01)
         streams += [engine.submit([EngineRequest(tuple(PROMPT), greedy(100))]) for _ in range(2)]
         while engine.stats().waiting_tokens < 6:

@@ -1,4 +1,4 @@
-"""The order in which waiting jobs are tried: priorities, fair shares, and nobody overtaken for ever. Torch-free."""
+"""The order in which waiting requests are tried: priorities, fair shares, and nobody overtaken for ever. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def codec() -> TextCodec:
     return TextCodec(byte_tokenizer())
 
 
-def job(codec: TextCodec, prompt: int, answer: int, *, client: str = "", priority: int = 100) -> RequestState:
+def request(codec: TextCodec, prompt: int, sequence: int, *, client: str = "", priority: int = 100) -> RequestState:
     loop = asyncio.new_event_loop()
     loop.close()
-    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=answer), client=client, priority=priority)
+    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=sequence), client=client, priority=priority)
     return RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), 10_000)
 
 
 def drain(waiting: FairQueue) -> list[RequestState]:
     order = []
-    while (admitted := waiting.admit(lambda job: True)) is not None:
+    while (admitted := waiting.admit(lambda request: True)) is not None:
         order.append(admitted[0])
     return order
 
@@ -38,23 +38,23 @@ def drain(waiting: FairQueue) -> list[RequestState]:
 def test_a_deadline_that_no_thread_can_wait_for_is_waited_for_in_parts(codec: TextCodec) -> None:
     for seconds in (1e300, float("inf")):
         deadlines = Deadlines()
-        deadlines.add(job(codec, 1, 1), seconds, while_waiting=False)
+        deadlines.add(request(codec, 1, 1), seconds, while_waiting=False)
         left = deadlines.seconds_left(0.0)
         assert left is not None and left <= 3600
         assert not list(deadlines.due(1e9))
 
 
 def test_equal_jobs_are_first_come_first_served(codec: TextCodec) -> None:
-    waiting, jobs = FairQueue(), [job(codec, 10, 10) for _ in range(5)]
-    for each in jobs:
+    waiting, requests = FairQueue(), [request(codec, 10, 10) for _ in range(5)]
+    for each in requests:
         waiting.add(each)
-    assert drain(waiting) == jobs
+    assert drain(waiting) == requests
 
 
 def test_a_short_job_passes_long_ones_that_came_before(codec: TextCodec) -> None:
     waiting = FairQueue()
-    long = [job(codec, 1000, 4000, client="a") for _ in range(10)]
-    short = job(codec, 10, 10, client="b")
+    long = [request(codec, 1000, 4000, client="a") for _ in range(10)]
+    short = request(codec, 10, 10, client="b")
     for each in (*long, short):
         waiting.add(each)
     assert drain(waiting)[0] is short
@@ -62,21 +62,21 @@ def test_a_short_job_passes_long_ones_that_came_before(codec: TextCodec) -> None
 
 def test_a_clients_flood_does_not_delay_another_client(codec: TextCodec) -> None:
     waiting = FairQueue()
-    flood = [job(codec, 50, 50, client="flood") for _ in range(100)]
+    flood = [request(codec, 50, 50, client="flood") for _ in range(100)]
     for each in flood:
         waiting.add(each)
-    other = job(codec, 100, 100, client="other")
+    other = request(codec, 100, 100, client="other")
     waiting.add(other)
     assert drain(waiting).index(other) <= 2
 
 
 def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(codec: TextCodec) -> None:
-    waiting, long = FairQueue(), job(codec, 1000, 1000)
+    waiting, long = FairQueue(), request(codec, 1000, 1000)
     waiting.add(long)
     order: list[RequestState] = []
     while long not in order and len(order) < 1000:
-        waiting.add(job(codec, 10, 10))
-        admitted = waiting.admit(lambda job: True)
+        waiting.add(request(codec, 10, 10))
+        admitted = waiting.admit(lambda request: True)
         assert admitted is not None
         order.append(admitted[0])
     assert 10 < order.index(long) < 300
@@ -84,40 +84,40 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(codec: TextCodec) -
 
 def test_priority_comes_before_everything_else(codec: TextCodec) -> None:
     waiting = FairQueue()
-    urgent = job(codec, 1000, 1000, priority=1)
-    ordinary = [job(codec, 1, 1) for _ in range(3)]
+    urgent = request(codec, 1000, 1000, priority=1)
+    ordinary = [request(codec, 1, 1) for _ in range(3)]
     for each in (*ordinary, urgent):
         waiting.add(each)
     assert drain(waiting) == [urgent, *ordinary]
 
 
 def test_a_job_that_does_not_fit_is_overtaken_only_so_often(codec: TextCodec) -> None:
-    waiting, big = FairQueue(), job(codec, 5, 5)
+    waiting, big = FairQueue(), request(codec, 5, 5)
     waiting.add(big)
     overtaken = 0
     for _ in range(100):
-        waiting.add(job(codec, 100, 100))
-        if waiting.admit(lambda job: job is not big or None) is None:
+        waiting.add(request(codec, 100, 100))
+        if waiting.admit(lambda request: request is not big or None) is None:
             break
         overtaken += 1
     assert 0 < overtaken < 50
-    assert waiting.admit(lambda job: True) == (big, True)
+    assert waiting.admit(lambda request: True) == (big, True)
 
 
 def test_counts_are_zero_when_all_have_left(codec: TextCodec) -> None:
-    waiting, jobs = FairQueue(), [job(codec, 3, 3) for _ in range(4)]
-    for each in jobs:
+    waiting, requests = FairQueue(), [request(codec, 3, 3) for _ in range(4)]
+    for each in requests:
         waiting.add(each)
     assert (len(waiting), waiting.tokens) == (4, 12)
-    jobs[0].prompt.extend([1, 2])  # an open prompt grew while it waited
-    waiting.remove(jobs[0])
+    requests[0].prompt.extend([1, 2])  # an open prompt grew while it waited
+    waiting.remove(requests[0])
     drain(waiting)
     assert (len(waiting), waiting.tokens) == (0, 0)
 
 
 def test_deadlines_come_due_once_and_only_for_those_they_concern(codec: TextCodec) -> None:
     deadlines = Deadlines()
-    waits, runs, ended = (job(codec, 3, 3) for _ in range(3))
+    waits, runs, ended = (request(codec, 3, 3) for _ in range(3))
     start = waits.submitted_at
     for each in (waits, runs, ended):
         each.submitted_at = start
@@ -146,7 +146,7 @@ def test_the_time_to_come_back_follows_the_pace() -> None:
 def test_deadlines_do_not_hold_on_to_ended_jobs(codec: TextCodec) -> None:
     deadlines = Deadlines()
     for _ in range(1000):
-        ended = job(codec, 3, 3)
+        ended = request(codec, 3, 3)
         deadlines.add(ended, 3600.0, while_waiting=False)
         ended.finish(FinishReason.STOP)
     assert len(deadlines._heap) <= 65

@@ -61,11 +61,11 @@ def known_model(name: str) -> PreTrainedModel:
     return tiny_model(family, **changes)
 
 
-def prefilled(forward: Forward, model: PreTrainedModel, ids: list[int], piece: int) -> tuple[torch.Tensor, RowCache]:
+def prefilled(forward: Forward, model: PreTrainedModel, ids: list[int], chunk: int) -> tuple[torch.Tensor, RowCache]:
     cache = RowCache(CacheLayout(model.config), capacity=len(ids))
     cache.begin_row()
-    for first in range(0, len(ids), piece):
-        logits = forward([ids[first : first + piece]], cache)
+    for first in range(0, len(ids), chunk):
+        logits = forward([ids[first : first + chunk]], cache)
     return logits[0].float().clone(), cache
 
 
@@ -92,7 +92,7 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
             ids = prompt_of(length, length)
             expected = exact(torch.tensor([ids])).logits[0, -1]
             for who, forward in forwards.items():
-                logits, cache = prefilled(forward, model, ids, piece=length)
+                logits, cache = prefilled(forward, model, ids, chunk=length)
                 errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
                 logits = forward([[7]], cache)[0].float()
                 after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
@@ -116,7 +116,7 @@ def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("piece", [1, 7, 100, 600])
 def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(
-    family: str, piece: int, folder: Path
+    family: str, chunk: int, folder: Path
 ) -> None:
     """600 tokens: past the 512 of one call, the 256 keys of a block and, for mistral, past a window of 45."""
     changes = {"sliding_window": 45} if family == "mistral" else {}
@@ -124,7 +124,7 @@ def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(
     ids = prompt_of(600, 1)
     with torch.inference_mode():
         expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        logits, _ = prefilled(NativeForward(model, 2, folder), model, ids, piece)
+        logits, _ = prefilled(NativeForward(model, 2, folder), model, ids, chunk)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

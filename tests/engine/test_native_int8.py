@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> Non
             expected = exact(torch.tensor([ids])).logits[0, -1]
             after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
             for who, forward in forwards.items():
-                logits, cache = prefilled(forward, model, ids, piece=length)
+                logits, cache = prefilled(forward, model, ids, chunk=length)
                 errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
                 logits = forward([[7]], cache)[0].float()
                 errors[who] += ((logits - after).pow(2).mean() / after.var()).item()

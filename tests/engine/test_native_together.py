@@ -97,10 +97,10 @@ def test_short_and_long_rows_take_steps_together_or_if_that_fails_alone(
     forward = _Spied(model, 2, folder)
     forward.fails = fails
     with running(model, forward=forward, prefill_tokens=512, context=2048) as engine:
-        jobs = [EngineRequest(prompt, greedy(12), first_index=index) for index, prompt in enumerate(prompts)]
-        answers = run(collect(engine, jobs))
+        requests = [EngineRequest(prompt, greedy(12), first_index=index) for index, prompt in enumerate(prompts)]
+        sequences = run(collect(engine, requests))
     for index, prompt in enumerate(prompts):
-        assert list(answers[index].token_ids) == reference(model, prompt, 12)
+        assert list(sequences[index].token_ids) == reference(model, prompt, 12)
     assert max(forward.batches) >= 2
     assert ("tried alone" in caplog.text) == fails
 

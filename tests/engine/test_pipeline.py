@@ -129,7 +129,7 @@ def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
 
     async def scenario(engine: EngineCore) -> list[int]:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(150))]) for i in range(6)]
-        await until(lambda: engine.stats().running_rows == 6, "six rows")
+        await until(lambda: engine.stats().running_sequences == 6, "six rows")
         assert isinstance(engine._backend, PipelinedBatcher)
         sizes = [len(group.rows) for group in engine._backend._scheduler.groups]
         for stream in streams:
@@ -157,7 +157,7 @@ def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
     expected = [reference(model, prompt, count) for prompt, count in stays]
 
     async def scenario(engine: EngineCore) -> None:
-        answers = asyncio.create_task(together(engine, stays))
+        sequences = asyncio.create_task(together(engine, stays))
         for round_ in range(8):
             leaving = [engine.submit([EngineRequest(prompt_of(9, 10 + round_ + i), greedy(200))]) for i in range(2)]
             if round_ % 2:  # else while they are prefilled
@@ -165,7 +165,7 @@ def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
             for stream in leaving:
                 stream.close()
             await asyncio.sleep(0.002)
-        assert await answers == expected
+        assert await sequences == expected
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences >= 8  # those closed before they were taken in count as never come
 
@@ -218,7 +218,7 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
         await until(lambda: engine.stats().decode_steps > steps + 1, "two steps, between which the seal is taken in")
         gate.set()
         if rows == 1:
-            await until(lambda: engine.stats().waiting_jobs == 1, "the prompt in the queue")
+            await until(lambda: engine.stats().waiting_requests == 1, "the prompt in the queue")
             other.close()
         assert [token async for event in stream for token in event.token_ids] == expected
         other.close()
@@ -259,11 +259,11 @@ def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
         return RuntimeError("no such row") if any(row == [marked] for row in ids) else None
 
     async def scenario(engine: EngineCore) -> None:
-        answers = asyncio.create_task(together(engine, good))
+        sequences = asyncio.create_task(together(engine, good))
         forced = greedy(5, logit_bias={marked: 100.0})
         events = await collect(engine, [EngineRequest(prompt_of(7, 9), forced)])
         assert events[0].finish_reason is FinishReason.ERROR and "no such row" in str(events[0].error)
-        assert await answers == expected
+        assert await sequences == expected
         await until(lambda: idle(engine), "an idle engine")
 
     with watched(model) as watch, pipelined(model) as (engine, _):
@@ -360,7 +360,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
 
     async def scenario(engine: EngineCore) -> None:
         streams = [engine.submit([EngineRequest(prompt_of(6, i), greedy(200))]) for i in range(4)]
-        await until(lambda: engine.stats().running_rows == 4, "four rows")
+        await until(lambda: engine.stats().running_sequences == 4, "four rows")
         await asyncio.get_running_loop().run_in_executor(None, engine.shutdown)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
         assert {(await last_of(stream)).finish_reason for stream in streams} == {FinishReason.ABORT}

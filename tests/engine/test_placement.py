@@ -181,8 +181,8 @@ def test_a_map_over_two_devices_is_pipelined_unless_the_settings_say_otherwise(
 
     async def scenario(engine: BuiltEngine) -> list[list[int]]:
         assert isinstance(engine.engine, EngineCore)
-        answers = [asyncio.create_task(tokens_of(engine.engine, prompt, greedy(count))) for prompt, count in requests]
-        return [await answer for answer in answers]
+        sequences = [asyncio.create_task(tokens_of(engine.engine, prompt, greedy(count))) for prompt, count in requests]
+        return [await sequence for sequence in sequences]
 
     engine = built(folder, ProcessResources(), trust_remote_code=True, pipeline=pipeline)
     try:

@@ -55,12 +55,12 @@ def test_a_shared_beginning_is_prefilled_once_and_the_tokens_are_the_same() -> N
 def test_the_next_turn_of_a_conversation_begins_with_the_last_ones_answer() -> None:
     model, prompt = tiny_model(), SYSTEM[:30]
     with keeping() as engine:
-        answer = run(tokens_of(engine, prompt, greedy(20)))
-        turn = [*prompt, *answer, 9, 9, 9]
+        sequence = run(tokens_of(engine, prompt, greedy(20)))
+        turn = [*prompt, *sequence, 9, 9, 9]
         before = engine.stats().prefix_hit_tokens
         assert run(tokens_of(engine, turn, greedy(5))) == reference(model, turn, 5)
         # all but the answer's last token, which was never fed to the model
-        assert engine.stats().prefix_hit_tokens - before == len(prompt) + len(answer) - 1
+        assert engine.stats().prefix_hit_tokens - before == len(prompt) + len(sequence) - 1
 
 
 def test_the_same_prompt_again_leaves_one_id_for_the_logits() -> None:
@@ -79,11 +79,11 @@ def test_prompts_whose_beginning_is_known_take_little_of_a_steps_share() -> None
     with running(model, prefill_tokens=128, prefix_bytes=2**22) as engine:
         run(tokens_of(engine, beginning, greedy(2)))
         before = engine.stats().decode_steps
-        jobs = [EngineRequest(prompt, greedy(2), first_index=number) for number, prompt in enumerate(prompts)]
-        answers = run(collect(engine, jobs))
+        requests = [EngineRequest(prompt, greedy(2), first_index=number) for number, prompt in enumerate(prompts)]
+        sequences = run(collect(engine, requests))
         assert engine.stats().decode_steps - before == 3
     for number, prompt in enumerate(prompts):
-        assert list(answers[number].token_ids) == reference(model, prompt, 2)
+        assert list(sequences[number].token_ids) == reference(model, prompt, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "lfm2", "gpt2", "bloom"])

@@ -115,7 +115,7 @@ def test_two_busy_engines_step_in_turn() -> None:
 
 def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None:
     shares = ProcessResources()
-    one, other = built(tiny_model, shares), built(tiny_model, shares, kv_cache_memory="2MiB", max_batch_rows=3)
+    one, other = built(tiny_model, shares), built(tiny_model, shares, kv_cache_memory="2MiB", max_num_seqs=3)
     try:
         assert one.info.max_context == 1024 and other.info.max_rows == 3
         assert other.engine.stats().kv_cache_budget == 2 * 2**20 * 7 // 8  # an eighth is for kept prompts

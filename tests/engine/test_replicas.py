@@ -55,7 +55,7 @@ def members(built: BuiltEngine) -> Sequence[EngineCore]:
     return [part.engine for part in built.lease.value.parts]  # type: ignore[misc]
 
 
-async def answer(engine: Engine, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+async def sequence(engine: Engine, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     event = (await collect(engine, [EngineRequest(prompt, greedy(count))]))[0]  # type: ignore[arg-type]
     assert event.error is None, event.error
     return event.token_ids
@@ -76,7 +76,7 @@ def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltE
     one = build(tiny_model)
 
     async def scenario(engine: Engine) -> list[tuple[int, ...]]:
-        return list(await asyncio.gather(*(answer(engine, *request) for request in REQUESTS)))
+        return list(await asyncio.gather(*(sequence(engine, *request) for request in REQUESTS)))
 
     expected = run(scenario(one.engine))
     end(one)
@@ -127,13 +127,13 @@ def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -
 
 
 def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path) -> None:
-    built = build(tiny_model, replicas=2, max_queue=1, max_batch_rows=1)
+    built = build(tiny_model, replicas=2, max_queue=1, max_num_seqs=1)
 
     async def scenario() -> None:
         streams = []
         for number in range(2):
             streams.append(built.engine.submit([EngineRequest(prompt_of(5, number), greedy(900))]))
-            await until(lambda: built.engine.stats().running_rows == len(streams), "a row")
+            await until(lambda: built.engine.stats().running_sequences == len(streams), "a row")
         streams += [built.engine.submit([EngineRequest(prompt_of(5, 9), greedy(9))]) for _ in range(2)]
         with pytest.raises(QueueFull):
             built.engine.submit([EngineRequest(prompt_of(5, 9), greedy(9))])
@@ -152,14 +152,14 @@ def test_ones_death_ends_its_own_streams_and_leaves_the_others_serving(
             asyncio.create_task(collect(three.engine, [EngineRequest(prompt_of(5, number), greedy(600))]))  # type: ignore[arg-type]
             for number in range(3)
         ]
-        await until(lambda: three.engine.stats().running_rows == 3, "three rows")
+        await until(lambda: three.engine.stats().running_sequences == 3, "three rows")
         await kill(members(three)[0])
         ends = [(await reader)[0] for reader in readers]
         assert [event.finish_reason for event in ends] == [FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH]
         assert isinstance(ends[0].error, GenerationFailed)
         assert three.engine.alive and deaths == []
         for _ in range(4):
-            await answer(three.engine, prompt_of(4), 3)
+            await sequence(three.engine, prompt_of(4), 3)
 
     run(scenario())
 

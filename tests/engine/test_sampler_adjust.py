@@ -22,12 +22,12 @@ _PROMPT = [5, 6, 7, 5, 250, 299]
 
 
 def _adjuster(
-    answer: list[int] | None = None, bad_words: Any = (), end_ids: tuple[int, ...] = (2, 9), **params: Any
+    sequence: list[int] | None = None, bad_words: Any = (), end_ids: tuple[int, ...] = (2, 9), **params: Any
 ) -> LogitAdjuster:
     adjuster = LogitAdjuster(
         SamplingParameters(**params), prompt_ids=_PROMPT, vocab_size=_VOCAB, end_ids=end_ids, bad_words_ids=bad_words
     )
-    for token_id in answer or []:
+    for token_id in sequence or []:
         adjuster.accept(token_id)
     return adjuster
 
@@ -50,15 +50,15 @@ def test_nothing_asked_is_nothing_done() -> None:
 @pytest.mark.parametrize("length", [0, 1, 700])
 def test_repetition_penalty_is_transformers(penalty: float, length: int) -> None:
     rng = random.Random(length)
-    answer = [rng.randrange(_VOCAB) for _ in range(length)]
-    ours = _adjusted(_adjuster(answer, repetition_penalty=penalty), _logits())
-    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([_PROMPT + answer]), _logits()[None])[0]
+    sequence = [rng.randrange(_VOCAB) for _ in range(length)]
+    ours = _adjusted(_adjuster(sequence, repetition_penalty=penalty), _logits())
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([_PROMPT + sequence]), _logits()[None])[0]
     torch.testing.assert_close(ours, theirs)
 
 
 def test_presence_and_frequency_penalties_count_the_answer_only() -> None:
-    answer = [5, 5, 8]
-    ours = _adjusted(_adjuster(answer, presence_penalty=0.5, frequency_penalty=0.25), _logits())
+    sequence = [5, 5, 8]
+    ours = _adjusted(_adjuster(sequence, presence_penalty=0.5, frequency_penalty=0.25), _logits())
     expected = _logits()
     expected[5] -= 0.5 + 2 * 0.25
     expected[8] -= 0.5 + 0.25
@@ -88,13 +88,13 @@ def test_bad_words_are_transformers() -> None:
     rng = random.Random(2)
     words = [[3], [4, 5], [5, 4], [4, 4, 4], [5, 6, 7, 3], [9], [9, 3], [299, 4]]
     theirs = NoBadWordsLogitsProcessor(words, [2, 9])
-    answer: list[int] = []
+    sequence: list[int] = []
     adjuster = _adjuster(bad_words=words)
     for _ in range(200):
-        expected = theirs(torch.tensor([_PROMPT + answer]), _logits()[None])[0]
+        expected = theirs(torch.tensor([_PROMPT + sequence]), _logits()[None])[0]
         assert torch.equal(_adjusted(adjuster, _logits()), expected)
-        answer.append(rng.choice([4, 5, 6, 7, 9]))
-        adjuster.accept(answer[-1])
+        sequence.append(rng.choice([4, 5, 6, 7, 9]))
+        adjuster.accept(sequence[-1])
 
 
 def test_ids_outside_the_vocabulary_are_ignored() -> None:

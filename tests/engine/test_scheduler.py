@@ -43,8 +43,8 @@ LOOP = asyncio.new_event_loop()
 LOOP.close()
 
 
-def job_of(prompt: int, answer: int, n: int = 1, is_open: bool = False, context: int = CONTEXT) -> RequestState:
-    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=answer, n=n), open=is_open)
+def job_of(prompt: int, sequence: int, n: int = 1, is_open: bool = False, context: int = CONTEXT) -> RequestState:
+    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=sequence, n=n), open=is_open)
     return RequestState.of(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
 
 
@@ -66,13 +66,13 @@ class Engine:
 
     def step(self) -> int:
         spent = total = forwards = 0
-        while pieces := self.pieces(spent):
+        while chunks := self.chunks(spent):
             self.check()
-            for piece in pieces:
-                total += piece.count
+            for chunk in chunks:
+                total += chunk.count
                 forwards += 1
-                spent += self.limits.prefill_charge(piece.count)
-                self.prefill(piece)
+                spent += self.limits.prefill_charge(chunk.count)
+                self.prefill(chunk)
         chunk, floor = self.limits.prefill_tokens, self.limits.prefill_floor
         assert forwards <= (1 if chunk is None else math.ceil(chunk / floor))
         assert chunk is None or total <= chunk
@@ -81,40 +81,40 @@ class Engine:
         self.retire()
         return total
 
-    def pieces(self, spent: int) -> list[PrefillChunk]:
-        pieces = self.scheduler.pieces(spent=spent)
-        for job in self.scheduler.open_prompts.take_given_up():
-            del self.prefills[job]
-        for piece in pieces:
-            assert piece.job.sealed or piece.job not in self.scheduler.prefilling
-            self.prefills[piece.job] = self.scheduler.open_prompts.columns(piece.job)
-        return pieces
+    def chunks(self, spent: int) -> list[PrefillChunk]:
+        chunks = self.scheduler.chunks(spent=spent)
+        for request in self.scheduler.open_prompts.take_given_up():
+            del self.prefills[request]
+        for chunk in chunks:
+            assert chunk.request.sealed or chunk.request not in self.scheduler.prefilling
+            self.prefills[chunk.request] = self.scheduler.open_prompts.columns(chunk.request)
+        return chunks
 
-    def prefill(self, piece: PrefillChunk) -> None:
-        job = piece.job
-        assert 0 < piece.count <= self.prefills[job] - job.prefilled
-        if job.prefilled == 0:
-            self.started.append(job)
-        job.prefilled += piece.count
-        if job.sealed and job.ready_ids == 0:
-            group = self.scheduler.place(job)
-            del self.prefills[job]
+    def prefill(self, chunk: PrefillChunk) -> None:
+        request = chunk.request
+        assert 0 < chunk.count <= self.prefills[request] - request.prefilled
+        if request.prefilled == 0:
+            self.started.append(request)
+        request.prefilled += chunk.count
+        if request.sealed and request.ready_ids == 0:
+            group = self.scheduler.place(request)
+            del self.prefills[request]
             self.allocated[group] = (group.row_capacity, group.column_capacity)
-            for answer in job.sequences:
-                self.token(answer)
-            self.leave(group, {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None})
+            for sequence in request.sequences:
+                self.token(sequence)
+            self.leave(group, {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None})
             self.check()
 
     def decode(self, group: DecodeBatch) -> None:
-        for answer in group.rows:
-            self.token(answer)
-        self.leave(group, {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None})
+        for sequence in group.rows:
+            self.token(sequence)
+        self.leave(group, {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None})
         self.check()
 
-    def token(self, answer: Any) -> None:
-        answer.tokens.append(1)
-        if len(answer.tokens) >= answer.job.max_tokens:
-            answer.finish_reason = FinishReason.LENGTH
+    def token(self, sequence: Any) -> None:
+        sequence.tokens.append(1)
+        if len(sequence.tokens) >= sequence.request.max_tokens:
+            sequence.finish_reason = FinishReason.LENGTH
 
     def leave(self, group: DecodeBatch, leaving: set[int]) -> None:
         if leaving:
@@ -122,11 +122,11 @@ class Engine:
             if self.scheduler.keep(group, order):
                 self.allocated[group] = (group.row_capacity, group.column_capacity)
 
-    def evict(self, job: RequestState) -> None:
-        self.scheduler.drop(job)
-        self.prefills.pop(job, None)
+    def evict(self, request: RequestState) -> None:
+        self.scheduler.drop(request)
+        self.prefills.pop(request, None)
         for group in self.scheduler.groups:
-            self.leave(group, {row for row, answer in enumerate(group.rows) if answer.job is job})
+            self.leave(group, {row for row, sequence in enumerate(group.rows) if sequence.request is request})
         self.retire()
 
     def retire(self) -> None:
@@ -137,7 +137,7 @@ class Engine:
     def check(self) -> None:
         scheduler, limits = self.scheduler, self.limits
         assert scheduler.reserved_bytes <= limits.cache_bytes
-        assert scheduler.running_rows + sum(job.rows for job in scheduler.prefilling) <= limits.max_rows
+        assert scheduler.running_sequences + sum(request.rows for request in scheduler.prefilling) <= limits.max_rows
         in_use = sum(cost(*size) for size in self.allocated.values())
         prefills = sum(cost(1, columns) for columns in self.prefills.values())
         assert in_use + prefills <= scheduler.reserved_bytes  # what is allocated has been reserved
@@ -146,17 +146,17 @@ class Engine:
                 rows, columns = self.allocated[group]
                 assert len(group.rows) <= rows
                 # Nobody outgrows the slab, and there is some slack, or it would be moved at every step.
-                assert max(answer.final_length for answer in group.rows) * 1.06 <= columns
+                assert max(sequence.final_length for sequence in group.rows) * 1.06 <= columns
 
     @property
     def idle(self) -> bool:
         scheduler = self.scheduler
-        return not (scheduler.waiting or scheduler.open_prompts.jobs or scheduler.groups or scheduler.prefilling)
+        return not (scheduler.waiting or scheduler.open_prompts.requests or scheduler.groups or scheduler.prefilling)
 
 
 JOBS = st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 120), st.integers(1, 3))
 EVENTS = st.one_of(
-    st.tuples(st.just("job"), JOBS),
+    st.tuples(st.just("request"), JOBS),
     st.tuples(st.just("open"), JOBS),
     st.tuples(st.just("grow"), st.integers(0, 60)),
     st.tuples(st.just("seal"), st.booleans()),
@@ -181,39 +181,39 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(
     limits: SchedulerLimits, events: list[Any]
 ) -> None:
     engine = Engine(limits)
-    jobs: list[RequestState] = []
+    requests: list[RequestState] = []
     open_jobs: list[RequestState] = []
 
-    def fits(job: RequestState, prompt: int) -> bool:
+    def fits(request: RequestState, prompt: int) -> bool:
         """As the worker asks, each time that a prompt has grown."""
-        final = min(CONTEXT, prompt + (job.params.max_tokens or CONTEXT))
-        return prompt < CONTEXT and engine.scheduler.fits_alone(job.rows, final, prompt)
+        final = min(CONTEXT, prompt + (request.params.max_tokens or CONTEXT))
+        return prompt < CONTEXT and engine.scheduler.fits_alone(request.rows, final, prompt)
 
-    def submit(prompt: int, answer: int, n: int, is_open: bool) -> None:
-        job = job_of(0 if is_open else prompt, answer, n, is_open)
-        if fits(job, len(job.prompt)):
-            engine.scheduler.add(job)
-            jobs.append(job)
+    def submit(prompt: int, sequence: int, n: int, is_open: bool) -> None:
+        request = job_of(0 if is_open else prompt, sequence, n, is_open)
+        if fits(request, len(request.prompt)):
+            engine.scheduler.add(request)
+            requests.append(request)
             if is_open:
-                open_jobs.append(job)
+                open_jobs.append(request)
 
-    def seal(job: RequestState, whole: tuple[int, ...]) -> None:
-        if fits(job, len(whole)):
-            job.grow(whole, whole=True)
+    def seal(request: RequestState, whole: tuple[int, ...]) -> None:
+        if fits(request, len(whole)):
+            request.grow(whole, whole=True)
         else:
-            jobs.remove(job)
-            engine.evict(job)
+            requests.remove(request)
+            engine.evict(request)
 
     for name, value in events:
-        if name in ("job", "open"):
+        if name in ("request", "open"):
             submit(*value, name == "open")
         elif name == "grow" and open_jobs and fits(open_jobs[-1], len(open_jobs[-1].prompt) + value):
             open_jobs[-1].grow((1,) * value, whole=False)
         elif name == "seal" and open_jobs:
-            job = open_jobs.pop()
-            seal(job, (2,) * max(1, len(job.prompt)) if value else (*job.prompt, 1))
-        elif name == "evict" and jobs:
-            gone = jobs.pop(value % len(jobs))
+            request = open_jobs.pop()
+            seal(request, (2,) * max(1, len(request.prompt)) if value else (*request.prompt, 1))
+        elif name == "evict" and requests:
+            gone = requests.pop(value % len(requests))
             if gone in open_jobs:
                 open_jobs.remove(gone)
             engine.evict(gone)
@@ -221,34 +221,34 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(
             for _ in range(value):
                 engine.step()
         engine.check()
-    for job in open_jobs:
-        seal(job, (*job.prompt, 1))
+    for request in open_jobs:
+        seal(request, (*request.prompt, 1))
     for _ in range(60 * (CONTEXT + 120) * 3):
         if engine.idle:
             break
         engine.step()
     assert engine.idle and engine.scheduler.reserved_bytes == 0
-    for job in jobs:
-        assert all(len(answer.tokens) == job.max_tokens for answer in job.sequences)
+    for request in requests:
+        assert all(len(sequence.tokens) == request.max_tokens for sequence in request.sequences)
 
 
 @settings(max_examples=40, deadline=None)
-@given(limits=LIMITS, count=st.integers(2, 30), prompt=st.integers(1, 100), answer=st.integers(1, 40))
+@given(limits=LIMITS, count=st.integers(2, 30), prompt=st.integers(1, 100), sequence=st.integers(1, 40))
 def test_equal_jobs_start_in_the_order_of_arrival(
-    limits: SchedulerLimits, count: int, prompt: int, answer: int
+    limits: SchedulerLimits, count: int, prompt: int, sequence: int
 ) -> None:
     engine = Engine(limits)
-    jobs = [job_of(prompt, answer) for _ in range(count)]
-    for job in jobs:
-        engine.scheduler.add(job)
+    requests = [job_of(prompt, sequence) for _ in range(count)]
+    for request in requests:
+        engine.scheduler.add(request)
         engine.step()
     while not engine.idle:
         engine.step()
-    assert engine.started == jobs
+    assert engine.started == requests
 
 
 def test_a_job_that_waits_for_room_is_not_overtaken_for_ever() -> None:
-    """A stream of small jobs would always fit; the large one gets its turn."""
+    """A stream of small requests would always fit; the large one gets its turn."""
     engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=64, cache_bytes=40_000, cost=cost))
     for _ in range(3):
         engine.scheduler.add(job_of(4, 30))
@@ -271,8 +271,8 @@ def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
     (group,) = engine.scheduler.groups
     engine.scheduler.add(job_of(100, 5))
     decoded = len(group.rows[0].tokens)
-    pieces = [engine.step() for _ in range(7)]
-    assert pieces == [16] * 6 + [4]
+    chunks = [engine.step() for _ in range(7)]
+    assert chunks == [16] * 6 + [4]
     assert len(group.rows[0].tokens) == decoded + 7
 
 
@@ -295,11 +295,14 @@ def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
 
 def test_long_and_short_rows_go_to_different_batches() -> None:
     scheduler = Scheduler(SchedulerLimits(8, 10**6, 10**6, cost))
-    jobs = [job_of(length, 2, context=10_000) for length in (5, 1500, 300, 1200, 9)]
-    for job in jobs:
-        scheduler.add(job)
-    scheduler.pieces()
-    assert [[len(job.prompt) for job in group.expected] for group in scheduler.groups] == [[5, 9, 300], [1500, 1200]]
+    requests = [job_of(length, 2, context=10_000) for length in (5, 1500, 300, 1200, 9)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.chunks()
+    assert [[len(request.prompt) for request in group.expected] for group in scheduler.groups] == [
+        [5, 9, 300],
+        [1500, 1200],
+    ]
 
 
 def test_batches_are_bounded_in_number_and_in_how_unlike_their_rows_are() -> None:
@@ -307,8 +310,8 @@ def test_batches_are_bounded_in_number_and_in_how_unlike_their_rows_are() -> Non
         scheduler = Scheduler(SchedulerLimits(8, 10**6, 10**7, cost, **shape))
         for length in (5, 400, 700, 1500, 3000, 9000):
             scheduler.add(job_of(length, 2, context=10_000))
-        scheduler.pieces()
-        return [[len(job.prompt) for job in group.expected] for group in scheduler.groups]
+        scheduler.chunks()
+        return [[len(request.prompt) for request in group.expected] for group in scheduler.groups]
 
     assert batches() == [[5, 400, 700], [1500, 3000], [9000]]
     assert batches(spread=2) == [[5, 400], [700], [1500, 3000], [9000]]
@@ -329,7 +332,7 @@ def test_where_batches_are_free_nobody_is_moved_for_newcomers(waits: bool) -> No
         engine.step()
         for group, size in engine.allocated.items():
             sizes.setdefault(group, set()).add(size)
-    assert engine.scheduler.running_rows == 32
+    assert engine.scheduler.running_sequences == 32
     assert all(len(found) == 1 for found in sizes.values())
     assert len(sizes) <= (2 if waits else 7)
     assert sum(rows for ((rows, _),) in sizes.values()) <= 48
@@ -339,35 +342,35 @@ def test_room_for_those_who_wait_leaves_half_of_the_memory() -> None:
     scheduler = Scheduler(SchedulerLimits(32, 16, 20_000, cost, spread=2, batches=8, joint=True))
     for _ in range(32):
         scheduler.add(job_of(30, 30))
-    scheduler.pieces()
+    scheduler.chunks()
     (group,) = scheduler.groups
     assert group.row_capacity == 0  # 32 rows would take all of it
     scheduler = Scheduler(SchedulerLimits(32, 16, 10**6, cost, spread=2, batches=8, joint=True))
     for _ in range(32):
         scheduler.add(job_of(30, 30))
-    scheduler.pieces()
+    scheduler.chunks()
     (group,) = scheduler.groups
     assert group.row_capacity == 32
 
 
 def test_an_open_prompt_is_billed_for_what_has_come_and_takes_no_row() -> None:
     engine = Engine(SchedulerLimits(1, 10**6, 10**5, cost))
-    job = job_of(0, 5, is_open=True)
-    engine.scheduler.add(job)
+    request = job_of(0, 5, is_open=True)
+    engine.scheduler.add(request)
     engine.step()
     assert engine.scheduler.reserved_bytes == 0
     for _ in range(3):
-        job.grow((1,) * 30, whole=False)
-        assert engine.step() == (29 if job.prefilled == 29 else 30)
-        columns = row_step(len(job.prompt))
-        assert columns <= 1.25 * len(job.prompt) and engine.scheduler.reserved_bytes == cost(1, columns)
+        request.grow((1,) * 30, whole=False)
+        assert engine.step() == (29 if request.prefilled == 29 else 30)
+        columns = row_step(len(request.prompt))
+        assert columns <= 1.25 * len(request.prompt) and engine.scheduler.reserved_bytes == cost(1, columns)
     engine.scheduler.add(job_of(10, 2))
     assert engine.step() == 10  # the only row is free
-    job.grow(tuple(job.prompt), whole=True)
+    request.grow(tuple(request.prompt), whole=True)
     engine.scheduler.add(job_of(300, 2))
     while not engine.idle:
         engine.step()
-    assert engine.started[0] is job and engine.started.count(job) == 1
+    assert engine.started[0] is request and engine.started.count(request) == 1
 
 
 @pytest.mark.parametrize("paused", [1, 7])
@@ -376,9 +379,9 @@ def test_paused_prompts_keep_nobody_out(paused: int) -> None:
     cache_bytes = cost(1, column_step(CONTEXT)) + cost(1, CONTEXT)
     engine = Engine(SchedulerLimits(4, 10**6, cache_bytes, cost))
     prompts = [job_of(0, 5, is_open=True) for _ in range(paused)]
-    for job in prompts:
-        engine.scheduler.add(job)
-        job.grow((1,) * (CONTEXT - 50), whole=False)
+    for request in prompts:
+        engine.scheduler.add(request)
+        request.grow((1,) * (CONTEXT - 50), whole=False)
         engine.step()
     assert engine.scheduler.reserved_bytes > cache_bytes / 3
     for _ in range(6):
@@ -389,17 +392,17 @@ def test_paused_prompts_keep_nobody_out(paused: int) -> None:
     prompts[0].grow((1,) * 20, whole=False)
     engine.step()
     assert prompts[0].prefilled == 0  # what was given up is not prefilled again before the end is known
-    for job in prompts:
-        job.grow((1,) * (CONTEXT - 20), whole=True)
+    for request in prompts:
+        request.grow((1,) * (CONTEXT - 20), whole=True)
     while not engine.idle:
         engine.step()
-    assert all(len(answer.tokens) == 5 for job in prompts for answer in job.sequences)
+    assert all(len(sequence.tokens) == 5 for request in prompts for sequence in request.sequences)
 
 
 def test_a_batch_shrinks_when_it_is_much_too_large() -> None:
     engine = Engine(SchedulerLimits(8, 10**6, 10**6, cost))
-    for answer in (3, 3, 3, 3, 3, 100):
-        engine.scheduler.add(job_of(5, answer))
+    for sequence in (3, 3, 3, 3, 3, 100):
+        engine.scheduler.add(job_of(5, sequence))
     engine.step()
     (group,) = engine.scheduler.groups
     assert (len(group.rows), group.row_capacity) == (6, 6)

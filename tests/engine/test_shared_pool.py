@@ -88,7 +88,7 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
         return weights_key(settings(folder, **extra), threads)
 
     plain = key()
-    assert plain == key(max_batch_rows=3, kv_cache_memory="1MiB", max_queue=1, chat_template="{{ 1 }}", max_context=9)
+    assert plain == key(max_num_seqs=3, kv_cache_memory="1MiB", max_queue=1, chat_template="{{ 1 }}", max_context=9)
     shaping: list[dict[str, Any]] = [
         {"dtype": "bfloat16"},
         {"revision": "other"},
@@ -112,7 +112,7 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
 
 def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(*rows: int, **extra: Any) -> int:
-        return len({weights_key(settings(tiny_model, max_batch_rows=each, **extra), 2) for each in rows})
+        return len({weights_key(settings(tiny_model, max_num_seqs=each, **extra), 2) for each in rows})
 
     assert keys(4, 5) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -134,23 +134,23 @@ def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest
     loaded[0].shutdown()
 
 
-def answer(built: BuiltEngine) -> list[int]:
-    jobs = [EngineRequest((5, 6, 7), SamplingParameters(max_tokens=12, ignore_eos=True))]
-    return list(run(collect(built.engine, jobs))[0].token_ids)
+def sequence(built: BuiltEngine) -> list[int]:
+    requests = [EngineRequest((5, 6, 7), SamplingParameters(max_tokens=12, ignore_eos=True))]
+    return list(run(collect(built.engine, requests))[0].token_ids)
 
 
 def test_engines_with_other_settings_share_the_weights_and_answer_alike(tiny_model: Path) -> None:
     shares = ProcessResources()
     first = build_engine(settings(tiny_model), "m", shares=shares)
     same = build_engine(settings(tiny_model), "m", shares=shares)
-    other = build_engine(settings(tiny_model, max_batch_rows=3), "m", shares=shares)
+    other = build_engine(settings(tiny_model, max_num_seqs=3), "m", shares=shares)
     twin = build_engine(settings(tiny_model), "n", shares=shares)
     assert same.engine is first.engine
     assert len({first.engine, other.engine, twin.engine}) == 3
     assert (shares.weights.made, len(shares.weights), len(shares.engines)) == (1, 1, 3)
     with ThreadPoolExecutor(3) as threads:
-        answers = list(threads.map(answer, [first, other, twin] * 4))
-    assert answers == [answers[0]] * 12 and len(answers[0]) == 12
+        sequences = list(threads.map(sequence, [first, other, twin] * 4))
+    assert sequences == [sequences[0]] * 12 and len(sequences[0]) == 12
 
     assert not first.give_back() and same.engine.alive
     for last in (same, other, twin):

@@ -21,9 +21,9 @@ def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     return text, None
 
 
-def _run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
+def _run(chunks: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
     matcher = StopMatcher(stops, include)
-    released = "".join([matcher.push(piece) for piece in pieces])
+    released = "".join([matcher.push(chunk) for chunk in chunks])
     return released + matcher.flush(), matcher.hit
 
 
@@ -52,21 +52,21 @@ def _splits(text: str) -> list[list[str]]:
 )
 def test_every_split_gives_the_same(text: str, stops: list[str], include: bool) -> None:
     expected = _reference(text, stops, include)
-    for pieces in _splits(text):
-        assert _run(pieces, stops, include) == expected
+    for chunks in _splits(text):
+        assert _run(chunks, stops, include) == expected
 
 
 _alphabet = st.text(alphabet="ab€", max_size=40)
 
 
 @given(
-    pieces=st.lists(_alphabet, max_size=12),
+    chunks=st.lists(_alphabet, max_size=12),
     stops=st.lists(st.text(alphabet="ab€", max_size=6), max_size=5),
     include=st.booleans(),
 )
 @settings(deadline=None, max_examples=1000)
-def test_it_agrees_with_the_reference(pieces: list[str], stops: list[str], include: bool) -> None:
-    assert _run(pieces, stops, include) == _reference("".join(pieces), stops, include)
+def test_it_agrees_with_the_reference(chunks: list[str], stops: list[str], include: bool) -> None:
+    assert _run(chunks, stops, include) == _reference("".join(chunks), stops, include)
 
 
 @given(text=_alphabet, stops=st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), min_size=1, max_size=4))
@@ -85,7 +85,7 @@ def test_it_holds_back_no_more_than_could_become_a_stop(text: str, stops: list[s
 
 def test_with_include_nothing_is_held() -> None:
     matcher = StopMatcher(["</s>"], include=True)
-    assert [matcher.push(piece) for piece in ("a<", "/s", ">b", "c")] == ["a<", "/s", ">", ""]
+    assert [matcher.push(chunk) for chunk in ("a<", "/s", ">b", "c")] == ["a<", "/s", ">", ""]
     assert matcher.hit == "</s>"
 
 

@@ -43,8 +43,8 @@ def end(built: BuiltEngine) -> None:
 
 
 async def together(engine: EngineCore, requests: Sequence[tuple[tuple[int, ...], int]]) -> list[list[int]]:
-    answers = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-    return [await answer for answer in answers]
+    sequences = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
+    return [await sequence for sequence in sequences]
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,9 @@ def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, ex
         stream = ranks.engine.submit([EngineRequest(prompt_of(20, 9), greedy(500, n=3))])
         await stream.__anext__()
         stream.close()
-        answers = [await other for other in others]
+        sequences = [await other for other in others]
         await until(lambda: idle(ranks.engine), "an idle engine")
-        return answers
+        return sequences
 
     assert run(scenario()) == expected
 
@@ -152,7 +152,7 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
             asyncio.create_task(collect(ranks.engine, [EngineRequest(prompt_of(9, number), greedy(900))]))
             for number in range(3)
         ]
-        await until(lambda: ranks.engine.stats().running_rows == 3, "three rows")
+        await until(lambda: ranks.engine.stats().running_sequences == 3, "three rows")
         os.kill(pids(ranks)[0], signal.SIGKILL)
         for reader in readers:
             event = (await asyncio.wait_for(reader, 30))[0]

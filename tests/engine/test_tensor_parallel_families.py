@@ -30,9 +30,9 @@ def test_two_ranks_give_the_tokens_of_one_process(family: str, tmp_path: Path) -
     built = build_engine(parse_settings(str(tmp_path), settings, environ={}), shares=ProcessResources())
 
     async def scenario() -> list[list[int]]:
-        jobs = [EngineRequest(prompt, greedy(count)) for prompt, count in REQUESTS]
-        answers = await asyncio.gather(*(collect(built.engine, [job]) for job in jobs))  # type: ignore[arg-type]
-        return [list(answer[0].token_ids) for answer in answers]
+        requests = [EngineRequest(prompt, greedy(count)) for prompt, count in REQUESTS]
+        sequences = await asyncio.gather(*(collect(built.engine, [request]) for request in requests))  # type: ignore[arg-type]
+        return [list(sequence[0].token_ids) for sequence in sequences]
 
     try:
         assert run(scenario()) == expected

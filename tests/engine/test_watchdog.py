@@ -57,7 +57,7 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def job(codec: TextCodec) -> Iterator[RequestState]:
+def request(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
     given = EngineRequest(prompt_of(3), greedy(5))
     made = RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
@@ -69,27 +69,29 @@ def job(codec: TextCodec) -> Iterator[RequestState]:
 class TestWhatIsDecided:
     """By a function of what was told and of ``now``: no clock, no thread."""
 
-    def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(self, job: RequestState) -> None:
+    def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(
+        self, request: RequestState
+    ) -> None:
         state = WatchdogState(BOUNDS)
-        state.watch([job], [5.0])
+        state.watch([request], [5.0])
         assert state.decide(4.9, []).ask == []
         assert state.decide(4.9, []).seconds == pytest.approx(0.1)
         decision = state.decide(5.0, [])
         (end,) = decision.ask
-        assert end.jobs == (job,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
+        assert end.requests == (request,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
         assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
         assert state.decide(5.0 + PATIENCE, []).without == [end]
         assert state.decide(6.0, []).without == [], "once"
 
-    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, job: RequestState) -> None:
+    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, request: RequestState) -> None:
         state = WatchdogState(QueueLimits(queue_timeout=1.0))
-        state.watch([job], [None])
-        job.started_at = 0.5
+        state.watch([request], [None])
+        request.started_at = 0.5
         assert state.decide(2.0, []).ask == []
 
-    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, job: RequestState) -> None:
+    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, request: RequestState) -> None:
         state = WatchdogState(BOUNDS)
-        end = EndRequest((job,), FinishReason.ABORT, NotServing("the end"), 10.0)
+        end = EndRequest((request,), FinishReason.ABORT, NotServing("the end"), 10.0)
         state.asked(end)
         assert state.decide(10.0 + PATIENCE / 2, []).without == []
         assert state.decide(10.0 + PATIENCE, []).without == [end]
@@ -267,8 +269,8 @@ class TestAStepThatHangs:
 def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: PreTrainedModel, watch: Watch) -> None:
     """What may be part of it is known to the thread alone; the tokens that are billed are those delivered."""
     engine = hung_engine(model, "batched", request_timeout=4.0)
-    answer = reference(model, prompt_of(5), 200)
-    text = byte_tokenizer().decode(answer[:4])
+    sequence = reference(model, prompt_of(5), 200)
+    text = byte_tokenizer().decode(sequence[:4])
 
     async def scenario() -> None:
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, stop=(f"{text}no such end",)))])

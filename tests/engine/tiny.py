@@ -174,10 +174,10 @@ def running(
         engine.shutdown()
 
 
-async def collect(engine: EngineCore, jobs: Sequence[EngineRequest]) -> dict[int, TokenEvent]:
+async def collect(engine: EngineCore, requests: Sequence[EngineRequest]) -> dict[int, TokenEvent]:
     """All events of one submit, merged to one per sequence."""
     merged: dict[int, TokenEvent] = {}
-    async for event in engine.submit(jobs):
+    async for event in engine.submit(requests):
         merged[event.index] = merged[event.index].merge(event) if event.index in merged else event
     return merged
 
@@ -221,7 +221,7 @@ async def until(condition: Callable[[], bool], what: str = "the condition") -> N
 
 def idle(engine: EngineCore) -> bool:
     stats = engine.stats()
-    return stats.running_rows == 0 and stats.waiting_jobs == 0 and stats.kv_cache_bytes == 0
+    return stats.running_sequences == 0 and stats.waiting_requests == 0 and stats.kv_cache_bytes == 0
 
 
 class Watch:
@@ -278,12 +278,12 @@ def spelled(text: str) -> list[int]:
 
 
 @contextmanager
-def dictated(model: PreTrainedModel, answer: Sequence[int], prompt: int) -> Iterator[None]:
+def dictated(model: PreTrainedModel, sequence: Sequence[int], prompt: int) -> Iterator[None]:
     """A model that says these tokens after any prompt of that length: a hook lifts each logit above all others."""
 
     def dictate(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         for row, position in enumerate(kwargs["position_ids"][:, -1].tolist()):
-            output.logits[row, -1, answer[(position + 1 - prompt) % len(answer)]] = 1e4
+            output.logits[row, -1, sequence[(position + 1 - prompt) % len(sequence)]] = 1e4
         return output
 
     hook = model.register_forward_hook(dictate, with_kwargs=True)

@@ -39,7 +39,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted({char for text in SENTENCES[:3] for char in text.replace(" ", "▁") if ord(char) < 0x2000})
     vocab = {
-        piece: i for i, piece in enumerate(dict.fromkeys([*words, "▁", *letters, "▁t", "▁th", "▁the", "er", "▁▁"]))
+        chunk: i for i, chunk in enumerate(dict.fromkeys([*words, "▁", *letters, "▁t", "▁th", "▁the", "er", "▁▁"]))
     }
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("e", "r"), ("▁", "▁")]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))

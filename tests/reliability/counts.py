@@ -61,5 +61,5 @@ def until(server: Server, model: str, condition: Callable[[Counts], bool], secon
 
 def idle(server: Server, model: str) -> Counts:
     """Nothing runs, waits or is held."""
-    names = ("running_rows", "waiting_jobs", "prefilling_jobs", "kv_cache_bytes")
+    names = ("running_sequences", "waiting_requests", "prefilling_requests", "kv_cache_bytes")
     return until(server, model, lambda now: not any(now[name] for name in names))

@@ -136,7 +136,7 @@ def test_a_fault_in_a_prefill_fails_that_request_with_a_status(faulty: Server) -
         for door in (Door.REST_STREAM, Door.GRPC_UNARY, Door.REST_UNARY):
             _fails(ask(door, faulty, "prefilling", max_tokens=2))
             assert ask(door, faulty, "prefilling", max_tokens=2).text == recital(2)
-        assert counts(faulty, "prefilling")["running_rows"] == 1, "the stream beside them goes on"
+        assert counts(faulty, "prefilling")["running_sequences"] == 1, "the stream beside them goes on"
         _fails(ask(Door.GRPC_STREAM, faulty, "prefilling", max_tokens=2))
         ended = beside.end()
     assert ended.reasons == ["error"], "the engine's death ends it"

@@ -43,14 +43,14 @@ def _kill(server: Server, door: Door, token: int) -> None:
 
 
 def _began(now: Counts, before: Counts, token: int) -> bool:
-    arrived = now["waiting_jobs"] or now["prefilling_jobs"] or now["running_rows"]
+    arrived = now["waiting_requests"] or now["prefilling_requests"] or now["running_sequences"]
     return bool(arrived) and now["generated_tokens"] - before["generated_tokens"] >= token
 
 
 def _is_forgotten(server: Server, before: Counts) -> None:
     after = until(server, "recite", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 1)
     # The same figures: whoever is counted as cancelled holds nothing any more.
-    assert after["running_rows"] == after["waiting_jobs"] == after["prefilling_jobs"] == 0
+    assert after["running_sequences"] == after["waiting_requests"] == after["prefilling_requests"] == 0
     assert after["kv_cache_bytes"] == 0
     assert after["zombie_steps"] == before["zombie_steps"] == 0
     assert after["generated_tokens"] - before["generated_tokens"] < _LONG["max_tokens"]
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_holds_nothing(slow: Server, door: Door) -> Non
     command = [sys.executable, "-c", _CLIENT, door.value, str(slow.http_port), str(slow.grpc_port)]
     client = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     try:
-        until(slow, "recite", lambda now: now["running_rows"] == 1, _BOUND_S)
+        until(slow, "recite", lambda now: now["running_sequences"] == 1, _BOUND_S)
     finally:
         client.kill()
         client.wait(_BOUND_S)

@@ -53,7 +53,7 @@ def test_ok(plain: Server, door: Door) -> None:
 def test_cancel(slow: Server, door: Door) -> None:
     before = idle(slow, "recite")
     with calling(door, slow, "recite", **_LONG) as call:
-        until(slow, "recite", lambda now: now["running_rows"] == door.requests)
+        until(slow, "recite", lambda now: now["running_sequences"] == door.requests)
         call.leave()
         after = one_more(slow, "recite", "cancelled", before, door.requests)
         if not door.rest:
@@ -137,7 +137,7 @@ def shutdown(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Shutdown
     models = [Model("recite", str(recite))]
     with serve(folder, models, settings=QUIET, environment=environment) as server, ExitStack() as stack:
         calls = {door: stack.enter_context(calling(door, server, "recite", **_LONG)) for door in DOORS}
-        until(server, "recite", lambda now: now["running_rows"] == sum(door.requests for door in DOORS))
+        until(server, "recite", lambda now: now["running_sequences"] == sum(door.requests for door in DOORS))
         server.process.send_signal(signal.SIGTERM)
         results = {door: call.end() for door, call in calls.items()}
         return Shutdown(results, server.process.wait(BOUND_S), server.log)
@@ -171,7 +171,7 @@ def test_slow_reader(plain: Server, door: Door) -> None:
         if door.streams:
             call.read(1)
         else:
-            until(plain, "recite", lambda now: now["running_rows"] == 1)
+            until(plain, "recite", lambda now: now["running_sequences"] == 1)
         wire.stop_reading()
         wanted = before["generated_tokens"] + door.requests * _LONG["max_tokens"]
         until(plain, "recite", lambda now: now["generated_tokens"] == wanted)

@@ -107,7 +107,7 @@ def _full(server: Server) -> Iterator[None]:
     with calling(Door.REST_STREAM, server, "narrow", **parameters) as running:
         running.read(1)
         with calling(Door.REST_STREAM, server, "narrow", **parameters):
-            until(server, "narrow", lambda now: now["waiting_jobs"] == 1)
+            until(server, "narrow", lambda now: now["waiting_requests"] == 1)
             yield
 
 

@@ -33,7 +33,7 @@ _AWAY_S = 0.02  # a refused client's pause, so that loading has the cores
 def server(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """``twin`` holds the weights of ``recite``; without it they are loaded anew in each round, which takes longer."""
     environment = {"PYTHONPATH": PYTHON_PATH, "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.001"}
-    models = [Model("recite", str(recite)), Model("twin", str(recite), extra={"max_batch_rows": 2}), CENSUS]
+    models = [Model("recite", str(recite)), Model("twin", str(recite), extra={"max_num_seqs": 2}), CENSUS]
     folder = tmp_path_factory.mktemp("reloads") / "models"
     with serve(folder, models, settings=QUIET, environment=environment) as running:
         yield running

@@ -66,7 +66,7 @@ async def _read_all(runtime: TorchStreamRuntime) -> None:
 
 async def _cancelled(call: Awaitable[object], runtime: TorchStreamRuntime) -> None:
     task = asyncio.ensure_future(call)
-    while _stats(runtime).running_rows == 0:
+    while _stats(runtime).running_sequences == 0:
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -84,7 +84,7 @@ async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
     try:
         await leave(runtime)
         left_at = _stats(runtime).decode_steps
-        while _stats(runtime).running_rows or _stats(runtime).kv_cache_bytes:
+        while _stats(runtime).running_sequences or _stats(runtime).kv_cache_bytes:
             await asyncio.sleep(0.001)
         assert _stats(runtime).cancelled_sequences > 0
         return _stats(runtime).decode_steps - left_at

@@ -75,7 +75,7 @@ def test_reloading_and_unloading_by_the_repository_api(server: Server) -> None:
     assert repository("load") == 200
     assert answer() == before
     assert repository("unload") == 200
-    assert "running_rows" not in server.counters("other")
+    assert "running_sequences" not in server.counters("other")
     assert httpx.post(f"{server.url}/v2/models/other/infer", json=v2.rest_body("Hello"), timeout=60).status_code == 404
     assert repository("load") == 200
     assert answer() == before

@@ -46,17 +46,17 @@ def _leave_grpc_unary(server: Server) -> int:
     request = v2.grpc_request("tiny", "Hello", max_tokens=_TOKENS, ignore_eos=True)
     with grpc.insecure_channel(server.grpc_target) as channel:
         call = Stub(channel).ModelInfer.future(request, timeout=v2.TIMEOUT_S)
-        server.wait_for("tiny", lambda now: now["running_rows"] == 1)
+        server.wait_for("tiny", lambda now: now["running_sequences"] == 1)
         call.cancel()
     return 1
 
 
 @pytest.mark.parametrize("leave", [_leave_rest, _leave_grpc, _leave_grpc_with_four_running, _leave_grpc_unary])
 def test_leaving_frees_rows_and_cache_within_two_steps(server: Server, leave: Callable[[Server], int]) -> None:
-    before = server.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    before = server.wait_for("tiny", lambda now: now["running_sequences"] == 0)
     sequences = leave(server)
     after = server.wait_for("tiny", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == sequences)
-    assert after["running_rows"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
+    assert after["running_sequences"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
     assert after["zombie_steps"] - before["zombie_steps"] <= sequences
     assert after["generated_tokens"] - before["generated_tokens"] < sequences * _TOKENS
 

@@ -104,7 +104,7 @@ def test_clients_that_leave_leave_no_traceback(server: Server, stub: Stub) -> No
         for _ in range(number % 4):
             next(call)
         call.cancel()
-    server.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    server.wait_for("tiny", lambda now: now["running_sequences"] == 0)
     # What nobody awaits is told of when it is collected: by a full collection of the server's.
     for _ in range(20):
         refusal(stub, False, v2.grpc_request("tiny", _PROMPT, max_tokens=0))

@@ -178,7 +178,7 @@ def test_a_client_that_ends_its_side_has_left(slow: Server) -> None:
     """As nginx sees it, and as docs/protocol.md says."""
     with raw.connected(slow) as connection:
         connection.sendall(raw.post(_INFER, v2.rest_body("Hello", max_tokens=900, ignore_eos=True)))
-        slow.wait_for("tiny", lambda counters: counters["running_rows"] == 1)
+        slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
         connection.shutdown(socket.SHUT_WR)
         assert raw.read_all(connection) == b""
-    slow.wait_for("tiny", lambda counters: counters["running_rows"] == 0)
+    slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 0)

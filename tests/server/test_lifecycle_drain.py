@@ -30,7 +30,7 @@ def draining_server(tiny_model: Path, tmp_path: Path, delay: float, grace: float
         "MLSERVER_TORCH_STREAM_DRAIN_DELAY": str(delay),
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(grace),
     }
-    models = [Model("tiny", str(tiny_model), extra={"max_batch_rows": 64})]
+    models = [Model("tiny", str(tiny_model), extra={"max_num_seqs": 64})]
     with serve(tmp_path / "models", models, settings=QUIET, environment=environment) as server:
         yield server
 
@@ -63,7 +63,7 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
         idle_session = start.grpc_stream("tiny", linger=True, max_tokens=2, ignore_eos=True)
         open_prompt = start.grpc_prompt("tiny", "Hello")
         unary = [start.rest_unary("tiny", **LONG), start.grpc_unary("tiny", **LONG)]
-        server.wait_for("tiny", lambda now: now["running_rows"] >= 31)
+        server.wait_for("tiny", lambda now: now["running_sequences"] >= 31)
 
         with grpc.insecure_channel(server.grpc_target) as channel:
             stub = GRPCInferenceServiceStub(channel)

@@ -46,7 +46,7 @@ def until_it_hangs(server: Server) -> None:
 
 
 def test_clients_are_told_in_time_and_the_server_is_not_ready(tiny_model: Path, tmp_path: Path) -> None:
-    with hanging(tiny_model, tmp_path, request_timeout=6.0, max_batch_rows=2) as server, flights(server) as start:
+    with hanging(tiny_model, tmp_path, request_timeout=6.0, max_num_seqs=2) as server, flights(server) as start:
         began = time.monotonic()
         held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]
         until_it_hangs(server)
@@ -62,7 +62,7 @@ def test_clients_are_told_in_time_and_the_server_is_not_ready(tiny_model: Path, 
 
 
 def test_sigterm_ends_every_stream_and_the_process_within_the_grace(tiny_model: Path, tmp_path: Path) -> None:
-    with hanging(tiny_model, tmp_path, max_batch_rows=2) as server, flights(server) as start:
+    with hanging(tiny_model, tmp_path, max_num_seqs=2) as server, flights(server) as start:
         held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]
         until_it_hangs(server)
         behind = [start.rest_unary("hung", **LONG), start.rest_unary("other", **LONG)]

@@ -31,7 +31,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """``tiny`` and ``twin`` name the same files, of which this room has its own copy."""
     folder = tmp_path_factory.mktemp("reload")
     files = shutil.copytree(tiny_model, folder / "tiny-llama")
-    models = [Model(_MODEL, str(files)), Model("twin", str(files), version="v1", extra={"max_batch_rows": 2})]
+    models = [Model(_MODEL, str(files)), Model("twin", str(files), version="v1", extra={"max_num_seqs": 2})]
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": SLOW,
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(_GRACE_S),
@@ -107,7 +107,7 @@ def test_other_settings_get_a_second_engine_over_the_same_weights(server: Server
     with flights(server) as start, ThreadPoolExecutor() as pool:
         expected = answered(start.rest_stream(_MODEL, **_ANSWER).end())
         old = start.rest_stream(_MODEL, **_ANSWER)
-        set_extra(server, max_batch_rows=3)
+        set_extra(server, max_num_seqs=3)
         reload: Future[None] = pool.submit(repository, server, "load")
         wait_until(lambda: "up to 3 rows" in server.log)
         new = start.rest_stream(_MODEL, **_ANSWER)
@@ -123,7 +123,7 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
         long = start.grpc_stream(_MODEL, max_tokens=1000, ignore_eos=True)
         body = {"text_input": "x", "max_tokens": 1000, "ignore_eos": True}
         whole = pool.submit(httpx.post, f"{server.url}/v2/models/{_MODEL}/generate", json=body, timeout=60)
-        server.wait_for(_MODEL, lambda now: now["running_rows"] == 3)
+        server.wait_for(_MODEL, lambda now: now["running_sequences"] == 3)
         unload = pool.submit(repository, server, "unload")
         wait_until(lambda: rest_unary(server, _MODEL, max_tokens=1).code == 404)
         assert httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200, "the loop is not blocked"

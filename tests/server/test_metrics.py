@@ -119,8 +119,8 @@ def test_rejections_are_counted(slow: Server) -> None:
         for _ in range(3):
             body = v2.rest_body("Hello", max_tokens=2)
             assert httpx.post(f"{slow.url}/v2/models/narrow/infer", json=body).status_code == 429
-        assert on_rest_port(slow).value("torch_stream_waiting_jobs", model="narrow") == 1
-    after = settled(slow, lambda now: not now.value("torch_stream_running_rows", model="narrow"))
+        assert on_rest_port(slow).value("torch_stream_waiting_requests", model="narrow") == 1
+    after = settled(slow, lambda now: not now.value("torch_stream_running_sequences", model="narrow"))
     assert _growth(_errors(after, "narrow"), _errors(before, "narrow")) == {"429": 3}
     assert _growth(_requests(after, "narrow"), _requests(before, "narrow"))["refused"] == 3
 
@@ -150,8 +150,8 @@ def test_clients_that_leave_are_counted_and_leave_nothing_behind(observed: Serve
     assert _growth(_requests(after), _requests(before)) == {"cancelled": 2}
     assert _growth(_errors(after), _errors(before)) == {}
     assert _histogram(after, "request") == _histogram(before, "request")
-    idle = settled(observed, lambda now: not now.value("torch_stream_running_rows", **_TINY))
-    for gauge in ("waiting_jobs", "waiting_tokens", "prefilling_jobs", "open_prompts"):
+    idle = settled(observed, lambda now: not now.value("torch_stream_running_sequences", **_TINY))
+    for gauge in ("waiting_requests", "waiting_tokens", "prefilling_requests", "open_prompts"):
         assert idle.value(f"torch_stream_{gauge}", **_TINY) == 0
     reserved, budget = (idle.value(f"torch_stream_kv_cache_{each}", **_TINY) for each in ("bytes", "budget_bytes"))
     assert idle.value("torch_stream_kv_cache_use_ratio", **_TINY) == reserved / budget < 1
@@ -221,13 +221,13 @@ def test_counters_go_on_when_a_model_is_reloaded(server: Server) -> None:
 
     tokens = ("torch_stream_generated_tokens_total", str([("model", "other"), ("version", "")]))
     generate()
-    settled(server, lambda now: not now.value("torch_stream_running_rows", model="other"))
+    settled(server, lambda now: not now.value("torch_stream_running_sequences", model="other"))
     seen = [counters()]
     for action in ("load", "unload", "load"):
         repository(action)
         seen.append(counters())
     generate()
-    settled(server, lambda now: not now.value("torch_stream_running_rows", model="other"))
+    settled(server, lambda now: not now.value("torch_stream_running_sequences", model="other"))
     seen.append(counters())
     for earlier, later in pairwise(seen):
         assert all(later[key] >= value for key, value in earlier.items())

@@ -73,12 +73,12 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(slow: Server) -> None:
     ):
         next(running)
         waiting.sendall(raw.post("/v2/models/narrow/infer", v2.rest_body("Hello", **_LONG)))
-        slow.wait_for("narrow", lambda now: now["waiting_jobs"] == 1)
+        slow.wait_for("narrow", lambda now: now["waiting_requests"] == 1)
         for door in _DOORS:
             refused = _post(slow, f"narrow/{door}", v2.rest_body("Hello"))
             assert refused.status_code == 429 and refused.json()["error"]
             assert int(refused.headers["retry-after"]) >= 1
-    slow.wait_for("narrow", lambda now: now["running_rows"] == now["waiting_jobs"] == 0)
+    slow.wait_for("narrow", lambda now: now["running_sequences"] == now["waiting_requests"] == 0)
 
 
 # --- silence ---
@@ -193,13 +193,13 @@ def _flat_unary(server: Server) -> bytes:
 
 @pytest.mark.parametrize("request_of", [_flat_stream, _unary, _flat_unary])
 def test_a_client_that_leaves_frees_its_row(slow: Server, request_of: Callable[[Server], bytes]) -> None:
-    before = slow.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
     counted = _infer_counts(slow)
     with raw.connected(slow) as connection:
         connection.sendall(request_of(slow))
-        slow.wait_for("tiny", lambda now: now["running_rows"] == 1)
+        slow.wait_for("tiny", lambda now: now["running_sequences"] == 1)
     after = slow.wait_for("tiny", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 1)
-    assert after["running_rows"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
+    assert after["running_sequences"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
     assert after["zombie_steps"] - before["zombie_steps"] <= 1
     assert _infer_counts(slow) == counted  # neither a success nor a failure, as MLServer has it
 
@@ -211,7 +211,7 @@ def _infer_counts(server: Server) -> list[str]:
 
 
 def test_a_reader_that_stalls_is_cut_off(slow: Server) -> None:
-    before = slow.wait_for("tiny", lambda now: now["running_rows"] == 0)
+    before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
     body = v2.rest_body("Hello", top_logprobs=20, return_logprobs=True, **_LONG)  # a kilobyte and more per token
     with raw.connected(slow, receive_buffer=4096) as connection:
         connection.sendall(raw.post("/v2/models/tiny/infer_stream", body))

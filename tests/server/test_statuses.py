@@ -25,14 +25,14 @@ def queue_filled(slow: Server) -> Iterator[Stub]:
         stub = Stub(channel)
         calls = []
         try:
-            for gauge in ("running_rows", "waiting_jobs"):
+            for gauge in ("running_sequences", "waiting_requests"):
                 calls.append(stub.ModelInfer.future(request))
                 slow.wait_for("narrow", lambda now, gauge=gauge: now[gauge] == 1)
             yield stub
         finally:
             for call in calls:
                 call.cancel()
-            slow.wait_for("narrow", lambda now: now["running_rows"] == now["waiting_jobs"] == 0)
+            slow.wait_for("narrow", lambda now: now["running_sequences"] == now["waiting_requests"] == 0)
 
 
 def test_a_full_queue_is_429_and_resource_exhausted(slow: Server) -> None:

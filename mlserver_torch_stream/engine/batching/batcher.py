@@ -13,7 +13,14 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step_progress import StepProgress
 
-_WORK = ("running_rows", "waiting_jobs", "waiting_tokens", "prefilling_jobs", "open_prompts", "kv_cache_bytes")
+_WORK = (
+    "running_sequences",
+    "waiting_requests",
+    "waiting_tokens",
+    "prefilling_requests",
+    "open_prompts",
+    "kv_cache_bytes",
+)
 
 Deliver = Callable[[Sequence[SequenceState]], None]
 
@@ -25,12 +32,12 @@ class Batcher(Protocol):
     """It says here what its steps are at."""
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
-        """Why a job of this size could never run; None if it can."""
+        """Why a request of this size could never run; None if it can."""
 
-    def add(self, job: RequestState) -> None: ...
+    def add(self, request: RequestState) -> None: ...
 
-    def evict(self, jobs: Sequence[RequestState]) -> None:
-        """Frees all that these jobs hold, before it returns or (for what runs in a long step) at the next token."""
+    def evict(self, requests: Sequence[RequestState]) -> None:
+        """Frees all that these requests hold, before it returns or (for what runs in a long step) at the next token."""
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         """Does a piece of work; False if there was nothing to do. A long piece calls ``poll`` once per token."""
@@ -52,10 +59,10 @@ class DeadBatcher:
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None
 
-    def add(self, job: RequestState) -> None:
+    def add(self, request: RequestState) -> None:
         pass
 
-    def evict(self, jobs: Sequence[RequestState]) -> None:
+    def evict(self, requests: Sequence[RequestState]) -> None:
         pass
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:

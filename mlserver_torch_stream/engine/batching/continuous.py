@@ -44,29 +44,29 @@ class ContinuousBatcher(SequenceBatches):
         """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
         charge = self._scheduler.limits.prefill_charge
         spent = 0
-        while pieces := self._next_pieces(spent=spent):
+        while chunks := self._next_pieces(spent=spent):
             self._gauge()  # who was admitted does not wait any more, however long the step takes
-            for piece in pieces:
-                spent += charge(self._prefill(piece, deliver))
+            for chunk in chunks:
+                spent += charge(self._prefill(chunk, deliver))
         return spent > 0
 
-    def _prefill(self, piece: PrefillChunk, deliver: Deliver) -> int:
+    def _prefill(self, chunk: PrefillChunk, deliver: Deliver) -> int:
         """Returns how many prefilled tokens the work was worth."""
-        job, known = piece.job, piece.job.prefilled
+        request, known = chunk.request, chunk.request.prefilled
         try:
-            ids = self._take_up(piece)
-            work = len(ids) + (job.prefilled - known) // _COPIED_PER_PREFILLED
+            ids = self._take_up(chunk)
+            work = len(ids) + (request.prefilled - known) // _COPIED_PER_PREFILLED
             self.progress.at(prefill_of(ids), len(ids))
-            logits = self._prefill_forward([ids], self._prefills[job])
-            self._advance(job, ids)
-            started = self._start(job, logits) if job.sealed and job.ready_ids == 0 else None
+            logits = self._prefill_forward([ids], self._prefills[request])
+            self._advance(request, ids)
+            started = self._start(request, logits) if request.sealed and request.ready_ids == 0 else None
         except Exception as error:
-            self._fail_prefill(job, error, deliver)
-            return piece.count
+            self._fail_prefill(request, error, deliver)
+            return chunk.count
         if started is not None:
             group, choices = started
             self._gauge()
-            self._accept(group, range(len(group.rows) - job.rows, len(group.rows)), choices, deliver)
+            self._accept(group, range(len(group.rows) - request.rows, len(group.rows)), choices, deliver)
         return work
 
     def _decode_together(self, forward: JointForward, groups: Sequence[DecodeBatch], deliver: Deliver) -> None:
@@ -74,7 +74,7 @@ class ContinuousBatcher(SequenceBatches):
         for group in groups:
             self._sweep(group)
         groups = [group for group in groups if group.rows]
-        parts = [([[answer.tokens[-1]] for answer in group.rows], self._batches[group]) for group in groups]
+        parts = [([[sequence.tokens[-1]] for sequence in group.rows], self._batches[group]) for group in groups]
         self.progress.at(decode_of(sum(len(group.rows) for group in groups)))
         try:
             found = forward.together(parts) if parts else []
@@ -94,7 +94,7 @@ class ContinuousBatcher(SequenceBatches):
             return
         self.progress.at(decode_of(len(group.rows)))
         try:
-            logits = self._decode_forward([[answer.tokens[-1]] for answer in group.rows], self._batches[group])
+            logits = self._decode_forward([[sequence.tokens[-1]] for sequence in group.rows], self._batches[group])
         except Exception as error:
             self._isolate(group, error, deliver)
             return

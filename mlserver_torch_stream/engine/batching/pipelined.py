@@ -59,7 +59,7 @@ class PipelinedBatcher(SequenceBatches):
         self._flights: InFlightForwards[DecodeBatch | RequestState, torch.Tensor] = InFlightForwards(
             most, pipeline.threads
         )
-        self._pieces: dict[RequestState, _Away] = {}
+        self._chunks: dict[RequestState, _Away] = {}
         self._began: dict[DecodeBatch, float] = {}
         self._boarding: list[RequestState] = []  # whose batches are under way
 
@@ -84,19 +84,19 @@ class PipelinedBatcher(SequenceBatches):
         self._retire()
         return True
 
-    def evict(self, jobs: Sequence[RequestState]) -> None:
+    def evict(self, requests: Sequence[RequestState]) -> None:
         """What is under way goes where it lands, which is at most one forward later."""
-        super().evict([job for job in jobs if job not in self._flights])
+        super().evict([request for request in requests if request not in self._flights])
 
     def close(self) -> None:
         self._flights.close()
 
     def _choose(
-        self, logits: torch.Tensor, answers: Sequence[SequenceState], rows: Sequence[int] | None = None
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: Sequence[int] | None = None
     ) -> list[SampledToken | GenerationFailed]:
         """Beside the group that the last stage has let in meanwhile: behind it, the groups would go through in step."""
         with self._aside(logits.device):
-            return super()._choose(logits, answers, rows)
+            return super()._choose(logits, sequences, rows)
 
     def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
         if group not in self._flights:
@@ -106,66 +106,66 @@ class PipelinedBatcher(SequenceBatches):
 
     def _launch_prefills(self, deliver: Deliver) -> None:
         """As many at once as there are stages, so that rows wait for no more than a whole piece's forward."""
-        while len(self._pieces) < self._depth and (pieces := self._next_pieces(self._pieces, most=1)):
-            self._launch_prefill(pieces[0], deliver)
+        while len(self._chunks) < self._depth and (chunks := self._next_pieces(self._chunks, most=1)):
+            self._launch_prefill(chunks[0], deliver)
 
-    def _launch_prefill(self, piece: PrefillChunk, deliver: Deliver) -> None:
-        job = piece.job
+    def _launch_prefill(self, chunk: PrefillChunk, deliver: Deliver) -> None:
+        request = chunk.request
         try:
-            ids = self._take_up(piece)
+            ids = self._take_up(chunk)
         except Exception as error:
-            self._fail_prefill(job, error, deliver)
+            self._fail_prefill(request, error, deliver)
             return
-        cache = self._prefills[job]
-        self._pieces[job] = _Away(job.prefilled, ids)
-        self.progress.launched(job, prefill_of(ids), len(ids))
-        self._flights.launch(job, lambda: self._prefill_forward([ids], cache))
+        cache = self._prefills[request]
+        self._chunks[request] = _Away(request.prefilled, ids)
+        self.progress.launched(request, prefill_of(ids), len(ids))
+        self._flights.launch(request, lambda: self._prefill_forward([ids], cache))
 
-    def _land_prefill(self, job: RequestState, flight: Future[torch.Tensor], deliver: Deliver) -> None:
-        away = self._pieces.pop(job)
-        if job.finished:  # closed meanwhile
-            self._drop(job)
+    def _land_prefill(self, request: RequestState, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+        away = self._chunks.pop(request)
+        if request.finished:  # closed meanwhile
+            self._drop(request)
             return
         try:
             logits = flight.result()
             end = away.start + len(away.ids)
-            stale = job.prefilled != away.start or job.prompt[away.start : end] != away.ids
-            if stale or (end == len(job.prompt) and not self._scheduler.is_admitted(job)):
-                job.prefilled = 0  # an open prompt that was sealed with other ids, or fewer: it begins anew
+            stale = request.prefilled != away.start or request.prompt[away.start : end] != away.ids
+            if stale or (end == len(request.prompt) and not self._scheduler.is_admitted(request)):
+                request.prefilled = 0  # an open prompt that was sealed with other ids, or fewer: it begins anew
                 return
-            self._advance(job, away.ids)
-            if job.sealed and job.ready_ids == 0:
-                self._arrive(job, logits)
+            self._advance(request, away.ids)
+            if request.sealed and request.ready_ids == 0:
+                self._arrive(request, logits)
         except Exception as error:
-            self._fail_prefill(job, error, deliver)
+            self._fail_prefill(request, error, deliver)
             return
         self._retire()
-        deliver(job.sequences)
+        deliver(request.sequences)
 
-    def _arrive(self, job: RequestState, logits: torch.Tensor) -> None:
+    def _arrive(self, request: RequestState, logits: torch.Tensor) -> None:
         """The prompt is in: its first tokens are chosen at once, also where its batch is under way."""
-        self._samplers.begin(job)
-        choices = self._choose(logits.expand(job.rows, -1), job.sequences)
-        self._take(job.sequences, choices)
-        self._keep_prompt(job, self._prefills[job], choices)
-        if job.finished:
-            self._drop(job)
+        self._samplers.begin(request)
+        choices = self._choose(logits.expand(request.rows, -1), request.sequences)
+        self._take(request.sequences, choices)
+        self._keep_prompt(request, self._prefills[request], choices)
+        if request.finished:
+            self._drop(request)
         else:
-            self._boarding.append(job)
+            self._boarding.append(request)
 
     def _board(self, deliver: Deliver) -> None:
         """Has the prompts that are in join their batches, where those have landed."""
         waiting, self._boarding = self._boarding, []
-        for job in waiting:
-            if job not in self._prefills:  # closed meanwhile
+        for request in waiting:
+            if request not in self._prefills:  # closed meanwhile
                 continue
-            if self._scheduler.target(job) in self._flights:
-                self._boarding.append(job)
+            if self._scheduler.target(request) in self._flights:
+                self._boarding.append(request)
                 continue
             try:
-                self._sweep(self._seat(job))
+                self._sweep(self._seat(request))
             except Exception as error:
-                self._fail_prefill(job, error, deliver)
+                self._fail_prefill(request, error, deliver)
 
     # --- decode ---
 
@@ -173,7 +173,7 @@ class PipelinedBatcher(SequenceBatches):
         self._sweep(group)
         if not group.rows:
             return
-        tokens = [[answer.tokens[-1]] for answer in group.rows]
+        tokens = [[sequence.tokens[-1]] for sequence in group.rows]
         cache = self._batches[group]
         self._began[group] = time.monotonic()
         self.progress.launched(group, decode_of(len(tokens)))

@@ -97,16 +97,16 @@ class SequenceBatches:
             f"and {self._cache_bytes / 2**20:.0f} MiB of KV cache"
         )
 
-    def add(self, job: RequestState) -> None:
-        self._scheduler.add(job)
+    def add(self, request: RequestState) -> None:
+        self._scheduler.add(request)
         self._gauge()
 
-    def evict(self, jobs: Sequence[RequestState]) -> None:
-        gone = set(jobs)
-        for job in jobs:
-            self._drop(job)
+    def evict(self, requests: Sequence[RequestState]) -> None:
+        gone = set(requests)
+        for request in requests:
+            self._drop(request)
         for group in self._scheduler.groups:
-            leaving = {row for row, answer in enumerate(group.rows) if answer.job in gone}
+            leaving = {row for row, sequence in enumerate(group.rows) if sequence.request in gone}
             if leaving:
                 self._remove(group, leaving)
         self._retire()
@@ -123,62 +123,62 @@ class SequenceBatches:
         self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
     ) -> list[PrefillChunk]:
         """What the scheduler has prefilled next; the caches that it gives up for that are gone."""
-        pieces = self._scheduler.pieces(busy, most, spent)
-        for job in self._scheduler.open_prompts.take_given_up():
-            self._prefills.pop(job, None)
-        return pieces
+        chunks = self._scheduler.chunks(busy, most, spent)
+        for request in self._scheduler.open_prompts.take_given_up():
+            self._prefills.pop(request, None)
+        return chunks
 
-    def _fail_prefill(self, job: RequestState, error: Exception, deliver: Deliver) -> None:
+    def _fail_prefill(self, request: RequestState, error: Exception, deliver: Deliver) -> None:
         logger.error("prefill failed", exc_info=error)
         self._check_devices()
-        self._drop(job)
-        job.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
-        deliver(job.sequences)
+        self._drop(request)
+        request.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
+        deliver(request.sequences)
 
-    def _take_up(self, piece: PrefillChunk) -> list[int]:
+    def _take_up(self, chunk: PrefillChunk) -> list[int]:
         """The piece's ids, and a cache for them where it is the prompt's first."""
-        job = piece.job
-        if job.started_at is None and job.sealed:
-            job.started_at = time.monotonic()
-        columns = self._scheduler.open_prompts.columns(job)
-        if job.prefilled == 0:
-            self._prefills[job] = self._begin(job, columns)
-        elif self._prefills[job].allocated != (1, columns):  # it was begun when less had come of the prompt
-            self._prefills[job].resize(1, columns)
-        return job.prompt[job.prefilled : job.prefilled + piece.count]
+        request = chunk.request
+        if request.started_at is None and request.sealed:
+            request.started_at = time.monotonic()
+        columns = self._scheduler.open_prompts.columns(request)
+        if request.prefilled == 0:
+            self._prefills[request] = self._begin(request, columns)
+        elif self._prefills[request].allocated != (1, columns):  # it was begun when less had come of the prompt
+            self._prefills[request].resize(1, columns)
+        return request.prompt[request.prefilled : request.prefilled + chunk.count]
 
-    def _advance(self, job: RequestState, ids: Sequence[int]) -> None:
-        job.prefilled += len(ids)
+    def _advance(self, request: RequestState, ids: Sequence[int]) -> None:
+        request.prefilled += len(ids)
         self._count(prefill_tokens=len(ids))
 
-    def _begin(self, job: RequestState, columns: int) -> RowCache:
+    def _begin(self, request: RequestState, columns: int) -> RowCache:
         """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
-        found = self._prefixes.begin(job.prompt) if self._prefixes.wanted and job.sealed else None
+        found = self._prefixes.begin(request.prompt) if self._prefixes.wanted and request.sealed else None
         if found is not None:
-            cache, job.prefilled = found
-            self._count(prefix_hit_tokens=job.prefilled)
+            cache, request.prefilled = found
+            self._count(prefix_hit_tokens=request.prefilled)
             return cache
         cache = self._layout.cache(capacity=columns)
         cache.begin_row()
         return cache
 
     def _start(
-        self, job: RequestState, logits: torch.Tensor
+        self, request: RequestState, logits: torch.Tensor
     ) -> tuple[DecodeBatch, list[SampledToken | GenerationFailed]]:
         """The prompt is in: samples the first token of each of its sequences and joins them to a batch, at its end."""
-        self._samplers.begin(job)
-        choices = self._choose(logits.expand(job.rows, -1), job.sequences)
-        cache = self._prefills[job]
-        group = self._seat(job)
-        self._keep_prompt(job, cache, choices)
+        self._samplers.begin(request)
+        choices = self._choose(logits.expand(request.rows, -1), request.sequences)
+        cache = self._prefills[request]
+        group = self._seat(request)
+        self._keep_prompt(request, cache, choices)
         return group, choices
 
-    def _seat(self, job: RequestState) -> DecodeBatch:
-        """Joins the sequences of a prefilled job to their batch, or raises and leaves that as it was."""
-        group = self._scheduler.place(job)
-        first = len(group.rows) - job.rows
+    def _seat(self, request: RequestState) -> DecodeBatch:
+        """Joins the sequences of a prefilled request to their batch, or raises and leaves that as it was."""
+        group = self._scheduler.place(request)
+        first = len(group.rows) - request.rows
         try:
-            self._join(group, self._prefills.pop(job), job.rows)
+            self._join(group, self._prefills.pop(request), request.rows)
         except BaseException:
             self._scheduler.keep(group, list(range(first)))
             raise
@@ -196,9 +196,9 @@ class SequenceBatches:
 
     def _settle(self, group: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
         """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
-        rows = [row for row, answer in enumerate(group.rows) if answer.finish_reason is None]
+        rows = [row for row, sequence in enumerate(group.rows) if sequence.finish_reason is None]
         choices = self._choose(logits, [group.rows[row] for row in rows], rows)
-        zombies = sum(1 for answer in group.rows if (answer.job.mailbox.closed_at or began) < began)
+        zombies = sum(1 for sequence in group.rows if (sequence.request.mailbox.closed_at or began) < began)
         self._count(zombie_steps=zombies)
         self._accept(group, rows, choices, deliver)
 
@@ -206,8 +206,8 @@ class SequenceBatches:
         """Drops the rows that have ended, or whose streams were closed, since they were last looked at."""
         gone = {
             row
-            for row, answer in enumerate(group.rows)
-            if answer.finish_reason is not None or answer.job.mailbox.closed_at is not None
+            for row, sequence in enumerate(group.rows)
+            if sequence.finish_reason is not None or sequence.request.mailbox.closed_at is not None
         }
         if gone:
             self._remove(group, gone)
@@ -220,50 +220,50 @@ class SequenceBatches:
         deliver: Deliver,
     ) -> None:
         """Gives these rows of a batch their next tokens, and drops all of its rows that have ended."""
-        answers = [group.rows[row] for row in rows]
+        sequences = [group.rows[row] for row in rows]
         for row, choice in zip(rows, choices, strict=True):
             if isinstance(choice, GenerationFailed):
                 self._batches[group].clear_row(row)
-        self._take(answers, choices)
-        finished = {row for row, answer in enumerate(group.rows) if answer.finish_reason is not None}
+        self._take(sequences, choices)
+        finished = {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None}
         if finished:
             self._keep_conversations(group, finished)
             self._remove(group, finished)
             self._retire()  # before the last events: who reads them finds the gauges true
-        deliver(answers)
+        deliver(sequences)
 
-    def _take(self, answers: Sequence[SequenceState], choices: Sequence[SampledToken | GenerationFailed]) -> None:
-        for answer, choice in zip(answers, choices, strict=True):
+    def _take(self, sequences: Sequence[SequenceState], choices: Sequence[SampledToken | GenerationFailed]) -> None:
+        for sequence, choice in zip(sequences, choices, strict=True):
             if isinstance(choice, GenerationFailed):
-                answer.finish(FinishReason.ERROR, choice)
+                sequence.finish(FinishReason.ERROR, choice)
                 continue
-            assert answer.sampler is not None
+            assert sequence.sampler is not None
             try:
-                answer.sampler.accept(choice.token_id)
-                answer.accept(choice.token_id, choice.logprob)
+                sequence.sampler.accept(choice.token_id)
+                sequence.accept(choice.token_id, choice.logprob)
             except Exception as error:
                 logger.exception("a token could not be taken")
                 failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
-                answer.finish(FinishReason.ERROR, failure)
+                sequence.finish(FinishReason.ERROR, failure)
         self._count(generated_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
 
     def _keep_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
         """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
         batch = self._batches[group]
         for row in sorted(finished)[:_MOST_KEPT_PER_STEP]:
-            answer = group.rows[row]
-            if answer.finish_reason is not FinishReason.ERROR:
-                ids = [*answer.job.prompt, *answer.tokens][: batch.lengths[row]]
+            sequence = group.rows[row]
+            if sequence.finish_reason is not FinishReason.ERROR:
+                ids = [*sequence.request.prompt, *sequence.tokens][: batch.lengths[row]]
                 self._prefixes.offer(ids, batch, row, partial(batch.extract, row, spare=0))
 
     def _keep_prompt(
-        self, job: RequestState, cache: RowCache, choices: Sequence[SampledToken | GenerationFailed]
+        self, request: RequestState, cache: RowCache, choices: Sequence[SampledToken | GenerationFailed]
     ) -> None:
         if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
-            self._prefixes.offer(job.prompt, cache, 0, cache.compact)
+            self._prefixes.offer(request.prompt, cache, 0, cache.compact)
 
     def _choose(
-        self, logits: torch.Tensor, answers: Sequence[SequenceState], rows: Sequence[int] | None = None
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: Sequence[int] | None = None
     ) -> list[SampledToken | GenerationFailed]:
         """The next token of each; where sampling raises, of each alone, so that only the culprit fails.
 
@@ -272,10 +272,10 @@ class SequenceBatches:
         if rows is not None and len(rows) < len(logits):
             logits = logits[rows]
         try:
-            return sample(logits, [answer.sampler for answer in answers if answer.sampler is not None])
+            return sample(logits, [sequence.sampler for sequence in sequences if sequence.sampler is not None])
         except Exception as error:
-            if len(answers) > 1:
-                return [self._choose(logits[row : row + 1], [answer])[0] for row, answer in enumerate(answers)]
+            if len(sequences) > 1:
+                return [self._choose(logits[row : row + 1], [sequence])[0] for row, sequence in enumerate(sequences)]
             logger.exception("sampling failed")
             self._check_devices()
             return [GenerationFailed(f"sampling failed: {in_short(error)}")]
@@ -290,12 +290,12 @@ class SequenceBatches:
             failures = {row: failure for row in failures if (failure := self._try_alone(group, batch, row))}
         # A failure that no row shows alone is of the batch itself (memory, say): retried once per step, it would loop.
         failures = failures or dict.fromkeys(range(len(group.rows)), error)
-        answers = [group.rows[row] for row in failures]
-        for answer, (row, failure) in zip(answers, failures.items(), strict=True):
+        sequences = [group.rows[row] for row in failures]
+        for sequence, (row, failure) in zip(sequences, failures.items(), strict=True):
             batch.clear_row(row)
-            answer.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {in_short(failure)}"))
+            sequence.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {in_short(failure)}"))
         self._remove(group, set(failures))
-        deliver(answers)
+        deliver(sequences)
 
     def _try_alone(self, group: DecodeBatch, batch: RowCache, row: int) -> Exception | None:
         self.progress.at("the decode step of a row alone")
@@ -307,9 +307,9 @@ class SequenceBatches:
 
     # --- leaving ---
 
-    def _drop(self, job: RequestState) -> None:
-        self._scheduler.drop(job)
-        self._prefills.pop(job, None)
+    def _drop(self, request: RequestState) -> None:
+        self._scheduler.drop(request)
+        self._prefills.pop(request, None)
 
     def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
         batch = self._batches[group]
@@ -339,11 +339,11 @@ class SequenceBatches:
         scheduler = self._scheduler
         self._stats = replace(
             self._stats,
-            running_rows=scheduler.running_rows,
-            waiting_jobs=len(scheduler.waiting),
+            running_sequences=scheduler.running_sequences,
+            waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
-            prefilling_jobs=len(scheduler.prefilling),
-            open_prompts=len(scheduler.open_prompts.jobs),
+            prefilling_requests=len(scheduler.prefilling),
+            open_prompts=len(scheduler.open_prompts.requests),
             kv_cache_bytes=scheduler.reserved_bytes,
             prefix_cache_bytes=self._prefixes.bytes,
         )

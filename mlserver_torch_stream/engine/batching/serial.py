@@ -60,20 +60,20 @@ class SerialBatcher:
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
 
-    def add(self, job: RequestState) -> None:
-        if job.sealed:
-            self._waiting.add(job)
+    def add(self, request: RequestState) -> None:
+        if request.sealed:
+            self._waiting.add(request)
         else:
-            self._open.append(job)
+            self._open.append(request)
         self._gauge()
 
-    def evict(self, jobs: Sequence[RequestState]) -> None:
+    def evict(self, requests: Sequence[RequestState]) -> None:
         """Those that wait are gone at once; the one that runs sees at its next token that it has ended."""
-        for job in jobs:
-            if job in self._waiting:
-                self._waiting.remove(job)
-            elif job in self._open:
-                self._open.remove(job)
+        for request in requests:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            elif request in self._open:
+                self._open.remove(request)
         self._gauge()
 
     def stats(self) -> EngineStats:
@@ -83,23 +83,23 @@ class SerialBatcher:
         pass
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        for job in [job for job in self._open if job.sealed]:
-            self._open.remove(job)
-            self._waiting.add(job)
-        admitted = self._waiting.admit(lambda job: True)
+        for request in [request for request in self._open if request.sealed]:
+            self._open.remove(request)
+            self._waiting.add(request)
+        admitted = self._waiting.admit(lambda request: True)
         if admitted is None:
             return False
-        job, _ = admitted
-        job.started_at = time.monotonic()
+        request, _ = admitted
+        request.started_at = time.monotonic()
         self._running = 1
         self._gauge()
         try:
-            self._samplers.begin(job)
+            self._samplers.begin(request)
         except Exception as error:
-            self._fail(job.sequences, error, deliver)
-        for answer in job.sequences:
-            if not _ended(answer):
-                self._answer(answer, deliver, poll)
+            self._fail(request.sequences, error, deliver)
+        for sequence in request.sequences:
+            if not _ended(sequence):
+                self._answer(sequence, deliver, poll)
         self._running = 0
         self._gauge()
         return True
@@ -107,8 +107,8 @@ class SerialBatcher:
     def _gauge(self) -> None:
         self._stats = replace(
             self._stats,
-            running_rows=self._running,
-            waiting_jobs=len(self._waiting),
+            running_sequences=self._running,
+            waiting_requests=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
             open_prompts=len(self._open),
         )
@@ -116,38 +116,38 @@ class SerialBatcher:
     def count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
-    def _answer(self, answer: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
-        job, sampler = answer.job, answer.sampler
+    def _answer(self, sequence: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
+        request, sampler = sequence.request, sequence.sampler
         assert sampler is not None
-        self.progress.at(f"the prefill of {len(job.prompt)} tokens by generate", len(job.prompt))
+        self.progress.at(f"the prefill of {len(request.prompt)} tokens by generate", len(request.prompt))
         try:
-            prompt = torch.tensor([job.prompt], device=self._device)
+            prompt = torch.tensor([request.prompt], device=self._device)
             generate = partial(
                 self._model.generate,
                 prompt,
                 attention_mask=torch.ones_like(prompt),  # else every id that equals the padding's is masked
-                max_new_tokens=job.max_tokens,
-                logits_processor=[_Chooser(self, answer, sampler, deliver)],
-                stopping_criteria=[_Ended(answer, poll)],
+                max_new_tokens=request.max_tokens,
+                logits_processor=[_Chooser(self, sequence, sampler, deliver)],
+                stopping_criteria=[_Ended(sequence, poll)],
             )
             self._passage(generate)
         except Exception as error:
-            self._fail([answer], error, deliver)
+            self._fail([sequence], error, deliver)
 
-    def _fail(self, answers: Sequence[SequenceState], error: Exception, deliver: Deliver) -> None:
+    def _fail(self, sequences: Sequence[SequenceState], error: Exception, deliver: Deliver) -> None:
         logger.error("generation failed", exc_info=error)
         self._check_devices()
-        for answer in answers:
-            answer.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {in_short(error)}"))
-        deliver(answers)
+        for sequence in sequences:
+            sequence.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {in_short(error)}"))
+        deliver(sequences)
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
     """Chooses the token as the batched engine does, delivers it, and leaves ``generate`` no other choice."""
 
-    def __init__(self, backend: SerialBatcher, answer: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
+    def __init__(self, backend: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._backend = backend
-        self._answer = answer
+        self._answer = sequence
         self._sampler = sampler
         self._deliver = deliver
 
@@ -167,8 +167,8 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 class _Ended(StoppingCriteria):  # type: ignore[misc]
     """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
 
-    def __init__(self, answer: SequenceState, poll: Callable[[], object]) -> None:
-        self._answer = answer
+    def __init__(self, sequence: SequenceState, poll: Callable[[], object]) -> None:
+        self._answer = sequence
         self._poll = poll
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -176,5 +176,5 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
         return torch.full((1,), _ended(self._answer), device=input_ids.device)
 
 
-def _ended(answer: SequenceState) -> bool:
-    return answer.finish_reason is not None or answer.job.mailbox.closed_at is not None
+def _ended(sequence: SequenceState) -> bool:
+    return sequence.finish_reason is not None or sequence.request.mailbox.closed_at is not None

@@ -1,6 +1,6 @@
 """Prompts whose keys and values are kept, so that a later prompt that begins alike is not prefilled twice.
 
-Knows nothing of jobs or batches; what is kept is never changed, only copied from.
+Knows nothing of requests or batches; what is kept is never changed, only copied from.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
-    made_for = (threads, (settings.max_batch_rows - 1).bit_length() if torch.cuda.is_available() else None)
+    made_for = (threads, (settings.max_num_seqs - 1).bit_length() if torch.cuda.is_available() else None)
     return (
         source.kind,
         source.location,

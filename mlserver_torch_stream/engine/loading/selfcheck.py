@@ -130,9 +130,9 @@ class _Trial:
         ids = [self._token(100 * length + i) for i in range(length)]
         single = RowCache(self._layout, capacity=length)
         single.begin_row()
-        pieces = [ids[:2], ids[2:]] if chunked else [ids]
-        for piece in pieces:
-            logits = self._forward([piece], single)
+        chunks = [ids[:2], ids[2:]] if chunked else [ids]
+        for chunk in chunks:
+            logits = self._forward([chunk], single)
         self._compare(logits[0], ids)
         self.costs = cost_by_device(single.cache.layers)
         self._batch.join(single)

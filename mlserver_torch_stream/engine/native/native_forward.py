@@ -65,8 +65,8 @@ class NativeForward:
         rows, queries = len(tokens), len(tokens[0])
         at_once = max(1, _MAX_TOKENS // rows)
         for first in range(0, queries, at_once):
-            piece = [row[first : first + at_once] for row in tokens] if at_once < queries else tokens
-            self._step([(piece, cache)], wanted=first + at_once >= queries)
+            chunk = [row[first : first + at_once] for row in tokens] if at_once < queries else tokens
+            self._step([(chunk, cache)], wanted=first + at_once >= queries)
         return self._logits[:rows, : self._vocab]
 
     def together(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]]) -> list[Tensor]:

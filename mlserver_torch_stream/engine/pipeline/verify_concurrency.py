@@ -95,8 +95,8 @@ def _logits(layout: CacheLayout, forward: Forward, trial: int, vocabulary: int) 
     cache = layout.cache(capacity=_PROMPT + trial + _STEPS)
     cache.begin_row()
     ids = [(7919 * (trial + 1) + 31 * position) % vocabulary for position in range(_PROMPT + trial + _STEPS)]
-    pieces = [ids[: _PROMPT + trial], *([token] for token in ids[_PROMPT + trial :])]
-    return torch.cat([forward([piece], cache) for piece in pieces])
+    chunks = [ids[: _PROMPT + trial], *([token] for token in ids[_PROMPT + trial :])]
+    return torch.cat([forward([chunk], cache) for chunk in chunks])
 
 
 def logits_error(expected: torch.Tensor, got: torch.Tensor) -> float:

@@ -28,23 +28,23 @@ class SamplerFactory:
         self._eos_token_ids = eos_token_ids
         self._rules = rules
 
-    def begin(self, job: RequestState) -> list[RowSampler]:
-        params = job.params
+    def begin(self, request: RequestState) -> list[RowSampler]:
+        params = request.params
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bad_words = self._codec.bad_words_ids(params.bad_words) if params.bad_words else ()
         eos = self._eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
         samplers = []
-        for number, answer in enumerate(job.sequences):
-            answer.sampler = RowSampler(
+        for number, sequence in enumerate(request.sequences):
+            sequence.sampler = RowSampler(
                 params,
-                prompt_ids=job.prompt,
+                prompt_ids=request.prompt,
                 vocab_size=self._vocab_size,
                 eos_token_ids=eos,
                 seed=seed,
                 sample_index=number,
                 bad_words_ids=bad_words,
                 rules=self._rules,
-                max_tokens=job.max_tokens,
+                max_tokens=request.max_tokens,
             )
-            samplers.append(answer.sampler)
+            samplers.append(sequence.sampler)
         return samplers

@@ -1,4 +1,4 @@
-"""What is refused before an engine sees it: jobs that can never run, and jobs that are too many.
+"""What is refused before an engine sees it: requests that can never run, and requests that are too many.
 
 Knows nothing of threads; the same checks hold for every backend.
 """
@@ -13,7 +13,7 @@ from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import ModelInfo
 
 Refusal = Callable[[int, int, int], str | None]
-"""Why a job of (rows, prompt tokens, tokens at the end) could never run; None if it can."""
+"""Why a request of (rows, prompt tokens, tokens at the end) could never run; None if it can."""
 
 
 class Admission:
@@ -23,13 +23,15 @@ class Admission:
         self._info = info
         self._bounds = bounds
 
-    def check(self, jobs: Sequence[EngineRequest], refusal: Refusal) -> None:
-        if len(jobs) > self._bounds.max_queue:
-            raise InvalidInput("text_input", f"{len(jobs)} prompts are more than the queue's {self._bounds.max_queue}")
-        for job in jobs:
-            self.check_length(len(job.prompt_ids), open_ended=job.open)
-            self.check_ids(job.prompt_ids)
-            self.check_size(job, len(job.prompt_ids), refusal)
+    def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
+        if len(requests) > self._bounds.max_queue:
+            raise InvalidInput(
+                "text_input", f"{len(requests)} prompts are more than the queue's {self._bounds.max_queue}"
+            )
+        for request in requests:
+            self.check_length(len(request.prompt_ids), open_ended=request.open)
+            self.check_ids(request.prompt_ids)
+            self.check_size(request, len(request.prompt_ids), refusal)
 
     def check_length(self, tokens: int, *, open_ended: bool) -> None:
         context = self._info.max_context
@@ -44,13 +46,13 @@ class Admission:
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
             raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
 
-    def check_size(self, job: EngineRequest, prompt: int, refusal: Refusal) -> None:
+    def check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
         """Of a prompt that has so many tokens now."""
-        context, asked = self._info.max_context, job.sampling.max_tokens
+        context, asked = self._info.max_context, request.sampling.max_tokens
         final = context if asked is None else min(context, prompt + asked)
-        reason = refusal(job.sampling.n, prompt, final)
+        reason = refusal(request.sampling.n, prompt, final)
         if reason is not None:
-            too_many = job.sampling.n > 1 and refusal(1, prompt, final) is None
+            too_many = request.sampling.n > 1 and refusal(1, prompt, final) is None
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def check_open(self, count: int, retry_after: int) -> None:
@@ -60,10 +62,12 @@ class Admission:
                 f"{count} prompts are being sent in pieces already, of {self._bounds.max_queue} allowed", retry_after
             )
 
-    def check_queue(self, jobs: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int) -> None:
+    def check_queue(
+        self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int
+    ) -> None:
         bounds = self._bounds
-        if waiting + len(jobs) > bounds.max_queue:
+        if waiting + len(requests) > bounds.max_queue:
             raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)
-        tokens = waiting_tokens + sum(len(job.prompt_ids) for job in jobs)
+        tokens = waiting_tokens + sum(len(request.prompt_ids) for request in requests)
         if bounds.max_queue_tokens is not None and waiting and tokens > bounds.max_queue_tokens:
             raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queue_tokens} allowed", retry_after)

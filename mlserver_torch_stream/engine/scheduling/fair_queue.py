@@ -1,4 +1,4 @@
-"""The jobs that wait, and the order in which they are tried: by priority, then by fair shares.
+"""The requests that wait, and the order in which they are tried: by priority, then by fair shares.
 
 Decides nothing about memory; it reads no clock and imports no torch.
 """
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mlserver_torch_stream.engine.request_state import RequestState
 
-# How often later jobs may be admitted before one that does not fit yet; then everybody waits for it.
+# How often later requests may be admitted before one that does not fit yet; then everybody waits for it.
 _MOST_OVERTAKEN = 16
 _MOST_TRIED = 16  # per admission, so that a long queue costs a step no more than a short one
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class FairQueue:
-    """Start-time fair queueing with one flow per job, whose weight falls with its client's backlog.
+    """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
 
-    A job's tag is the virtual time plus its work (tokens it may need) times the jobs its client has waiting; the
+    A request's tag is the virtual time plus its work (tokens it may need) times the requests its client has waiting; the
     lowest tag goes first. So a short request passes long ones that came earlier, a client that floods the queue
     passes nobody, and since the virtual time grows with every admission nobody waits for ever.
     """
@@ -39,35 +39,35 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         """In the order in which they are tried."""
-        return iter(sorted(self._tags, key=lambda job: (job.priority, self._tags[job])))
+        return iter(sorted(self._tags, key=lambda request: (request.priority, self._tags[request])))
 
-    def __contains__(self, job: RequestState) -> bool:
-        return job in self._tags
+    def __contains__(self, request: RequestState) -> bool:
+        return request in self._tags
 
-    def add(self, job: RequestState) -> None:
-        self._backlog[job.client] += 1
-        self._tags[job] = self._virtual_time + job.work * self._backlog[job.client]
-        self.tokens += len(job.prompt)
+    def add(self, request: RequestState) -> None:
+        self._backlog[request.client] += 1
+        self._tags[request] = self._virtual_time + request.work * self._backlog[request.client]
+        self.tokens += len(request.prompt)
 
-    def remove(self, job: RequestState) -> None:
-        del self._tags[job]
-        self._overtaken.pop(job, None)
-        self.tokens -= len(job.prompt)
-        self._backlog[job.client] -= 1
-        if not self._backlog[job.client]:
-            del self._backlog[job.client]
+    def remove(self, request: RequestState) -> None:
+        del self._tags[request]
+        self._overtaken.pop(request, None)
+        self.tokens -= len(request.prompt)
+        self._backlog[request.client] -= 1
+        if not self._backlog[request.client]:
+            del self._backlog[request.client]
 
     def admit(self, place: Callable[[RequestState], T | None]) -> tuple[RequestState, T] | None:
-        """Takes out the first job that ``place`` has a place for, unless one before it was overtaken too often."""
+        """Takes out the first request that ``place`` has a place for, unless one before it was overtaken too often."""
         passed: list[RequestState] = []
-        for job in islice(self, _MOST_TRIED):
-            found = place(job)
+        for request in islice(self, _MOST_TRIED):
+            found = place(request)
             if found is not None:
                 self._overtaken.update(passed)
-                self._virtual_time = max(self._virtual_time, self._tags[job])
-                self.remove(job)
-                return job, found
-            if self._overtaken[job] >= _MOST_OVERTAKEN:
+                self._virtual_time = max(self._virtual_time, self._tags[request])
+                self.remove(request)
+                return request, found
+            if self._overtaken[request] >= _MOST_OVERTAKEN:
                 return None
-            passed.append(job)
+            passed.append(request)
         return None

@@ -34,24 +34,24 @@ class QueueLimits:
 
 
 class Deadlines:
-    """When jobs must have started, or ended."""
+    """When requests must have started, or ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestState, bool]] = []
         self._order = count()
         self._most = _FEW
 
-    def add(self, job: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
-        """``while_waiting``: only counts for a job that has not started by then, since its prompt is whole."""
+    def add(self, request: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
+        """``while_waiting``: only counts for a request that has not started by then, since its prompt is whole."""
         if seconds is None:
             return
-        since = job.whole_at if while_waiting else job.submitted_at
-        heapq.heappush(self._heap, (since + seconds, next(self._order), job, while_waiting))
+        since = request.whole_at if while_waiting else request.submitted_at
+        heapq.heappush(self._heap, (since + seconds, next(self._order), request, while_waiting))
         if len(self._heap) > self._most:
             self._forget_finished()
 
     def _forget_finished(self) -> None:
-        """Ended jobs would otherwise be held, with all their text, until their deadline."""
+        """Ended requests would otherwise be held, with all their text, until their deadline."""
         self._heap = [entry for entry in self._heap if not entry[2].finished]
         heapq.heapify(self._heap)
         self._most = max(_FEW, 2 * len(self._heap))
@@ -61,28 +61,28 @@ class Deadlines:
         return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
-        """Takes out the jobs whose time is over and that have not met it, each with whether it was still waiting."""
+        """Takes out the requests whose time is over and that have not met it, each with whether it was still waiting."""
         while self._heap and self._heap[0][0] <= now:
-            _, _, job, while_waiting = heapq.heappop(self._heap)
-            if not job.finished and (not while_waiting or job.started_at is None):
-                yield job, job.sealed and job.started_at is None
+            _, _, request, while_waiting = heapq.heappop(self._heap)
+            if not request.finished and (not while_waiting or request.started_at is None):
+                yield request, request.sealed and request.started_at is None
 
 
 class ServiceRate:
-    """How fast jobs have been done so far."""
+    """How fast requests have been done so far."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
-        self._jobs = 0
+        self._requests = 0
 
     def note(self, busy_s: float) -> None:
         self._busy_s += busy_s
 
-    def finished(self, jobs: int) -> None:
-        self._jobs += jobs
+    def finished(self, requests: int) -> None:
+        self._requests += requests
 
-    def seconds_for(self, jobs: int) -> int:
-        """Whole seconds that this many jobs will take, from 1 to 120."""
-        if not self._jobs:
+    def seconds_for(self, requests: int) -> int:
+        """Whole seconds that this many requests will take, from 1 to 120."""
+        if not self._requests:
             return 1
-        return min(120, max(1, math.ceil(jobs * self._busy_s / self._jobs)))
+        return min(120, max(1, math.ceil(requests * self._busy_s / self._requests)))

@@ -74,33 +74,33 @@ class DecodeBatch:
 
     @property
     def lengths(self) -> list[int]:
-        return [row.length for row in self.rows] + [len(job.prompt) for job in self.expected]
+        return [row.length for row in self.rows] + [len(request.prompt) for request in self.expected]
 
     @property
     def size(self) -> int:
         """Rows that are here or expected."""
-        return len(self.rows) + sum(job.rows for job in self.expected)
+        return len(self.rows) + sum(request.rows for request in self.expected)
 
     def wanted(self) -> tuple[int, int]:
         """Rows and columns that everybody here can come to need."""
         return row_step(self.size), column_step(self._longest())
 
-    def needed(self, job: RequestState | None = None) -> tuple[int, int]:
+    def needed(self, request: RequestState | None = None) -> tuple[int, int]:
         """The least capacity with ``job`` too, which is the present one as long as that has room."""
-        rows, longest = self.size + (job.rows if job else 0), self._longest(job)
+        rows, longest = self.size + (request.rows if request else 0), self._longest(request)
         fits = longest * _LEAST_SLACK <= self.column_capacity
         return (
             self.row_capacity if rows <= self.row_capacity else row_step(rows),
             self.column_capacity if fits else column_step(longest),
         )
 
-    def has_room(self, job: RequestState) -> bool:
+    def has_room(self, request: RequestState) -> bool:
         """Whether nothing has to be moved for it."""
-        return not self.rows or self.needed(job) == (self.row_capacity, self.column_capacity)
+        return not self.rows or self.needed(request) == (self.row_capacity, self.column_capacity)
 
-    def _longest(self, job: RequestState | None = None) -> int:
-        jobs = [*self.expected, *([job] if job else [])]
-        return max([row.final_length for row in self.rows] + [each.final_length for each in jobs], default=0)
+    def _longest(self, request: RequestState | None = None) -> int:
+        requests = [*self.expected, *([request] if request else [])]
+        return max([row.final_length for row in self.rows] + [each.final_length for each in requests], default=0)
 
     def takes(self, length: int, spread: int) -> bool:
         bounds = [max(_SHORT, each) for each in (*self.lengths, length)]
@@ -109,17 +109,17 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The next ``count`` ids of a job's prompt, to be prefilled now."""
+    """The next ``count`` ids of a request's prompt, to be prefilled now."""
 
-    job: RequestState
+    request: RequestState
     count: int
 
 
 class Scheduler:
-    """Admits waiting jobs in their queue's order while rows and memory last, and keeps account of both.
+    """Admits waiting requests in their queue's order while rows and memory last, and keeps account of both.
 
-    An open prompt is admitted when it is whole. What has come of it is prefilled ahead, in memory that no admitted job
-    needs: it is billed for what has come, and given up for the next job that it would keep out.
+    An open prompt is admitted when it is whole. What has come of it is prefilled ahead, in memory that no admitted request
+    needs: it is billed for what has come, and given up for the next request that it would keep out.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -131,7 +131,7 @@ class Scheduler:
         self._targets: dict[RequestState, DecodeBatch] = {}
 
     @property
-    def running_rows(self) -> int:
+    def running_sequences(self) -> int:
         return sum(len(group.rows) for group in self.groups)
 
     @property
@@ -140,7 +140,7 @@ class Scheduler:
         return batches + self.open_prompts.bytes + sum(map(self._prefill_bill, self.prefilling))
 
     def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
-        """Whether a job could run on an idle engine."""
+        """Whether a request could run on an idle engine."""
         need = bytes_alone(self.limits.cost, rows, final_length, prompt)
         return rows <= self.limits.max_rows and need <= self.limits.cache_bytes
 
@@ -152,93 +152,98 @@ class Scheduler:
             low, high = (middle, high) if self.fits_alone(1, middle, middle) else (low, middle - 1)
         return low
 
-    def add(self, job: RequestState) -> None:
-        if job.sealed:
-            self.waiting.add(job)
+    def add(self, request: RequestState) -> None:
+        if request.sealed:
+            self.waiting.add(request)
         else:
-            self.open_prompts.jobs.append(job)
+            self.open_prompts.requests.append(request)
 
-    def pieces(
+    def chunks(
         self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
     ) -> list[PrefillChunk]:
         """The prompt ids to prefill in this step: of those begun, of newcomers while they fit, then of open prompts.
 
-        At most ``most`` pieces, and none of jobs that are ``busy``: their last piece is still under way. ``spent``:
+        At most ``most`` pieces, and none of requests that are ``busy``: their last piece is still under way. ``spent``:
         what the forwards of this step have been charged already.
         """
         left = self.limits.prefill_tokens
         if spent:
             left = max(0, left - spent) if left is not None else 0
-        pieces: list[PrefillChunk] = []
-        for job in self.open_prompts.take_whole(busy):
-            self.waiting.add(job)
-        for job in self.prefilling:
-            if job not in busy and len(pieces) != most:
-                left = self._take(job, left, pieces)
-        while (left is None or left > 0) and len(pieces) != most and (newcomer := self._admit(busy)) is not None:
+        chunks: list[PrefillChunk] = []
+        for request in self.open_prompts.take_whole(busy):
+            self.waiting.add(request)
+        for request in self.prefilling:
+            if request not in busy and len(chunks) != most:
+                left = self._take(request, left, chunks)
+        while (left is None or left > 0) and len(chunks) != most and (newcomer := self._admit(busy)) is not None:
             if newcomer not in busy:
-                left = self._take(newcomer, left, pieces)
-        for job in self.open_prompts.jobs:
-            if left is not None and job not in busy and len(pieces) != most and self._can_prefill_ahead(job, left):
-                left = self._take(job, left, pieces)
-        return pieces
+                left = self._take(newcomer, left, chunks)
+        for request in self.open_prompts.requests:
+            if (
+                left is not None
+                and request not in busy
+                and len(chunks) != most
+                and self._can_prefill_ahead(request, left)
+            ):
+                left = self._take(request, left, chunks)
+        return chunks
 
-    def _can_prefill_ahead(self, job: RequestState, left: int) -> bool:
-        if not job.ahead or min(job.ready_ids, left) <= 0:
+    def _can_prefill_ahead(self, request: RequestState, left: int) -> bool:
+        if not request.ahead or min(request.ready_ids, left) <= 0:
             return False
-        return self.open_prompts.reserve(job, self.limits.cache_bytes - self.reserved_bytes)
+        return self.open_prompts.reserve(request, self.limits.cache_bytes - self.reserved_bytes)
 
-    def _take(self, job: RequestState, left: int | None, pieces: list[PrefillChunk]) -> int | None:
+    def _take(self, request: RequestState, left: int | None, chunks: list[PrefillChunk]) -> int | None:
         if left is None:
             # Prompts that cannot be cut: one per step, so that rows still decode between two of them.
-            if job.sealed and job.ready_ids > 0 and not pieces:
-                pieces.append(PrefillChunk(job, job.ready_ids))
-            return 0 if pieces else None
-        count = min(job.ready_ids, left)
+            if request.sealed and request.ready_ids > 0 and not chunks:
+                chunks.append(PrefillChunk(request, request.ready_ids))
+            return 0 if chunks else None
+        count = min(request.ready_ids, left)
         if count <= 0:
             return left
-        pieces.append(PrefillChunk(job, count))
+        chunks.append(PrefillChunk(request, count))
         return left - self.limits.prefill_charge(count)
 
     def _admit(self, busy: Collection[RequestState]) -> RequestState | None:
-        rows = self.running_rows + sum(job.rows for job in self.prefilling)
+        rows = self.running_sequences + sum(request.rows for request in self.prefilling)
         if rows >= self.limits.max_rows:
             return None
         reserved = self.reserved_bytes - self.open_prompts.bytes_to_spare(busy)
-        admitted = self.waiting.admit(lambda job: self._choose(job, self.limits.max_rows - rows, reserved))
+        admitted = self.waiting.admit(lambda request: self._choose(request, self.limits.max_rows - rows, reserved))
         if admitted is None:
             return None
-        job, group = admitted
-        group.expected.append(job)
+        request, group = admitted
+        group.expected.append(request)
         if group not in self.groups:
             self.groups.append(group)
-        self._targets[job] = group
-        self.prefilling.append(job)
-        self.open_prompts.remove(job)
+        self._targets[request] = group
+        self.prefilling.append(request)
+        self.open_prompts.remove(request)
         self.open_prompts.give_up(self.reserved_bytes - self.limits.cache_bytes, busy)
-        return job
+        return request
 
-    def _choose(self, job: RequestState, free_rows: int, reserved: int) -> DecodeBatch | None:
-        """The batch that the job will join: one of its length, or a new one, whichever the memory allows."""
-        if job.rows > free_rows:
+    def _choose(self, request: RequestState, free_rows: int, reserved: int) -> DecodeBatch | None:
+        """The batch that the request will join: one of its length, or a new one, whichever the memory allows."""
+        if request.rows > free_rows:
             return None
-        free = self.limits.cache_bytes - reserved - self._prefill_bill(job)
-        for group in self._candidates(job, free_rows, free):
+        free = self.limits.cache_bytes - reserved - self._prefill_bill(request)
+        for group in self._candidates(request, free_rows, free):
             now = self.limits.cost(*group.needed()) if group in self.groups else 0
-            if self.limits.cost(*group.needed(job)) - now <= free:
+            if self.limits.cost(*group.needed(request)) - now <= free:
                 return group
         return None
 
-    def _candidates(self, job: RequestState, free_rows: int, free: int) -> Sequence[DecodeBatch]:
+    def _candidates(self, request: RequestState, free_rows: int, free: int) -> Sequence[DecodeBatch]:
         """Best first."""
         stages = self.limits.stages
-        alike = [group for group in self.groups if group.takes(len(job.prompt), self.limits.spread)]
+        alike = [group for group in self.groups if group.takes(len(request.prompt), self.limits.spread)]
         if stages > 1:
             alike.sort(key=lambda group: group.size)
         full = len(self.groups) >= self.limits.batches * stages
         if self.limits.joint:
-            roomy = [group for group in alike if group.has_room(job)]
-            new = [] if full else [self._new_group(job, alike, free_rows, free)]
+            roomy = [group for group in alike if group.has_room(request)]
+            new = [] if full else [self._new_group(request, alike, free_rows, free)]
             return [*roomy, *new, *(group for group in alike if group not in roomy)] or self.groups
         if full:
             return alike or self.groups
@@ -246,39 +251,39 @@ class Scheduler:
         alike.insert(0 if len(alike) < stages else len(alike), DecodeBatch())
         return alike
 
-    def _new_group(self, job: RequestState, alike: Sequence[DecodeBatch], free_rows: int, free: int) -> DecodeBatch:
+    def _new_group(self, request: RequestState, alike: Sequence[DecodeBatch], free_rows: int, free: int) -> DecodeBatch:
         """With room for those who wait too, or for as many as there are already, if half of the memory left does."""
-        ahead = min(free_rows, max(job.rows + len(self.waiting) - 1, sum(group.size for group in alike)))
-        capacity = row_step(max(job.rows, ahead)), column_step(job.final_length)
+        ahead = min(free_rows, max(request.rows + len(self.waiting) - 1, sum(group.size for group in alike)))
+        capacity = row_step(max(request.rows, ahead)), column_step(request.final_length)
         return DecodeBatch([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else DecodeBatch()
 
-    def _prefill_bill(self, job: RequestState) -> int:
-        return self.limits.cost(1, self.open_prompts.columns(job))
+    def _prefill_bill(self, request: RequestState) -> int:
+        return self.limits.cost(1, self.open_prompts.columns(request))
 
-    def is_admitted(self, job: RequestState) -> bool:
-        return job in self._targets
+    def is_admitted(self, request: RequestState) -> bool:
+        return request in self._targets
 
-    def target(self, job: RequestState) -> DecodeBatch:
-        """The batch that an admitted job is on its way to."""
-        return self._targets[job]
+    def target(self, request: RequestState) -> DecodeBatch:
+        """The batch that an admitted request is on its way to."""
+        return self._targets[request]
 
-    def place(self, job: RequestState) -> DecodeBatch:
-        """Moves a prefilled job's sequences into their batch and sets how large its cache must be."""
-        group = self._targets[job]
+    def place(self, request: RequestState) -> DecodeBatch:
+        """Moves a prefilled request's sequences into their batch and sets how large its cache must be."""
+        group = self._targets[request]
         group.row_capacity, group.column_capacity = group.needed()
-        self.drop(job)
-        group.rows += job.sequences
+        self.drop(request)
+        group.rows += request.sequences
         return group
 
-    def drop(self, job: RequestState) -> None:
-        """Forgets a job that has not been placed: cancelled, failed, or about to be placed."""
-        if job in self._targets:
-            group = self._targets.pop(job)
-            group.expected.remove(job)
-            self.prefilling.remove(job)
-        elif job in self.waiting:
-            self.waiting.remove(job)
-        self.open_prompts.remove(job)
+    def drop(self, request: RequestState) -> None:
+        """Forgets a request that has not been placed: cancelled, failed, or about to be placed."""
+        if request in self._targets:
+            group = self._targets.pop(request)
+            group.expected.remove(request)
+            self.prefilling.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self.open_prompts.remove(request)
 
     def keep(self, group: DecodeBatch, order: list[int]) -> bool:
         """Keeps the rows at these old indices, in this order; True if the group's cache should shrink."""
@@ -297,7 +302,7 @@ class Scheduler:
 
 
 def bytes_alone(cost: Cost, rows: int, final_length: int, prompt: int) -> int:
-    """Of the batch that a job is the only one in, and of its prompt's cache until it joins that."""
+    """Of the batch that a request is the only one in, and of its prompt's cache until it joins that."""
     return cost(row_step(rows), column_step(final_length)) + cost(1, prompt)
 
 

@@ -14,10 +14,10 @@ Labels = tuple[str, str]
 """A model's name and its version, which may be empty."""
 
 GAUGES = (
-    "running_rows",
-    "waiting_jobs",
+    "running_sequences",
+    "waiting_requests",
     "waiting_tokens",
-    "prefilling_jobs",
+    "prefilling_requests",
     "open_prompts",
     "kv_cache_bytes",
     "kv_cache_budget",

@@ -21,10 +21,10 @@ from mlserver_torch_stream.server.observability.request_metrics import ModelRequ
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "running_rows": ("Rows that are being decoded now", lambda now: now.running_rows),
-    "waiting_jobs": ("Prompts that are queued", lambda now: now.waiting_jobs),
+    "running_sequences": ("Rows that are being decoded now", lambda now: now.running_sequences),
+    "waiting_requests": ("Prompts that are queued", lambda now: now.waiting_requests),
     "waiting_tokens": ("Tokens of the prompts that are queued", lambda now: now.waiting_tokens),
-    "prefilling_jobs": ("Prompts that are in prefill", lambda now: now.prefilling_jobs),
+    "prefilling_requests": ("Prompts that are in prefill", lambda now: now.prefilling_requests),
     "open_prompts": ("Prompts that are being sent in pieces", lambda now: now.open_prompts),
     "kv_cache_bytes": ("KV cache reserved by running and prefilling rows", lambda now: now.kv_cache_bytes),
     "kv_cache_budget_bytes": ("KV cache that may be reserved at most", lambda now: now.kv_cache_budget),

@@ -58,8 +58,10 @@ def families(
 
 
 def _gauges(gauges: dict[Labels, EngineStats]) -> Iterator[Metric]:
-    running = _by_name({labels: stats.running_rows + stats.prefilling_jobs for labels, stats in gauges.items()})
-    waiting = _by_name({labels: stats.waiting_jobs for labels, stats in gauges.items()})
+    running = _by_name(
+        {labels: stats.running_sequences + stats.prefilling_requests for labels, stats in gauges.items()}
+    )
+    waiting = _by_name({labels: stats.waiting_requests for labels, stats in gauges.items()})
     used = _by_name({labels: stats.kv_cache_bytes for labels, stats in gauges.items()})
     budget = _by_name({labels: stats.kv_cache_budget for labels, stats in gauges.items()})
     use = {name: used[name] / budget[name] if budget[name] else 0.0 for name in used}
