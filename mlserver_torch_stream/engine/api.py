@@ -19,8 +19,8 @@ class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
     ``open``: more ids follow through ``TokenStream.extend``; decoding starts when ``TokenStream.seal`` is called.
-    ``priority``: lower ones are admitted first; ``client``: whose backlog counts when requests wait; ``timeout_s``: from
-    submit to the last token, after which the sequences end with what they have.
+    ``priority``: lower ones are admitted first; ``client``: whose backlog counts when requests wait; ``timeout_s``:
+    from submit to the last token, after which the sequences end with what they have.
     """
 
     prompt_ids: tuple[int, ...]
@@ -80,7 +80,7 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvent: ...
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Appends ids to the (single, open) request, which are prefilled as they come where nobody else needs the memory.
+        """Appends ids to the (single, open) request. They are prefilled as they come where the memory is free.
 
         Raises InvalidInput when the prompt has become too long.
         """

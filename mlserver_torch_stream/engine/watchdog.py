@@ -23,7 +23,7 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the engine's thread to end a request itself, with the text that it holds back: most steps are much shorter.
+# Seconds for the engine's thread to end a request itself, with the text that it holds back. Most steps are shorter.
 PATIENCE = 0.5
 _LEAST = 0.01  # seconds between two looks, whatever was set
 
@@ -71,7 +71,7 @@ class WatchdogState:
         self._overdue: list[Work] = []
 
     def watch(self, requests: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
-        """``timeouts``: of the whole of each request; the bound of its wait is the settings', once its prompt is whole."""
+        """``timeouts``: of each whole request. The bound of its wait is the settings', once its prompt is whole."""
         for request, timeout in zip(requests, timeouts, strict=True):
             if request.sealed:
                 self.watch_wait(request)

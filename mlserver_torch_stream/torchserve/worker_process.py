@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlserver_torch_stream
+from mlserver_torch_stream import version
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, FrameReader, encode_frame
 from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.interpreter import environment_of
 from mlserver_torch_stream.torchserve.log_drain import drain
 
 logger = logging.getLogger(__name__)
-_PACKAGE = Path(mlserver_torch_stream.__file__).parent
+_PACKAGE = Path(version.__file__).parent
 # This package is given by its folder: no other of the server's comes into an interpreter that has its own. Nothing of
 # the server's working directory is imported: the handler's folder comes first, later.
 _PROGRAM = """

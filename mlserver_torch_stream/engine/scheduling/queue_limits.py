@@ -61,7 +61,7 @@ class Deadlines:
         return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
-        """Takes out the requests whose time is over and that have not met it, each with whether it was still waiting."""
+        """Takes out the unfinished requests whose time is over, each with whether it was still waiting."""
         while self._heap and self._heap[0][0] <= now:
             _, _, request, while_waiting = heapq.heappop(self._heap)
             if not request.finished and (not while_waiting or request.started_at is None):

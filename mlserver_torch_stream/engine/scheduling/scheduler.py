@@ -118,8 +118,8 @@ class PrefillChunk:
 class Scheduler:
     """Admits waiting requests in their queue's order while rows and memory last, and keeps account of both.
 
-    An open prompt is admitted when it is whole. What has come of it is prefilled ahead, in memory that no admitted request
-    needs: it is billed for what has come, and given up for the next request that it would keep out.
+    An open prompt is admitted when it is whole. What has come of it is prefilled ahead, in memory that no admitted
+    request needs: it is billed for what has come, and given up for the next request that it would keep out.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:

@@ -1,0 +1,45 @@
+"""One name for one thing: classes and files of the package, read from its source.
+
+Imports nothing of the package. The shim is left out: its names are those of TorchServe's own package.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
+_SHIM = _PACKAGE / "torchserve" / "shim"
+_MODULES = [path for path in sorted(_PACKAGE.rglob("*.py")) if _SHIM not in path.parents]
+
+
+def test_a_class_name_stands_once_in_the_package() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in _MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path.relative_to(_PACKAGE)}:{node.lineno}")
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_file_name_stands_once_in_each_room() -> None:
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in _MODULES:
+        relative = path.relative_to(_PACKAGE)
+        if path.name != "__init__.py":
+            found[(relative.parts[0], path.name)].append(str(relative))
+    assert {key: places for key, places in found.items() if len(places) > 1} == {}
+
+
+def test_no_class_is_imported_under_another_name() -> None:
+    renamed = []
+    for path in _MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlserver_torch_stream"):
+                renamed += [
+                    f"{path.relative_to(_PACKAGE)}:{node.lineno}: {alias.name} as {alias.asname}"
+                    for alias in node.names
+                    if alias.asname not in (None, alias.name)
+                ]
+    assert renamed == []
