@@ -25,12 +25,12 @@ _ALLOWED = {
     "settings": {"types", "errors", "model_source"},
     "protocol": {"types", "errors"},
     "engine": {"types", "errors", "settings", "model_source"},
-    "arrivals": {"types", "errors"},
-    "generation": {"types", "errors", "engine", "arrivals"},
+    "prompt_pieces": {"types", "errors"},
+    "generation": {"types", "errors", "engine", "prompt_pieces"},
     "server": {"version", "types", "errors", "settings", "protocol", "engine", "generation"},
     "loading": {"types", "errors", "settings", "protocol", "engine"},
     "runtime": {"types", "errors", "settings", "protocol", "engine", "generation", "loading", "server"},
-    "torchserve": {"types", "errors", "settings", "model_source"},
+    "torchserve": {"version", "types", "errors", "settings", "model_source"},
     # Glue to MLServer: the doors, the drain and the errors are those of our token models, not a second set of them.
     "torchserve/runtime": {"types", "errors", "torchserve", "server"},
     "torchserve/shim": {"torchserve"},  # what stands in for TorchServe's own package, which imports torch

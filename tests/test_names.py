@@ -40,6 +40,6 @@ def test_no_class_is_imported_under_another_name() -> None:
                 renamed += [
                     f"{path.relative_to(_PACKAGE)}:{node.lineno}: {alias.name} as {alias.asname}"
                     for alias in node.names
-                    if alias.asname not in (None, alias.name)
+                    if alias.asname not in (None, alias.name) and alias.name[0].isupper()
                 ]
     assert renamed == []

@@ -71,7 +71,7 @@ class OpenPrompts:
         request.ahead = False  # else it would be prefilled again as soon as there is room, and given up again
 
     def take_given_up(self) -> list[RequestState]:
-        """The requests that have lost their caches since the last call. They are prefilled again when they are admitted."""
+        """The requests that have lost their caches since the last call. They are prefilled again once admitted."""
         given_up, self._given_up = self._given_up, []
         return given_up
 

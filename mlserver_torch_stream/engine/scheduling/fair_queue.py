@@ -22,9 +22,9 @@ T = TypeVar("T")
 class FairQueue:
     """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
 
-    A request's tag is the virtual time plus its work (tokens it may need) times the number of requests that its client has
-    waiting; the lowest tag goes first. So a short request passes long ones that came earlier, a client that floods the queue
-    passes nobody, and since the virtual time grows with every admission nobody waits for ever.
+    A request's tag is the virtual time plus its work (tokens it may need) times the number of requests that its client
+    has waiting; the lowest tag goes first. So a short request passes long ones that came earlier, a client that floods
+    the queue passes nobody, and since the virtual time grows with every admission nobody waits for ever.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,13 @@ from mlserver_torch_stream.server.observability.request_record import EndpointKi
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import Headers as EncodedHeaders
-from mlserver_torch_stream.server.rest.refusal import as_invalid_input, as_refusal, send_json, send_whole
+from mlserver_torch_stream.server.rest.refusal import (
+    EncodedHeaders,
+    as_invalid_input,
+    as_refusal,
+    send_json,
+    send_whole,
+)
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
 

@@ -16,7 +16,7 @@ from starlette.types import Send
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, RequestError
 
-Headers = list[tuple[bytes, bytes]]
+EncodedHeaders = list[tuple[bytes, bytes]]
 _INTERNAL = "internal server error"
 
 
@@ -53,11 +53,11 @@ def as_invalid_input(error: ValidationError) -> InvalidInput:
     return InvalidInput(".".join(str(part) for part in first["loc"]) or "body", first["msg"])
 
 
-async def send_json(send: Send, status: int, body: bytes, headers: Headers) -> None:
+async def send_json(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
     await send_whole(send, status, body, [(b"content-type", b"application/json"), *headers])
 
 
-async def send_whole(send: Send, status: int, body: bytes, headers: Headers) -> None:
+async def send_whole(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
     always = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
     await send({"type": "http.response.body", "body": body})
