@@ -1,23 +1,50 @@
-"""What holds for every test of the engine."""
+"""The fixtures of all tests of the engine. Imports no torch: some of these tests run where no torch is.
+
+Knows no test; a test that needs another model builds it, or has a fixture ``model`` of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tests.engine.tiny import Watch
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Tiny tensors only lose time to a second core, and a tenfold where another process has it.
 
-    A test that loads a model has set the number to its host's. Some of these tests run where no torch is.
+    A test that loads a model has set the number to its host's.
     """
     try:
         import torch
     except ImportError:
         return
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """A tiny random Llama."""
+    from tests.engine.tiny import tiny_model
+
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def watch(model: PreTrainedModel) -> Iterator[Watch]:
+    """Sees every forward of ``model``."""
+    from tests.engine.tiny import watched
+
+    with watched(model) as watch:
+        yield watch
 
 
 @pytest.fixture(scope="session")

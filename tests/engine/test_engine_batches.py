@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 
 import pytest
 from transformers import PreTrainedModel
@@ -22,7 +21,6 @@ from tests.engine.tiny import (
     tiny_model,
     tokens_of,
     until,
-    watched,
 )
 
 LONG = 2048
@@ -32,12 +30,6 @@ _SLOW = pytest.mark.slow
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_model("llama", max_position_embeddings=LONG)
-
-
-@pytest.fixture
-def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    with watched(model) as watch:
-        yield watch
 
 
 def batches(engine: EngineCore) -> list[RowCache]:

@@ -2,9 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 
-import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
@@ -18,22 +16,9 @@ from tests.engine.tiny import (
     reference,
     run,
     running,
-    tiny_model,
     tokens_of,
     until,
-    watched,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    with watched(model) as watch:
-        yield watch
 
 
 def endless(engine: EngineCore, seed: int = 0, prompt: int = 5) -> EngineRequest:

@@ -35,17 +35,6 @@ from tests.engine.tiny import (
 POISON = 251  # no prompt of ``prompt_of`` holds it
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    with watched(model) as watch:
-        yield watch
-
-
 def raise_on(token: int) -> Callable[[list[list[int]]], BaseException | None]:
     return lambda ids: RuntimeError("poisoned") if any(token in row for row in ids) else None
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from transformers import PreTrainedModel
@@ -29,21 +29,9 @@ from tests.engine.tiny import (
     tiny_model,
     tokens_of,
     until,
-    watched,
 )
 
 GREEDY = greedy(12)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    with watched(model) as watch:
-        yield watch
 
 
 def opened(engine: EngineCore, params: SamplingParameters = GREEDY) -> Mailbox:
@@ -178,7 +166,7 @@ def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
         run(scenario(engine))
 
 
-@pytest.mark.parametrize("pieces", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
+@pytest.mark.parametrize("chunks", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
 def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, chunks: tuple[int, ...]) -> None:
     async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)

@@ -32,11 +32,6 @@ from tests.engine.tiny import (
 PROMPT = prompt_of(11, 3)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def sampled(count: int = 20, **changes: Any) -> SamplingParameters:
     return SamplingParameters(**{"max_tokens": count, "ignore_eos": True, "temperature": 1.0, "seed": 7, **changes})
 

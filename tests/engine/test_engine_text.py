@@ -1,7 +1,6 @@
 """What a reader is told: whole characters, in order, merged when it lags."""
 
 import asyncio
-from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
@@ -22,23 +21,10 @@ from tests.engine.tiny import (
     run,
     running,
     spelled,
-    tiny_model,
     until,
-    watched,
 )
 
 CODEC = TextCodec(byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    with watched(model) as watch:
-        yield watch
 
 
 async def events_of(engine: EngineCore, prompt: tuple[int, ...], params: SamplingParameters) -> list[TokenEvent]:

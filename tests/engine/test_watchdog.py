@@ -44,7 +44,6 @@ from tests.engine.tiny import (
     tiny_model,
     tokens_of,
     until,
-    watched,
 )
 
 _HANGS_S = 30.0
@@ -57,7 +56,7 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def request(codec: TextCodec) -> Iterator[RequestState]:
+def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
     given = EngineRequest(prompt_of(3), greedy(5))
     made = RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
@@ -70,28 +69,28 @@ class TestWhatIsDecided:
     """By a function of what was told and of ``now``: no clock, no thread."""
 
     def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(
-        self, request: RequestState
+        self, waiting: RequestState
     ) -> None:
         state = WatchdogState(BOUNDS)
-        state.watch([request], [5.0])
+        state.watch([waiting], [5.0])
         assert state.decide(4.9, []).ask == []
         assert state.decide(4.9, []).seconds == pytest.approx(0.1)
         decision = state.decide(5.0, [])
         (end,) = decision.ask
-        assert end.requests == (request,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
+        assert end.requests == (waiting,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
         assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
         assert state.decide(5.0 + PATIENCE, []).without == [end]
         assert state.decide(6.0, []).without == [], "once"
 
-    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, request: RequestState) -> None:
+    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, waiting: RequestState) -> None:
         state = WatchdogState(QueueLimits(queue_timeout=1.0))
-        state.watch([request], [None])
-        request.started_at = 0.5
+        state.watch([waiting], [None])
+        waiting.started_at = 0.5
         assert state.decide(2.0, []).ask == []
 
-    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, request: RequestState) -> None:
+    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, waiting: RequestState) -> None:
         state = WatchdogState(BOUNDS)
-        end = EndRequest((request,), FinishReason.ABORT, NotServing("the end"), 10.0)
+        end = EndRequest((waiting,), FinishReason.ABORT, NotServing("the end"), 10.0)
         state.asked(end)
         assert state.decide(10.0 + PATIENCE / 2, []).without == []
         assert state.decide(10.0 + PATIENCE, []).without == [end]
@@ -154,17 +153,6 @@ def test_progress_says_all_that_is_under_way() -> None:
 
 
 # --- a real engine whose forward is held ---
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    with watched(model) as watch:
-        yield watch
 
 
 def hung_engine(model: PreTrainedModel, kind: str, **bounds: float) -> EngineCore:
