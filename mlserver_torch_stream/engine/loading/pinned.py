@@ -45,9 +45,9 @@ def pin_offloaded(
 ) -> int:
     """Pins what is brought from the host to a device of this kind at every step, and returns how many bytes it pinned.
 
-    Weights are copied into shared blocks of at most ``block`` bytes, or of one weight that is larger. As long as half of
-    what the host had free stays free; what it has no room for stays where it is, as does all that is left when pinning
-    fails. Tied weights stay tied.
+    Weights are copied into shared blocks of at most ``block`` bytes, or of one weight that is larger. As long as half
+    of what the host had free stays free; what it has no room for stays where it is, as does all that is left when
+    pinning fails. Tied weights stay tied.
     """
     weights = _moved(model, kind)
     if not weights:
