@@ -1,6 +1,6 @@
-"""``mlserver-torch-stream cloud``: inference over the objects of a bucket, a folder or a list of URLs.
+"""The options of ``mlserver-torch-stream cloud``, and what the room ``cloud`` gets for them.
 
-Knows what can be typed and what it means; the stages themselves are the room ``cloud``.
+Knows no engine and no server, and runs nothing.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.cli.argument_types import count, positive, seconds
@@ -25,34 +23,6 @@ from mlserver_torch_stream.settings import parse_bytes
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 STDOUT = "-"
 _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 3 ended early, 130 interrupted."
-
-
-def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(list(argv))
-    from mlserver_torch_stream.cli.interruptible import Interrupted, LeftBehind, leave
-
-    try:
-        _check(arguments)
-        if arguments.command == "watch":
-            from mlserver_torch_stream.cli.cloud_watch import watch
-
-            return watch(arguments)
-        if arguments.on is not None:
-            from mlserver_torch_stream.cli.cloud_on_ray import run_on_ray
-
-            return run_on_ray(arguments, list(argv))
-        from mlserver_torch_stream.cli.cloud_run import run
-
-        return run(arguments)
-    except LeftBehind:
-        print("interrupted while the model was loading; nothing was inferred", file=sys.stderr)
-        leave(INTERRUPTED)
-    except Interrupted:
-        print("interrupted before anything was inferred", file=sys.stderr)
-        return INTERRUPTED
-    except RunRefused as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return REFUSED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -216,7 +186,7 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     return {"name": model, "by": by, **shaping, "served": arguments.served_model_name}
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace) -> None:
     """Options that mean nothing beside each other are refused by name."""
     if arguments.url is None and (arguments.api != "v2" or arguments.unary):
         raise RunRefused("--api and --unary say how a server is asked; give its --url")

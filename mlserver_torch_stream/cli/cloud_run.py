@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end

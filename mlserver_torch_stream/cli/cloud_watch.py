@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, write_metrics
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import summary
