@@ -10,6 +10,7 @@ import json
 import os
 from typing import Any
 
+from mlserver_torch_stream.byte_size import parse_bytes
 from mlserver_torch_stream.cli.argument_types import count, positive, seconds
 from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
@@ -18,7 +19,6 @@ from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind
 from mlserver_torch_stream.cloud.run import CloudRun
-from mlserver_torch_stream.settings import parse_bytes
 
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 STDOUT = "-"
@@ -126,7 +126,7 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     watch.add_argument("--limit", type=positive, help="end after so many objects or records")
 
 
-def make_asking(arguments: argparse.Namespace, model: str | None = None) -> RowRequest:
+def make_row_request(arguments: argparse.Namespace, model: str | None = None) -> RowRequest:
     media = arguments.url is not None and arguments.api == "openai"
     served = {*arguments.served_model_name, *([model] if model is not None else [])}
     return RowRequest(arguments.parameters, arguments.chat, media, served)

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlserver_torch_stream.byte_size import parse_bytes
 from mlserver_torch_stream.cli.argument_types import above_zero, positive
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import resolve_source
-from mlserver_torch_stream.settings import parse_bytes
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.planning.capacity import CapacityPlan
