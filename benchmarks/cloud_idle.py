@@ -41,24 +41,24 @@ class LateStore(Store):
 
 
 async def measure(ahead: PrefetchedRange) -> dict[str, Any]:
-    meter = RunMetrics()
+    metrics = RunMetrics()
     store = LateStore.memory()
     for number in range(_OBJECTS):
         await store.put(f"{number:03}.txt", f"Story number {number} begins in a small town where".encode())
     objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
-    engine = await EngineInfer.load(EMBEDDED, {}, RowRequest({"max_tokens": _TOKENS}), meter)
+    engine = await EngineInfer.load(EMBEDDED, {}, RowRequest({"max_tokens": _TOKENS}), metrics)
     began = time.monotonic()
     rows = Source(store, objects, ahead=ahead).rows()
-    async for result in infer_rows(rows, engine, PipelineLimits(batch_rows=8, batches=8), meter):
+    async for result in infer_rows(rows, engine, PipelineLimits(batch_rows=8, batches=8), metrics):
         assert result.outcome.failure is None, result.outcome.failure
     took = time.monotonic() - began
     await engine.aclose()
-    share = meter.busy.share()
-    assert meter.rows == _OBJECTS and share is not None
+    share = metrics.busy.share()
+    assert metrics.rows == _OBJECTS and share is not None
     return {
         "seconds": round(took, 2),
         "rows_per_s": round(_OBJECTS / took, 1),
-        "tokens_per_s": round(meter.completion_tokens / took, 1),
+        "tokens_per_s": round(metrics.completion_tokens / took, 1),
         "idle_share": round(1 - share, 4),
     }
 

@@ -5,7 +5,6 @@ Knows nothing of who uses it.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from contextlib import contextmanager, suppress
 
 import httpx
 
+from benchmarks.process import free_ports
+
 _START_S = 60.0
 _STOP_S = 20.0
 
@@ -21,9 +22,7 @@ _STOP_S = 20.0
 @contextmanager
 def moto() -> Iterator[dict[str, str]]:
     """Yields the environment in which clients find it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,

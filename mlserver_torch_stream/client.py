@@ -14,6 +14,8 @@ from urllib.parse import quote
 
 import httpx
 
+from mlserver_torch_stream.v2_reader import read_reply
+
 DEFAULT_TIMEOUT_S = 300.0
 _CONNECT_TIMEOUT_S = 5.0
 # A lone \r at the end of what has come so far may be half of \r\n: it waits for the next chunk.
@@ -192,21 +194,17 @@ def _refusal(status: int, body: bytes) -> ClientError:
 
 
 def _delta(event: Mapping[str, Any]) -> Delta:
-    parameters = event.get("parameters") or {}
-    error = event.get("error") or parameters.get("error")
-    if error:
-        raise ClientError(f"the generation failed: {error}")
-    tensors = {tensor["name"]: tensor["data"] for tensor in event.get("outputs", ())}
+    reply = read_reply(event)
+    if reply.error is not None:
+        raise ClientError(f"the generation failed: {reply.error}")
+    if not reply.sequences:
+        return Delta(final=reply.final)
+    sequence = reply.sequences[0]
     return Delta(
-        text=_first(tensors, "text_output") or "",
-        index=int(parameters.get("index", 0)),
-        finish_reason=_first(tensors, "finish_reason") or None,
-        num_input_tokens=_first(tensors, "num_input_tokens"),
-        num_output_tokens=_first(tensors, "num_output_tokens"),
-        final=bool(parameters.get("triton_final_response", False)),
+        text=sequence.text or "",
+        index=sequence.index,
+        finish_reason=sequence.finish_reason,
+        num_input_tokens=sequence.num_input_tokens,
+        num_output_tokens=sequence.num_output_tokens,
+        final=reply.final,
     )
-
-
-def _first(tensors: Mapping[str, Sequence[Any]], name: str) -> Any:
-    data = tensors.get(name)
-    return data[0] if data else None

@@ -6,10 +6,8 @@ Knows nothing of torch, MLServer's classes or how a model is loaded; it reads th
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -28,6 +26,8 @@ from pydantic import (
     field_validator,
 )
 
+from mlserver_torch_stream.byte_size import parse_bytes
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.model_source import ModelSource, find_path, resolve_source
 from mlserver_torch_stream.types import SamplingParameters
@@ -38,20 +38,6 @@ ENV_URI = "MLSERVER_MODEL_URI"
 ENV_CACHE = "MLSERVER_TORCH_STREAM_CACHE"
 SETTINGS_FILE = "model-settings.json"
 _DEFAULT = "default"
-
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
-
-
-def parse_bytes(value: Any) -> Any:
-    """``"4GiB"``, ``"512MB"`` or ``"1024"`` as a number of bytes; anything that is no string as it is."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{value!r} is no amount of memory; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _number_keys(value: Any) -> Any:
@@ -73,7 +59,7 @@ def _known_sampling(value: Any) -> Any:
     known = [item.name for item in fields(SamplingParameters)]
     for key in value:
         if key not in known:
-            raise ValueError(f"unknown request parameter {key!r}{_nearest(str(key), known)}")
+            raise ValueError(f"unknown request parameter {key!r}{did_you_mean_or_known(str(key), known)}")
     try:
         TypeAdapter(SamplingParameters).validate_python(value)
     except ValidationError as error:
@@ -269,15 +255,10 @@ def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
         values["tokenizer"] = str(path) if path else tokenizer.removeprefix("hf://")
 
 
-def _nearest(key: str, known: list[str] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
-
-
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
     for key in values:
         if key not in KNOWN_KEYS:
-            raise SettingsError(f"parameters.extra: unknown key {key!r}{_nearest(str(key), KNOWN_KEYS)}")
+            raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean_or_known(str(key), KNOWN_KEYS)}")
 
 
 def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> None:
@@ -299,7 +280,8 @@ def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> 
         if key in KNOWN_KEYS:
             raise SettingsError(f"parameters.{stray}: belongs into parameters.extra.{key}")
         if f"{prefix}{key}" not in lines:
-            raise SettingsError(f"parameters: unknown key {stray!r}{_nearest(key, ('uri', 'extra', *KNOWN_KEYS))}")
+            hint = did_you_mean_or_known(key, ("uri", "extra", *KNOWN_KEYS))
+            raise SettingsError(f"parameters: unknown key {stray!r}{hint}")
 
 
 def _dotenv_names() -> frozenset[str]:

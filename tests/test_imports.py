@@ -1,114 +1,163 @@
-"""The rooms' one-way rules, read from the imports themselves.
+"""The import rules of docs/architecture.md, held over every module of the package.
 
-Knows the rules only; nothing is imported, so it runs without torch or MLServer.
+Reads the tables of that page and the modules' source; nothing is imported, so it runs without torch or MLServer.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = "mlserver_torch_stream"
-_MODULES = sorted((_ROOT / _PACKAGE).rglob("*.py"))
-
-# Room -> the rooms it may import, besides itself.
-_ALLOWED = {
-    "version": set(),
-    "types": set(),
-    "errors": set(),
-    "model_source": {"errors"},
-    "settings": {"types", "errors", "model_source"},
-    "protocol": {"types", "errors"},
-    "engine": {"types", "errors", "settings", "model_source"},
-    "prompt_pieces": {"types", "errors"},
-    "generation": {"types", "errors", "engine", "prompt_pieces"},
-    "server": {"version", "types", "errors", "settings", "protocol", "engine", "generation"},
-    "loading": {"types", "errors", "settings", "protocol", "engine"},
-    "runtime": {"types", "errors", "settings", "protocol", "engine", "generation", "loading", "server"},
-    "torchserve": {"version", "types", "errors", "settings", "model_source"},
-    # Glue to MLServer: the doors, the drain and the errors are those of our token models, not a second set of them.
-    "torchserve/runtime": {"types", "errors", "torchserve", "server"},
-    "torchserve/shim": {"torchserve"},  # what stands in for TorchServe's own package, which imports torch
-    "client": set(),
-    "cloud": {"types", "errors", "settings", "protocol"},
-}
-_TORCH = {"torch", "transformers", "accelerate", "tokenizers", "safetensors", "gguf"}
-_MAY_IMPORT_TORCH = {"engine", "torchserve/shim"}
-_MAY_IMPORT_MLSERVER = {"runtime", "loading", "server", "protocol", "torchserve/runtime"}
-_NO_ASYNCIO = {"types", "errors", "settings", "model_source", "protocol"}
-_LAZY = {"cli", "__init__"}  # may import everything, inside functions
+_SHIM = "torchserve/shim"
+_PATHS = {
+    str(path.relative_to(_ROOT / _PACKAGE).with_suffix("")).removesuffix("/__init__"): path
+    for path in sorted((_ROOT / _PACKAGE).rglob("*.py"))
+}  # "cloud/store" -> its file; a package bears its folder's name
+_EVERYTHING = "everything"
+_LOADS_TORCH_OR_MLSERVER = ("engine", "server", "runtime", "generation", "loading", "torchserve")
 
 
-def _room(path: Path) -> str:
-    parts = path.relative_to(_ROOT / _PACKAGE).parts
-    inner = "/".join(parts[:2])
-    return inner if inner in _ALLOWED else parts[0].removesuffix(".py")
+def _tables() -> list[list[tuple[str, str]]]:
+    """The tables below the heading "Imports" of the page, as (first cell, second cell), without their heads."""
+    page = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Imports\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    rows = [[line.strip("|\n").split("|") for line in block.splitlines()[2:]] for block in blocks]
+    return [[(left, right) for left, right in table] for table in rows]
+
+
+def _quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+_ROOM_TABLE, _LIBRARY_TABLE = _tables()
+_LEAVES = set(_quoted(_ROOM_TABLE[0][0]))
+_ALLOWED: dict[str, set[str]] = {leaf: set() for leaf in _LEAVES}
+_OPEN: dict[str, list[str]] = {}  # room -> those of its modules that other rooms may import, where not all are
+for _left, _right in _ROOM_TABLE[1:]:
+    _room_name, *_open = _quoted(_left)
+    _ALLOWED[_room_name] = {_EVERYTHING} if _EVERYTHING in _right else set(_quoted(_right))
+    if _open:
+        _OPEN[_room_name] = _open
+
+
+def _room(module: str) -> str | None:
+    """The room of the table that the module lies in, the innermost one; None for the package's own ``__init__``."""
+    parts = module.split("/")
+    names = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in names if name in _ALLOWED), None)
 
 
 def _imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
-    """Absolute names of the imported modules; type-checking imports count, as they are knowledge too."""
+    """The names that a file imports, absolute; those of type checking count, as they are knowledge too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body if at_import_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if _module(whole) else node.module or ""
+
+
+def _module(name: str) -> str | None:
+    """The module of the package that an absolute name means."""
+    module = name.removeprefix(f"{_PACKAGE}.").replace(".", "/")
+    return module if module in _PATHS and name.startswith(f"{_PACKAGE}.") else None
 
 
 def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-@pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_ROOT / _PACKAGE)))
-def test_a_room_imports_only_the_rooms_it_may_know(path: Path) -> None:
-    room = _room(path)
-    if room in _LAZY:
-        return
-    assert room in _ALLOWED, f"{room} is a new room: say here what it may know"
-    modules = {child.stem if child.suffix == ".py" else child.name for child in (_ROOT / _PACKAGE).iterdir()}
-    for name in _imports(path):
-        if _top(name) != _PACKAGE or name.count(".") == 0:
+def _inner_imports(module: str) -> set[str]:
+    return {known for name in _imports(_PATHS[module]) if (known := _module(name)) not in (None, module)}
+
+
+_MODULES = [module for module in _PATHS if module != "__init__"]
+
+
+def test_the_page_has_a_line_for_every_room_and_no_other() -> None:
+    assert {_room(module) for module in _MODULES} == set(_ALLOWED)
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_a_module_imports_only_what_its_room_may_know(module: str) -> None:
+    room = _room(module)
+    assert room is not None, f"{module} lies in no room of docs/architecture.md: add a line to its table"
+    allowed = _ALLOWED[room]
+    for known in _inner_imports(module):
+        other = _room(known)
+        if other == room or other is None:
             continue
-        known = name.split(".")[1]
-        if known in modules:
-            assert known in _ALLOWED[room] | {room}, f"{room} must not know {known}"
+        assert other in _LEAVES or other in allowed or _EVERYTHING in allowed, f"{room} must not import {known}"
+        if other in _OPEN:
+            assert any(fnmatch(known, pattern) for pattern in _OPEN[other]), f"{known} is inside {other}"
 
 
-@pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_ROOT / _PACKAGE)))
-def test_only_some_rooms_import_torch_mlserver_and_asyncio(path: Path) -> None:
-    room = _room(path)
-    tops = {_top(name) for name in _imports(path, at_import_only=room in _LAZY)}
-    if room not in _MAY_IMPORT_TORCH:
-        assert not tops & _TORCH
-    if room not in _MAY_IMPORT_MLSERVER:
-        assert not tops & {"mlserver", "fastapi", "starlette", "grpc"}
-    if room in _NO_ASYNCIO:
-        assert "asyncio" not in tops
+def test_a_leaf_imports_only_the_standard_library_and_leaves() -> None:
+    for leaf in _LEAVES:
+        outside = {name for name in _imports(_PATHS[leaf]) if _top(name) not in sys.stdlib_module_names}
+        assert {_module(name) for name in outside} <= _LEAVES, leaf
+
+
+@pytest.mark.parametrize(("libraries", "places"), _LIBRARY_TABLE)
+def test_a_library_is_imported_only_where_the_page_says(libraries: str, places: str) -> None:
+    patterns = [pattern for place in _quoted(places) for pattern in (place, f"{place}/*")]
+    for module, path in _PATHS.items():
+        found = set(map(_top, _imports(path))) & set(_quoted(libraries))
+        named = any(fnmatch(module, pattern) for pattern in patterns)
+        assert not found or named != ("all but" in places), f"{module} imports {found}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count; the shim has the circles of TorchServe's own package."""
+    graph = {module: _inner_imports(module) for module in _MODULES if not module.startswith(_SHIM)}
+    assert _circular(graph) == set()
+
+
+def _circular(graph: Mapping[str, set[str]]) -> set[str]:
+    """The modules that are left when those which import none that is left are taken away, and those which none
+    imports: the circles and what stands between two of them."""
+    left = {module: imported & graph.keys() for module, imported in graph.items()}
+    while True:
+        imported = set().union(*left.values())
+        kept = {module: known & left.keys() for module, known in left.items() if known & left.keys()}
+        kept = {module: known for module, known in kept.items() if module in imported}
+        if kept == left:
+            return set(left)
+        left = kept
+
+
+def test_circles_are_found_and_chains_are_not() -> None:
+    assert _circular({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
+    assert _circular({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
 
 
 def test_the_package_and_its_command_import_nothing_heavy_before_they_are_used() -> None:
     light = set(sys.stdlib_module_names) | {_PACKAGE}
-    for path in (_ROOT / _PACKAGE / "__init__.py", _ROOT / _PACKAGE / "cli" / "__init__.py"):
+    for path in (_PATHS["__init__"], _PATHS["cli"]):
         names = {_top(name) for name in _imports(path, at_import_only=True)}
         assert names <= light, f"{path}: {names - light}"
 
 
+def test_a_command_imports_engines_and_mlserver_inside_functions() -> None:
+    for module, path in _PATHS.items():
+        if _room(module) == "cli":
+            names = set(_imports(path, at_import_only=True))
+            heavy = {name for name in names if (_module(name) or "").split("/")[0] in _LOADS_TORCH_OR_MLSERVER}
+            assert not heavy | {name for name in names if _top(name) == "mlserver"}, module
+
+
 def test_the_engine_interface_imports_no_torch() -> None:
-    for name in ("__init__", "api"):
-        assert not {_top(each) for each in _imports(_ROOT / _PACKAGE / "engine" / f"{name}.py")} & _TORCH
-
-
-@pytest.mark.parametrize(
-    ("library", "modules"),
-    [("obstore", {"cloud/store.py"}), ("aiokafka", {"cloud/kafka.py"}), ("ray", {"cli/cloud_on_ray.py"})],
-)
-def test_only_one_module_knows_each_library_of_the_cloud(library: str, modules: set[str]) -> None:
-    know = {str(path.relative_to(_ROOT / _PACKAGE)) for path in _MODULES if library in map(_top, _imports(path))}
-    assert know <= modules
+    for module in ("engine", "engine/api"):
+        assert not {_top(each) for each in _imports(_PATHS[module])} & {"torch", "transformers"}

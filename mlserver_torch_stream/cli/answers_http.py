@@ -14,6 +14,7 @@ from mlserver_torch_stream.protocol.chat_completion import ChatChoice
 from mlserver_torch_stream.protocol.openai_chunks import ChunkFold
 from mlserver_torch_stream.protocol.text_completion import completion
 from mlserver_torch_stream.types import TokenLogprob
+from mlserver_torch_stream.v2_reader import read_reply
 
 DONE = "[DONE]"
 
@@ -91,10 +92,10 @@ class V2ServerAnswer:
     _logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
     def whole(self, body: dict[str, Any]) -> None:
-        self._take(body)
+        self._add(body)
 
     def event(self, data: str) -> bool:
-        return self._take(json.loads(data))
+        return self._add(json.loads(data))
 
     def body(self) -> dict[str, Any]:
         choices = [
@@ -103,22 +104,21 @@ class V2ServerAnswer:
         ]
         return completion(self.chat, self.model, choices, self)
 
-    def _take(self, event: Mapping[str, Any]) -> bool:
-        parameters = event.get("parameters") or {}
-        error = event.get("error") or parameters.get("error")
-        if error:
-            raise GenerationBroke(error)
-        tensors = {tensor["name"]: tensor["data"] for tensor in event.get("outputs", ())}
-        first = int(parameters.get("index", 0))
-        for offset, text in enumerate(tensors.get("text_output") or ()):
-            self._texts.setdefault(first + offset, []).append(text)
-        for offset, reason in enumerate(tensors.get("finish_reason") or ()):
-            self._reasons[first + offset] = reason
-        for offset, entries in enumerate(tensors.get("logprobs") or ()):
-            self._logprobs.setdefault(first + offset, []).extend(map(_logprob, json.loads(entries)))
-        self.prompt_tokens = max([self.prompt_tokens, *(tensors.get("num_input_tokens") or ())])
-        self.completion_tokens += sum(tensors.get("num_output_tokens") or ())
-        return bool(parameters.get("triton_final_response", False))
+    def _add(self, body: Mapping[str, Any]) -> bool:
+        """True for the last event of a stream."""
+        reply = read_reply(body)
+        if reply.error is not None:
+            raise GenerationBroke(reply.error)
+        for sequence in reply.sequences:
+            if sequence.text is not None:
+                self._texts.setdefault(sequence.index, []).append(sequence.text)
+            if sequence.finish_reason is not None:
+                self._reasons[sequence.index] = sequence.finish_reason
+            if sequence.logprobs is not None:
+                self._logprobs.setdefault(sequence.index, []).extend(map(_logprob, json.loads(sequence.logprobs)))
+            self.prompt_tokens = max(self.prompt_tokens, sequence.num_input_tokens or 0)
+            self.completion_tokens += sequence.num_output_tokens or 0
+        return reply.final
 
 
 def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:

@@ -1,38 +1,22 @@
 """``mlserver-torch-stream cloud``: inference over the objects of a bucket, a folder or a list of URLs.
 
-Knows what can be typed and what it means; the stages themselves are the room ``cloud``.
+Knows which module runs which subcommand and what its end means to a shell; ``cloud_options`` has the options.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from mlserver_torch_stream.cli.argument_types import count, positive, seconds
-from mlserver_torch_stream.cli.row_completion import RowRequest
-from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cli.cloud_options import INTERRUPTED, REFUSED, check, parser
+from mlserver_torch_stream.cli.interruptible import Interrupted, LeftBehind, leave
 from mlserver_torch_stream.cloud.cloud_errors import RunRefused
-from mlserver_torch_stream.cloud.pipeline import PipelineLimits
-from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Kind
-from mlserver_torch_stream.cloud.run import CloudRun
-from mlserver_torch_stream.settings import parse_bytes
-
-OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
-STDOUT = "-"
-_STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 3 ended early, 130 interrupted."
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(list(argv))
-    from mlserver_torch_stream.cli.interruptible import Interrupted, LeftBehind, leave
-
     try:
-        _check(arguments)
+        check(arguments)
         if arguments.command == "watch":
             from mlserver_torch_stream.cli.cloud_watch import watch
 
@@ -53,221 +37,3 @@ def main(argv: Sequence[str]) -> int:
     except RunRefused as error:
         print(f"error: {error.message}", file=sys.stderr)
         return REFUSED
-
-
-def parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(prog="mlserver-torch-stream cloud", description="Inference over objects.")
-    commands = whole.add_subparsers(dest="command", metavar="command", required=True)
-    run = commands.add_parser("run", help="over all objects there are", epilog=_STATUS_HELP)
-    _add_input(run)
-    _add_model(run)
-    _add_stages(run)
-    _add_ending(run)
-    watch = commands.add_parser("watch", help="over objects or records as they come", epilog=_STATUS_HELP)
-    _add_watch(watch)
-    _add_model(watch)
-    _add_stages(watch)
-    return whole
-
-
-def _add_input(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--input", required=True, help="s3://, gs://, az://, http(s)://, a folder, or one object")
-    run.add_argument("--output", default=STDOUT, help="a prefix for numbered parts; - is JSONL on stdout (default)")
-    run.add_argument("--glob", help="keys below --input: * within a level, ** across levels")
-    run.add_argument("--manifest", help="an object that names keys below --input, one per line")
-    run.add_argument("--part-rows", type=int, default=64, help="rows in one part (default: %(default)s)")
-    run.add_argument(
-        "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
-    )
-    run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
-    run.add_argument("--workers", type=positive, default=2, help="of --on (default: %(default)s)")
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--model", help="what to load: embedded://…, a folder, a .gguf file, a hub id; with --url a name"
-    )
-    command.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="other names of the model for rows",
-    )
-    command.add_argument("--url", help="ask this server instead of an engine in this process")
-    command.add_argument("--api", choices=["v2", "openai"], default="v2", help="how --url is asked (default: v2)")
-    command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
-    command.add_argument(
-        "--concurrency", type=positive, default=32, help="most requests at --url (default: %(default)s)"
-    )
-    command.add_argument(
-        "--timeout", type=seconds, default=300.0, help="silence of --url, seconds (default: %(default)s)"
-    )
-    command.add_argument("--extra", type=_object, default={}, help="settings of the engine, as JSON")
-    command.add_argument("--parameters", type=_object, default={}, help="for rows that do not say, as JSON")
-    command.add_argument("--chat", action="store_true", help="a text object is a user's message, not a raw prompt")
-    command.add_argument("--as", dest="kind", choices=[kind.value for kind in Kind], help="how objects are read")
-
-
-def _add_stages(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--storage", type=_pair, action="append", default=[], metavar="KEY=VALUE", help="e.g. endpoint=…"
-    )
-    command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
-    command.add_argument("--prefetch-bytes", type=_bytes, default=64 * 2**20, help="bytes ahead (default: 64MiB)")
-    command.add_argument("--batch-rows", type=positive, help="rows in a batch (default: 8; 1 with --url)")
-    command.add_argument("--batch-bytes", type=_bytes, help="bytes of input in a batch (default: 16MiB)")
-    command.add_argument("--batch-tokens", type=positive, help="tokens of prompts in a batch, instead of bytes")
-    command.add_argument("--max-wait", type=seconds, default=0.05, help="of a batch's first row (default: %(default)s)")
-    command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency with --url)")
-    command.add_argument("--window", type=positive, default=256, help="undelivered rows (default: %(default)s)")
-    command.add_argument("--window-bytes", type=_bytes, default=128 * 2**20, help="of their input (default: 128MiB)")
-    command.add_argument("--tries", type=positive, default=6, help="of each fetch and write (default: %(default)s)")
-    command.add_argument(
-        "--stall", type=seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
-    )
-    command.add_argument("--metrics", metavar="FILE", help="write the run's figures there, as JSON")
-
-
-def _add_ending(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    run.add_argument("--retry-failed", action="store_true", help="infer rows of --output that failed again, in place")
-    failures = run.add_mutually_exclusive_group()
-    failures.add_argument("--fail-fast", action="store_true", help="end at the first row that fails")
-    failures.add_argument("--max-failures", type=count, help="end when more rows fail")
-    run.add_argument(
-        "--progress", choices=["auto", "on", "off"], default="auto", help="auto: where stderr is a terminal"
-    )
-
-
-def _add_watch(watch: argparse.ArgumentParser) -> None:
-    watch.add_argument("--input", help="the prefix whose new objects are inferred")
-    watch.add_argument("--output", required=True, help="a prefix for the results")
-    watch.add_argument("--glob", help="keys below --input")
-    watch.add_argument("--queue", help="URL of the SQS queue that is told of new objects; without it --input is polled")
-    watch.add_argument("--poll", type=seconds, default=2.0, help="seconds between two looks (default: %(default)s)")
-    watch.add_argument("--kafka", metavar="HOST:PORT", help="read rows from Kafka instead of objects")
-    watch.add_argument("--topic", help="of --kafka")
-    watch.add_argument("--group", help="of --kafka: the consumer group whose offsets are committed")
-    watch.add_argument("--dead-letter", metavar="TOPIC", help="of --kafka: where records that failed are sent too")
-    watch.add_argument(
-        "--part-rows", type=positive, default=64, help="of --kafka: rows in one part (default: %(default)s)"
-    )
-    watch.add_argument("--limit", type=positive, help="end after so many objects or records")
-
-
-def make_asking(arguments: argparse.Namespace, model: str | None = None) -> RowRequest:
-    media = arguments.url is not None and arguments.api == "openai"
-    served = {*arguments.served_model_name, *([model] if model is not None else [])}
-    return RowRequest(arguments.parameters, arguments.chat, media, served)
-
-
-def shown_name(arguments: argparse.Namespace) -> str | None:
-    """The model's name in answers, if another than its own was given."""
-    return arguments.served_model_name[0] if arguments.served_model_name else None
-
-
-def created() -> int | None:
-    """The time that output rows bear, where builds that are to be reproducible set one. Raises Refused."""
-    text = os.environ.get("SOURCE_DATE_EPOCH")
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise RunRefused(f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {text!r}")
-    return int(text)
-
-
-def make_limits(arguments: argparse.Namespace) -> PipelineLimits:
-    remote = arguments.url is not None
-    rows = arguments.batch_rows or (1 if remote else 8)
-    batches = arguments.batches or (arguments.concurrency if remote else 8)
-    weight = arguments.batch_tokens or arguments.batch_bytes or 16 * 2**20
-    return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
-
-
-def make_job(arguments: argparse.Namespace, model: str) -> CloudRun:
-    """``model``: its name or place, which with everything that shapes answers tells this run from others."""
-    index, count = arguments.worker
-    failures = 0 if arguments.fail_fast else arguments.max_failures
-    return CloudRun(
-        input=arguments.input,
-        model=identity(arguments, model),
-        output=None if arguments.output == STDOUT else arguments.output,
-        glob=arguments.glob,
-        manifest=arguments.manifest,
-        kind=None if arguments.kind is None else Kind(arguments.kind),
-        part_rows=arguments.part_rows,
-        lane=index,
-        lanes=count,
-        max_failures=failures,
-        retry_failed=arguments.retry_failed,
-        limits=make_limits(arguments),
-        ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
-        retry=Retry(arguments.tries),
-        stall_s=arguments.stall,
-        storage=dict(arguments.storage),
-        created=created(),
-    )
-
-
-def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    by = "engine" if arguments.url is None else arguments.api
-    shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
-    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name}
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Options that mean nothing beside each other are refused by name."""
-    if arguments.url is None and (arguments.api != "v2" or arguments.unary):
-        raise RunRefused("--api and --unary say how a server is asked; give its --url")
-    if arguments.url is not None and arguments.extra:
-        raise RunRefused("--extra: settings of the engine in this process; with --url they are the server's")
-    if arguments.url is not None and arguments.batch_tokens:
-        raise RunRefused("--batch-tokens: the tokens of a server's prompts are not known here; use --batch-bytes")
-    if arguments.batch_tokens and arguments.batch_bytes:
-        raise RunRefused("--batch-bytes: a batch is bounded by bytes or by --batch-tokens, not by both")
-    if arguments.command == "run" and arguments.on is not None:
-        if arguments.output == STDOUT:
-            raise RunRefused("--on: several workers need an --output that they share")
-        if arguments.worker != (1, 1):
-            raise RunRefused("--worker: is chosen by --on itself")
-
-
-def api_key() -> str | None:
-    return os.environ.get("OPENAI_API_KEY") or None
-
-
-def _bytes(text: str) -> int:
-    try:
-        number = int(parse_bytes(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return positive(str(number))
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError("must be KEY=VALUE")
-    return name, value
-
-
-def _worker(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    try:
-        worker = int(index), int(count)
-    except ValueError:
-        raise argparse.ArgumentTypeError("must be I/N") from None
-    if not 1 <= worker[0] <= worker[1]:
-        raise argparse.ArgumentTypeError("must be I/N with I from 1 to N")
-    return worker

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import RENEW_S, SILENCE_S

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
@@ -27,7 +27,7 @@ from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
-_AGAIN = "what is written is kept; the same command goes on from there"
+_RESUME_HINT = "what is written is kept; the same command goes on from there"
 
 
 class Stopwatch:
@@ -43,12 +43,12 @@ class Stopwatch:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
 
-def run(arguments: argparse.Namespace, meter: RunMetrics | None = None) -> int:
+def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int:
     """The exit status. Raises Refused where the run may not start, LeftBehind where it ended while a model loaded."""
-    meter = meter or RunMetrics()
+    metrics = metrics or RunMetrics()
     watch = Stopwatch()
     try:
-        failed = run_to_end(_run(arguments, meter, watch))
+        failed = run_to_end(_run(arguments, metrics, watch))
         status = options.ROWS_FAILED if failed else options.OK
     except Interrupted:
         _say(f"interrupted{_hint(arguments)}")
@@ -62,13 +62,13 @@ def run(arguments: argparse.Namespace, meter: RunMetrics | None = None) -> int:
         sys.stdout = None  # nobody reads: nothing is left to flush
         status = options.ENDED
     if not arguments.dry_run:
-        _say(summary(meter, watch.elapsed()))
+        _say(summary(metrics, watch.elapsed()))
         if arguments.metrics is not None:
-            write_metrics(arguments.metrics, meter)
+            write_metrics(arguments.metrics, metrics)
     return status
 
 
-async def _run(arguments: argparse.Namespace, meter: RunMetrics, watch: Stopwatch) -> int:
+async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(options.make_job(arguments, name))
     try:
@@ -76,14 +76,14 @@ async def _run(arguments: argparse.Namespace, meter: RunMetrics, watch: Stopwatc
         if arguments.dry_run:
             print(_described(planned))
             return 0
-        async with model(arguments, name, meter) as (infer, weigh):
+        async with model(arguments, name, metrics) as (infer, weigh):
             planned = replace(planned, job=replace(planned.job, weigh=weigh))
             watch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
-            async with Progress(meter, _total(planned), sys.stderr, shown):
+            async with Progress(metrics, _total(planned), sys.stderr, shown):
                 if planned.output is not None:
-                    return await write(planned, infer, meter, _say)
-                return await _print(planned, infer, meter)
+                    return await write(planned, infer, metrics, _say)
+                return await _print(planned, infer, metrics)
     finally:
         await planned.aclose()
 
@@ -96,17 +96,17 @@ async def model_name(arguments: argparse.Namespace) -> str:
 
 @asynccontextmanager
 async def model(
-    arguments: argparse.Namespace, name: str, meter: RunMetrics
+    arguments: argparse.Namespace, name: str, metrics: RunMetrics
 ) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
     """The callable that infers a batch, and what a row weighs in it."""
-    asking = options.make_asking(arguments, name)
+    row_request = options.make_row_request(arguments, name)
     shown = options.shown_name(arguments)
     if arguments.url is not None:
         asked = HttpInfer(
             arguments.url.rstrip("/"),
             name,
             arguments.api,
-            asking,
+            row_request,
             arguments.concurrency,
             not arguments.unary,
             options.api_key(),
@@ -116,13 +116,13 @@ async def model(
         try:
             yield asked, lambda row: row.size
         finally:
-            meter.retries += asked.retries
+            metrics.retries += asked.retries
             await asked.aclose()
         return
     limits = options.make_limits(arguments)
     _say(f"loading {name}")
     extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
-    engine = await EngineInfer.load(name, extra, asking, meter, shown)
+    engine = await EngineInfer.load(name, extra, row_request, metrics, shown)
     try:
         yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size
     finally:
@@ -136,7 +136,7 @@ def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
     """Raises Refused, which names the first one that the model cannot take."""
-    asking = options.make_asking(arguments)
+    row_request = options.make_row_request(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
     for key in keys:
         kind = kind_of(key, given)
@@ -146,16 +146,16 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
                 f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
                 "size, or choose others with --glob"
             )
-        if not asking.takes(kind):
+        if not row_request.takes(kind):
             raise RunRefused(
                 f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
                 "choose others with --glob, or say with --as how to read them"
             )
 
 
-async def _print(planned: RunPlan, infer: Infer, meter: RunMetrics) -> int:
+async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
     """Lines on stdout, each as soon as those before it are out."""
-    async with aclosing(results(planned, infer, meter)) as found:
+    async with aclosing(results(planned, infer, metrics)) as found:
         async for result in found:
             try:
                 sys.stdout.buffer.write(result.encode(planned.run))
@@ -164,15 +164,15 @@ async def _print(planned: RunPlan, infer: Infer, meter: RunMetrics) -> int:
                 raise
             except OSError as error:
                 raise StorageFull(f"stdout: {error.strerror or error}") from None
-    return meter.failed
+    return metrics.failed
 
 
 def _total(planned: RunPlan) -> Total:
     """What is ahead of this worker."""
     source, job, done = planned.objects, planned.job, planned.done
-    again = sum(count for number, count in done.failures.items() if job.owns(number))
+    failed_before = sum(count for number, count in done.failures.items() if job.owns(number))
     if job.retry_failed and done.complete:
-        return Total(0, again)
+        return Total(0, failed_before)
     if done.cursor.key is not None:
         # A cursor that is none of the run's objects is refused by the source.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
@@ -184,7 +184,7 @@ def _total(planned: RunPlan) -> Total:
         indexes = range(done.cursor.index, len(planned.objects))
         numbers = [index // job.part_rows for index in indexes]
         rows = sum(job.owns(number) and number not in done.parts for number in numbers)
-        rows += again if job.retry_failed else 0
+        rows += failed_before if job.retry_failed else 0
     return Total(None if zipped else sum(each.info.size for each in source) // job.lanes, rows)
 
 
@@ -217,15 +217,15 @@ def _described(planned: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def write_metrics(path: str, meter: RunMetrics) -> None:
+def write_metrics(path: str, metrics: RunMetrics) -> None:
     try:
-        Path(path).write_text(json.dumps(meter.figures(), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(metrics.as_dict(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         _say(f"error: --metrics: {path}: {error.strerror or error}")
 
 
 def _hint(arguments: argparse.Namespace) -> str:
-    return "" if arguments.output == options.STDOUT else f"; {_AGAIN}"
+    return "" if arguments.output == options.STDOUT else f"; {_RESUME_HINT}"
 
 
 def _say(text: str) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from mlserver_torch_stream.cli import cloud as options
+from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, write_metrics
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import summary
@@ -31,9 +31,9 @@ from mlserver_torch_stream.cloud.watching import Watcher
 def watch(arguments: argparse.Namespace) -> int:
     """The exit status. Raises Refused, or LeftBehind where it ended while a model loaded."""
     _check(arguments)
-    meter, stopwatch = RunMetrics(), Stopwatch()
+    metrics, stopwatch = RunMetrics(), Stopwatch()
     try:
-        failed = run_to_end(_watch(arguments, meter, stopwatch))
+        failed = run_to_end(_watch(arguments, metrics, stopwatch))
         status = options.ROWS_FAILED if failed else options.OK
     except Interrupted:
         status = options.INTERRUPTED
@@ -42,9 +42,9 @@ def watch(arguments: argparse.Namespace) -> int:
     except CloudError as error:
         print(f"error: {error.message}; what has no result yet comes again", file=sys.stderr)
         status = options.ENDED
-    print(summary(meter, stopwatch.elapsed()), file=sys.stderr)
+    print(summary(metrics, stopwatch.elapsed()), file=sys.stderr)
     if arguments.metrics is not None:
-        write_metrics(arguments.metrics, meter)
+        write_metrics(arguments.metrics, metrics)
     return status
 
 
@@ -68,32 +68,32 @@ def _check(arguments: argparse.Namespace) -> None:
             raise RunRefused("--output: lies within --input, so that results would be read as input")
 
 
-async def _watch(arguments: argparse.Namespace, meter: RunMetrics, stopwatch: Stopwatch) -> int:
+async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     storage = dict(arguments.storage)
     Store.open(arguments.output, storage, arguments.stall, make=False)  # what is wrong with it is told before the load
     name = await model_name(arguments)
-    async with model(arguments, name, meter) as (infer, _):
+    async with model(arguments, name, metrics) as (infer, _):
         output = Store.open(arguments.output, storage, arguments.stall)
         stopwatch.start()
         print("watching", file=sys.stderr, flush=True)
         try:
             if arguments.kafka is not None:
-                await _consume(arguments, name, output, infer, meter)
+                await _consume(arguments, name, output, infer, metrics)
             else:
-                await _objects(arguments, name, output, infer, meter)
+                await _objects(arguments, name, output, infer, metrics)
         finally:
             await output.aclose()
-    return meter.failed
+    return metrics.failed
 
 
-async def _objects(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: RunMetrics) -> None:
+async def _objects(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, metrics: RunMetrics) -> None:
     retry = Retry(arguments.tries)
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
     kind = None if arguments.kind is None else Kind(arguments.kind)
     identity = options.identity(arguments, name)
     limits = options.make_limits(arguments)
     watcher = Watcher(
-        *(store, output, infer, identity, kind, limits, retry), meter=meter, told=_say, created=options.created()
+        *(store, output, infer, identity, kind, limits, retry), metrics=metrics, report=_say, created=options.created()
     )
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
@@ -106,7 +106,7 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
         return
     bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
     credentials = Credentials.read(os.environ)
-    queue = Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, credentials, retry, _strange)
+    queue = Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, credentials, retry, _report_foreign)
     try:
         await watcher.watch(queue.announcements(), arguments.limit)
     finally:
@@ -130,7 +130,7 @@ async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
         yield lease
 
 
-async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, meter: RunMetrics) -> None:
+async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, metrics: RunMetrics) -> None:
     try:
         from mlserver_torch_stream.cloud.kafka import Topic
     except ImportError:
@@ -146,13 +146,13 @@ async def _consume(arguments: argparse.Namespace, name: str, output: Store, infe
         arguments.part_rows,
         limits=options.make_limits(arguments),
         retry=Retry(arguments.tries),
-        meter=meter,
+        metrics=metrics,
         created=options.created(),
     )
     await topic.consume(arguments.limit)
 
 
-def _strange(message: str) -> None:
+def _report_foreign(message: str) -> None:
     _say(f"left in the queue, as it tells of nothing below --input: {message}")
 
 

@@ -68,7 +68,10 @@ def import_mar(
         version = None if (found := archive.model.get("modelVersion")) is None else str(found)
         extra = carried(given, chosen, version, archive.yaml)
         source = Path(uri.removeprefix("file://")).expanduser()
-        told = [*_told(archive, extra, str(source.absolute())), *_told_of_properties(given, chosen, version, extra)]
+        notes = [
+            *_archive_notes(archive, extra, str(source.absolute())),
+            *_property_notes(given, chosen, version, extra),
+        ]
         folder = into / chosen
         copied = {source.name: source} if archive.own else {}
         if METRICS_CONFIG in given:
@@ -77,7 +80,7 @@ def import_mar(
         _write(folder, copied, _settings(chosen, source, archive, version, {**extra, **bounds}), force)
     finally:
         archive.close()
-    return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *told]
+    return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *notes]
 
 
 def _settings(
@@ -140,18 +143,18 @@ def _refuse_what_is_there(folder: Path, force: bool) -> None:
         raise SettingsError(f"{folder} is no folder of a model: --name or --into choose another one")
 
 
-def _told_of_properties(
+def _property_notes(
     given: Mapping[str, str], name: str, version: str | None, extra: Mapping[str, Any]
 ) -> Iterator[str]:
-    from mlserver_torch_stream.torchserve.properties import told
+    from mlserver_torch_stream.torchserve.properties import not_carried_over
 
     for key, value in extra.items():
         yield f"carried over from config.properties: {key}: {value}"
-    for line in told(given, name, version):
+    for line in not_carried_over(given, name, version):
         yield f"not carried over from config.properties: {line}"
 
 
-def _told(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
+def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
     """What TorchServe would do and we do not, one line each. Raises SettingsError where a value is wrong."""
     from mlserver_torch_stream.torchserve.config import not_honoured, read_config
     from mlserver_torch_stream.torchserve.interpreter import not_installed

@@ -52,11 +52,11 @@ class EngineInfer:
 
     built: BuiltEngine
     name: str
-    asking: RowRequest
+    row_request: RowRequest
 
     @classmethod
     async def load(
-        cls, model: str, extra: Mapping[str, Any], asking: RowRequest, meter: RunMetrics, name: str | None = None
+        cls, model: str, extra: Mapping[str, Any], row_request: RowRequest, metrics: RunMetrics, name: str | None = None
     ) -> EngineInfer:
         """``name``: the model's in the answers; None: the source's own. Raises Refused, or LeftBehind where it is
         cancelled: a load cannot be stopped."""
@@ -69,10 +69,10 @@ class EngineInfer:
             built = await in_a_thread(lambda: build(resolved, "cloud", lambda error: None))
         except (SettingsError, LoadFailed) as error:
             raise RunRefused(f"--model: {error}") from None
-        meter.load_model_latency_milli_secs.update(round((time.monotonic() - began) * 1e3))
-        meter.model_byte_size.update(_peak_bytes() - before)
+        metrics.load_model_latency_milli_secs.update(round((time.monotonic() - began) * 1e3))
+        metrics.model_byte_size.update(_peak_bytes() - before)
         source = resolved.source.name
-        return cls(built, name or source, replace(asking, served={*asking.served, model, source}))
+        return cls(built, name or source, replace(row_request, served={*row_request.served, model, source}))
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         return await each(rows, self._one)
@@ -80,7 +80,7 @@ class EngineInfer:
     def tokens(self, row: Row) -> int:
         """The row's prompt in tokens; of a row that cannot be asked, as many as it has bytes."""
         try:
-            return len(self.built.codec.encode(self._request(self.asking.ask(row)).prompts[0]))
+            return len(self.built.codec.encode(self._request(self.row_request.ask(row)).prompts[0]))
         except (RowUnsuitable, RequestError):
             return row.size
 
@@ -90,7 +90,7 @@ class EngineInfer:
 
     async def _one(self, row: Row) -> Outcome:
         try:
-            request = self._request(self.asking.ask(row))
+            request = self._request(self.row_request.ask(row))
             return await self._answer(request)
         except RowUnsuitable as error:
             return refused("unsuitable", str(error))

@@ -69,7 +69,7 @@ class HttpInfer:
     url: str
     model: str
     api: Api
-    asking: RowRequest
+    row_request: RowRequest
     most: int = 32
     stream: bool = True
     key: str | None = None
@@ -93,7 +93,7 @@ class HttpInfer:
 
     async def _one(self, row: Row) -> Outcome:
         try:
-            ask = self.asking.ask(row)
+            ask = self.row_request.ask(row)
             path, body = self._request(ask)
             content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
         except RowUnsuitable as error:
@@ -115,11 +115,11 @@ class HttpInfer:
                 raise
 
         try:
-            return await self.retry.run(attempt, self._again)
+            return await self.retry.run(attempt, self._count_retry)
         except _Rejected as error:
             return Outcome(failure=error.failure)
 
-    def _again(self, error: CloudError) -> None:
+    def _count_retry(self, error: CloudError) -> None:
         self.retries += 1
 
     def _request(self, ask: RowQuestion) -> tuple[str, dict[str, Any]]:
@@ -179,8 +179,8 @@ class HttpInfer:
 
     def _refusal(self, response: httpx.Response, body: bytes) -> CloudError:
         status = response.status_code
-        told, error = _told(body)
-        text = f"{self.url} answered {status}: {told}"
+        reason, error = _server_error(body)
+        text = f"{self.url} answered {status}: {reason}"
         if status in _LATER:
             return StoreUnavailable(text, _seconds(response.headers.get("Retry-After")))
         if status in (401, 403):
@@ -197,7 +197,7 @@ def _failure(code: str, message: str, status: int, error: Mapping[str, Any] | No
     return Failure(code, message, status, error or error_object(status, message, code=code))
 
 
-def _told(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
+def _server_error(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
     """What a refusal says, and its error object, if it is OpenAI's."""
     try:
         error = json.loads(body)["error"]

@@ -1,7 +1,7 @@
 """``mlserver-torch-stream plan MODEL --device NAME``: how many streams a model gets there, and how fast they can be.
 
-Reads the model's config, loads no weights and needs no such device. Knows how to print; ``engine.planning`` does the
-arithmetic.
+It reads the model's config, loads no weights and needs no such device. Knows how to print; ``engine.planning`` does
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlserver_torch_stream.byte_size import parse_bytes
 from mlserver_torch_stream.cli.argument_types import above_zero, positive
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import resolve_source
-from mlserver_torch_stream.settings import parse_bytes
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.planning.capacity import CapacityPlan
@@ -31,9 +31,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
-        from mlserver_torch_stream.engine.kv_cache.memory_budget import GPU_CACHE_SHARE, HOST_PREFIX_BYTES
-        from mlserver_torch_stream.engine.loading.host_limits import KV_SHARE
-        from mlserver_torch_stream.engine.planning.capacity import make_plan
+        from mlserver_torch_stream.engine.planning.model_plan import plan_model
         from mlserver_torch_stream.engine.planning.model_size import read_size
 
         size = read_size(source, arguments.dtype, arguments.revision)
@@ -41,10 +39,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     context = min(arguments.context, size.max_context)
-    on_host = arguments.device == _HOST  # whose ranks would share one memory
-    counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else arguments.devices)]
-    share, most_kept = (KV_SHARE, HOST_PREFIX_BYTES) if on_host else (GPU_CACHE_SHARE, None)
-    plans = [make_plan(size, device, ranks, context, share, most_kept) for ranks in counts]
+    plans = plan_model(size, device, context, arguments.devices, on_host=arguments.device == _HOST)
     print("\n".join([*_head(source.name, size, device, context), "", *_table(plans), "", *_advice(plans, size)]))
     return 0 if any(plan.fits for plan in plans) else 1
 

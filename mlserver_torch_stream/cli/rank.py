@@ -60,8 +60,8 @@ def _lead(folder: str) -> int:
         from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 
         # A signal, which all ranks get, rather than a failure: MLServer ends alike.
-        told = status == 0 and (LIFECYCLE.ending or models == [])
-        if dismiss(os.environ, word, 1.0 if told else _PATIENCE) and not told:
+        released = status == 0 and (LIFECYCLE.ending or models == [])
+        if dismiss(os.environ, word, 1.0 if released else _PATIENCE) and not released:
             status = 1
     return status
 

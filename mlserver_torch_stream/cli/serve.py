@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -20,6 +19,8 @@ import urllib.request
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from mlserver_torch_stream.free_port import free_port, is_free
 
 IMPLEMENTATION = "mlserver_torch_stream.TorchStreamRuntime"
 SETTINGS = "settings.json"
@@ -78,14 +79,14 @@ def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
     """The ports that were asked for, else the usual ones, else free ones. Raises PortTaken."""
     chosen: dict[str, int] = {}
     for role, port in asked.items():
-        if port is not None and not _is_free(host, port):
+        if port is not None and not is_free(host, port):
             raise PortTaken(f"{role.upper()}_PORT {port} is taken; leave it out, and a free one is found")
         if port is not None:
             chosen[role] = port
     for role, usual in PORTS.items():
         if role not in chosen:
-            free = usual not in chosen.values() and _is_free(host, usual)
-            chosen[role] = usual if free else _free_port(host, set(chosen.values()))
+            free = usual not in chosen.values() and is_free(host, usual)
+            chosen[role] = usual if free else free_port(host, set(chosen.values()))
     return chosen
 
 
@@ -151,25 +152,6 @@ def _settings(folder: Path) -> dict[str, Any]:
     except OSError:
         return {}
     return settings
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port(host: str, taken: set[int]) -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
-        if port not in taken:
-            return port
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""When to try again: exponential back-off with jitter, bounded in number and in time.
+"""Retries a call with exponential back-off and jitter, bounded in number and in time.
 
-Knows nothing of what is tried.
+Knows nothing of what the call does.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """``tries`` in all; the n-th pause is up to ``first * 2**n`` seconds, at most ``longest``, at least half of it."""
+    """There are ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``; jitter takes
+    up to half of it away."""
 
     tries: int = 6
     first: float = 0.1
     longest: float = 10.0
 
     def pause(self, failed: int, error: CloudError, draw: float | None = None) -> float:
-        """Seconds to wait after the ``failed``-th failure, from 1; ``draw`` in [0, 1) is the jitter."""
+        """The seconds to wait after the ``failed``-th failure, counted from 1. ``draw`` in [0, 1) is the jitter."""
         jitter = random.random() if draw is None else draw
         pause: float = min(self.longest, self.first * 2.0 ** (failed - 1)) * (0.5 + jitter / 2)
         asked = error.retry_after if isinstance(error, StoreUnavailable) else None
         return pause if asked is None else min(self.longest, max(pause, asked))
 
-    async def run(self, attempt: Callable[[], Awaitable[T]], again: Callable[[CloudError], None] | None = None) -> T:
-        """What ``attempt`` returns at last. Raises its last CloudError; ``again`` is told of each that is retried."""
+    async def run(self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[CloudError], None] | None = None) -> T:
+        """Returns what the first ``attempt`` that succeeds returns. Raises the last CloudError.
+
+        ``on_retry`` is called with each error after which another attempt follows.
+        """
         failed = 0
         while True:
             try:
@@ -41,6 +45,6 @@ class Retry:
                 failed += 1
                 if not error.retriable or failed >= self.tries:
                     raise
-                if again is not None:
-                    again(error)
+                if on_retry is not None:
+                    on_retry(error)
                 await asyncio.sleep(self.pause(failed, error))

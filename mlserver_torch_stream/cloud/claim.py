@@ -1,6 +1,6 @@
-"""The manifest of an output: which run it belongs to, and when that began.
+"""Reads and writes the manifest of an output, which says which run the output belongs to and when that run began.
 
-Knows nothing of what is in a configuration; another value in it is another run.
+Knows nothing of what a configuration holds: a configuration with another value is another run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mlserver_torch_stream.cloud.rows import RunIdentity
 from mlserver_torch_stream.cloud.store import Store
 
 FORMAT = 2  # of manifests and output rows
-_MOST_TOLD = 4
-_OWN = ("format", "run", "created")  # keys of a manifest that are not the configuration's
+_MOST_DIFFERENCES = 4
+_OWN = ("format", "run", "created")  # keys of a manifest that are not part of the configuration
 
 
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
-    """The run that the output belongs to, if that is the one of ``config``; None if it belongs to no run yet.
+    """The run that the output belongs to, if that is the run of ``config``; None if the output belongs to no run yet.
 
-    Raises Refused where it is another's.
+    Raises RunRefused where the output belongs to another run.
     """
     try:
         found = await retry.run(lambda: output.get(MANIFEST))
@@ -41,12 +41,12 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
         )
     differing = differences({key: value for key, value in was.items() if key not in _OWN}, config)
     if differing:
-        raise RunRefused(f"--output: {output.url} belongs to another run: {'; '.join(differing[:_MOST_TOLD])}")
+        raise RunRefused(f"--output: {output.url} belongs to another run: {'; '.join(differing[:_MOST_DIFFERENCES])}")
     return run
 
 
 async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
-    """Makes the output this run's if it belongs to no run yet. Raises Refused where it is another's."""
+    """Makes the output this run's if it belongs to no run yet. Raises RunRefused where it belongs to another run."""
     run = identify(config, created)
     manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"

@@ -1,13 +1,13 @@
-"""What can go wrong around a row: with objects, with the output, with a run.
+"""The errors around a row: of objects, of the output, of a run.
 
-Knows no store's exceptions; ``store`` turns them into these. ``code`` is what an output row or a message bears.
+Knows no store's exceptions; ``store`` turns them into these. An error's ``code`` stands in output rows and messages.
 """
 
 from __future__ import annotations
 
 
 class CloudError(Exception):
-    """A run that cannot go on, or an object that cannot be had. ``retriable``: the same may succeed later."""
+    """A run cannot go on, or an object cannot be read. ``retriable``: the same call may succeed later."""
 
     code = "failed"
     retriable = False
@@ -18,7 +18,8 @@ class CloudError(Exception):
 
 
 class StoreUnavailable(CloudError):
-    """No answer, a broken or stalled one, or one that says: later. ``retry_after``: seconds the server asked for."""
+    """A store or server does not answer, breaks off, stalls, or asks for a later attempt. ``retry_after``: the seconds
+    that it asked for."""
 
     code = "unavailable"
     retriable = True
@@ -29,44 +30,48 @@ class StoreUnavailable(CloudError):
 
 
 class ObjectMissing(CloudError):
+    """There is no object under the key."""
+
     code = "missing"
 
 
 class AccessDenied(CloudError):
+    """The credentials do not allow the call."""
+
     code = "denied"
 
 
 class ObjectChanged(CloudError):
-    """The object is not the one that was listed."""
+    """The object is not the version that was listed."""
 
     code = "changed"
 
 
 class ObjectExists(CloudError):
-    """A conditional create that found something there."""
+    """A conditional create found an object under the key."""
 
     code = "exists"
 
 
 class StorageFull(CloudError):
-    """No room where the output goes."""
+    """The output's storage has no room left."""
 
     code = "full"
 
 
 class RunRefused(CloudError):
-    """A run that may not start, or not as it was asked for: the option is named."""
+    """A run may not start with these options. The message names the option."""
 
     code = "refused"
 
 
 class InUse(RunRefused):
-    """Another command is writing to the output."""
+    """Another command writes to the output."""
 
     code = "in_use"
 
 
 class TooManyFailures(CloudError):
-    """More rows failed than the run was told to bear."""
+    """More rows failed than the run allows."""
 
     code = "too_many_failures"

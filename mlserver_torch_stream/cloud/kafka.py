@@ -1,7 +1,7 @@
-"""Rows from a Kafka topic: parts named after the offset they begin with, offsets committed once the part is durable.
+"""Infers the records of a Kafka topic: each part is named after its first offset, and committed once it is durable.
 
-The only module that knows the Kafka client. A part that is there for the offset where a partition goes on was written
-by a consumer that died before it committed: it is skipped, not inferred again.
+The only module that knows the Kafka client. If a part for the next offset of a partition exists already, a consumer
+wrote it and died before it committed; its records are skipped, not inferred again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def offset_part(topic: str, partition: int, first: int) -> str:
 
 @dataclass
 class Topic:
-    """``part_rows`` and ``part_wait``: a part is closed at so many rows, or so many seconds after its first one.
-    ``created``: the time that the rows bear, in seconds since the epoch; None: that of the output's first consumer."""
+    """A part is closed after ``part_rows`` rows, or ``part_wait`` seconds after its first row. ``created``: the time that
+    the rows bear, in seconds since the epoch; None: the time of the output's first consumer."""
 
     servers: str
     topic: str
@@ -50,12 +50,12 @@ class Topic:
     part_wait: float = 0.5
     limits: PipelineLimits = field(default_factory=PipelineLimits)
     retry: Retry = field(default_factory=Retry)
-    meter: RunMetrics = field(default_factory=RunMetrics)
+    metrics: RunMetrics = field(default_factory=RunMetrics)
     created: int | None = None
     done: int = 0
 
     async def consume(self, most: int | None = None) -> None:
-        """Until ``most`` records are durable and committed, or for ever. Raises CloudError."""
+        """Runs until ``most`` records are durable and committed, or for ever. Raises CloudError."""
         config = {"topic": self.topic, "model": dict(self.model)}
         created = int(time.time()) if self.created is None else self.created
         self._run = await claim(self.output, config, created, self.retry)
@@ -84,7 +84,7 @@ class Topic:
                 await producer.stop()
 
     async def _collect(self, consumer: Any, most: int | None) -> dict[Any, list[Any]]:
-        """Records by partition: as many as a part takes, or what came within ``part_wait`` of the first."""
+        """Records by partition: as many as a part takes, or those that arrived within ``part_wait`` of the first."""
         room = self.part_rows if most is None else min(self.part_rows, most - self.done)
         found: dict[Any, list[Any]] = {}
         end: float | None = None
@@ -106,7 +106,7 @@ class Topic:
                 try:
                     await self.retry.run(lambda name=name, data=data: self.output.create(name, data))  # type: ignore[misc]
                     written = data
-                except ObjectExists:  # by a consumer that has this partition now
+                except ObjectExists:  # the consumer that has this partition now wrote it
                     continue
             rows = [json.loads(line) for line in written.splitlines()]
             last = rows[-1]["line"]
@@ -119,7 +119,7 @@ class Topic:
             records = [record for record in records if record.offset > last]
 
     async def _up_to(self, consumer: Any, partition: Any, records: Sequence[Any], last: int) -> Sequence[Any]:
-        """All records of a part that was found: another consumer may have closed it later than this one would have."""
+        """All records of a part that exists already: another consumer may have put more records into it."""
         records = list(records)
         while records[-1].offset < last and partition in consumer.assignment():
             missing = last - records[-1].offset
@@ -140,11 +140,11 @@ class Topic:
             for record in records:
                 yield parse_row(record.offset, key, record.offset, record.value or b"")
 
-        async with aclosing(infer_rows(rows(), self.infer, self.limits, self.meter)) as found:
+        async with aclosing(infer_rows(rows(), self.infer, self.limits, self.metrics)) as found:
             return b"".join([result.encode(self._run) async for result in found])
 
     async def _bury(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
-        """Failed records go to the dead-letter topic as they came, before their offset is committed: at least once."""
+        """Sends failed records unchanged to the dead-letter topic, before their offset is committed: at least once."""
         for record in records:
             if record.offset in failed:
                 origin = f"{record.topic}/{record.partition}/{record.offset}".encode()
@@ -153,7 +153,7 @@ class Topic:
                 )
 
     async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> bool:
-        """False where the partition is another consumer's by now, which finds the part."""
+        """False where another consumer has the partition by now; it will find the part."""
         try:
             await consumer.commit({partition: offset})
         except (CommitFailedError, IllegalStateError):

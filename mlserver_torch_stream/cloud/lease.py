@@ -1,6 +1,6 @@
-"""An object beside the parts that says which command is writing them, so that a second one does not infer them too.
+"""Keeps an object beside the parts that says which command writes them, so that a second command does not start.
 
-Knows nothing of parts. They are safe without it, as none is written twice: it saves what the second one would spend.
+Knows nothing of parts. No part is ever written twice, lease or not: the lease saves the second command's inference.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, ObjectCh
 from mlserver_torch_stream.cloud.store import Store
 
 RENEW_S = 15.0
-SILENCE_S = 60.0  # a writer that was not heard of for so long is taken for dead
-_END_S = 2.0  # for telling the end, which may be a signal's
+SILENCE_S = 60.0  # after so long without a renewal a writer is taken for dead
+_END_S = 2.0  # for writing that the command has ended, possibly at a signal
 _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
 class WriterLease:
-    """Held while its block runs. A writer that died on this machine is found dead at once, by its process. One of
-    another machine is taken for dead after ``silence`` seconds without a sign, or if the clocks differ by more."""
+    """The lease is held while its block runs. A writer that died on this machine is found dead at once, by its process.
+    A writer on another machine is taken for dead after ``silence`` seconds without a renewal, or if the two clocks
+    differ by more."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class WriterLease:
         self._lost = False
 
     async def check(self) -> None:
-        """Raises InUse where a command that is alive writes parts which this one would write."""
+        """Raises InUse where a command that is alive writes parts that this command would write."""
         names = [info.key async for info in self._output.list() if self._shares_parts(info.key)]
         for name in names:
             with suppress(ObjectMissing):
@@ -77,14 +78,14 @@ class WriterLease:
                 await asyncio.wait_for(self._output.put(self._name, self._text(ended=True)), _END_S)
 
     def require(self) -> None:
-        """Raises Changed once another command has taken the output over."""
+        """Raises ObjectChanged once another command has taken the output over."""
         if self._lost:
             raise ObjectChanged(
                 f"{self._output.url}: another command writes to it now, as this one was silent for too long"
             )
 
     async def _take_over(self) -> None:
-        """The lease of a command that has ended or died; of two that try, one succeeds."""
+        """Replaces the lease of a command that has ended or died. Of two commands that try, one succeeds."""
         data, marks = await self._retry.run(lambda: self._output.look(self._name))
         self._refuse_if_alive(data)
         try:
@@ -96,7 +97,7 @@ class WriterLease:
     async def _keep(self) -> None:
         while not self._lost:
             await asyncio.sleep(self._renew)
-            with suppress(CloudError):  # a store that does not answer now may answer later
+            with suppress(CloudError):  # the store may answer later
                 data, marks = await self._output.look(self._name)
                 if _read(data).get("token") != self._token:
                     self._lost = True
@@ -118,7 +119,7 @@ class WriterLease:
         return json.dumps({**holder, "ended": ended}).encode() + b"\n"
 
     def _shares_parts(self, name: str) -> bool:
-        """Parts n with n % lanes == lane - 1 are a lane's; two lanes share some if their remainders agree."""
+        """A lane has the parts n with n % lanes == lane - 1. Two lanes share parts if their remainders agree."""
         match = _NAME.fullmatch(name)
         if match is None:
             return False
@@ -137,7 +138,7 @@ def _alive(holder: Mapping[str, Any], silence: float) -> bool:
 
 
 def _process() -> dict[str, Any]:
-    """This process, and the machine and process namespace in which its number means something; on Linux only."""
+    """This process, and the machine and process namespace in which its pid is valid. Linux only."""
     machine = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -146,7 +147,7 @@ def _process() -> dict[str, Any]:
 
 
 def _started(pid: Any) -> int | None:
-    """When a process that is not dead was started, in clock ticks since the machine was."""
+    """When a living process was started, in clock ticks since the machine's boot."""
     with suppress(OSError, ValueError):
         state, *fields = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if state == "Z" else int(fields[18])
@@ -154,7 +155,7 @@ def _started(pid: Any) -> int | None:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """What is no lease is one that has ended."""
+    """The lease as an object; bytes that are no lease count as a lease that has ended."""
     try:
         holder = json.loads(data)
     except ValueError:

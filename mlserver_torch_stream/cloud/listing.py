@@ -1,7 +1,7 @@
-"""Which objects belong to a run: all below a URL, those of a glob, those of a manifest, or the one that is named.
+"""Lists the objects of a run: all below a URL, those that a glob or a manifest names, or a single one.
 
-Knows nothing of what is in them. The list is made once per run and kept with its output, so that a resumed run reads
-the very versions that the first one saw.
+Knows nothing of what the objects hold. The list is made once per run and stored with its output, so that a resumed run
+reads the versions that the first run saw.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class InputLocation:
-    """A store, and the one object in it that is meant, if it is one."""
+    """A store, and the key of the single object that the run reads, if it reads a single one."""
 
     store: Store
     only: str | None = None
@@ -35,7 +35,7 @@ class InputLocation:
 async def open_input(
     url: str, options: Mapping[str, str], retry: Retry, *, manifest: bool, stall_s: float
 ) -> InputLocation:
-    """A URL whose last part looks like a file is one where there is such an object, else a prefix."""
+    """A URL whose last part looks like a file name means that object if it exists, else a prefix."""
     parent, _, name = url.rstrip("/").rpartition("/")
     web = url.startswith(("http://", "https://"))
     if web and not manifest:
@@ -52,12 +52,12 @@ async def open_input(
             await retry.run(lambda: store.head(name))
             return InputLocation(store, name)
         except (ObjectMissing, AccessDenied):
-            pass  # a prefix, then; listing will say so if it is denied too
+            pass  # the URL is a prefix; listing reports it if that is denied too
     return InputLocation(Store.open(url, options, stall_s))
 
 
 async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
-    """In the order of their keys, or in the manifest's. Raises CloudError where nothing can be listed."""
+    """The objects in the order of their keys, or of the manifest. Raises CloudError where nothing can be listed."""
     if manifest is not None:
         return await heads(place.store, _manifest_keys(manifest), retry)
     if place.only is not None:
@@ -79,7 +79,8 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 
 
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
-    """Consoles keep an empty object ``name/`` for a folder. The library lists it as ``name``, which is not there."""
+    """Leaves out the folders. Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``,
+    and no such object exists."""
     empty = [each.info.key for each in found if each.info.key and not each.info.size]
     failures = {each.info.key: each.failure for each in await heads(store, empty, retry)}
     folders = {
@@ -90,7 +91,7 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
 
 
 def _manifest_keys(data: bytes) -> list[str]:
-    """One key per line, plain or as ``{"key": …}``. Raises Refused, which names the line."""
+    """One key per line, plain or as ``{"key": …}``. Raises RunRefused, which names the line."""
     keys: dict[str, int] = {}
     try:
         lines = data.decode("utf-8-sig").splitlines()
@@ -121,7 +122,7 @@ def _manifest_key(line: str, number: int) -> str:
 
 
 async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]:
-    """The objects as they are now; one that is not there stays in the list, with the reason."""
+    """The objects as they are now. A missing object stands in the list with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 
     async def head(key: str) -> Listed:
@@ -146,7 +147,7 @@ def encode_inputs(objects: Sequence[Listed]) -> bytes:
 
 
 def decode_inputs(data: bytes) -> list[Listed]:
-    """Raises Refused."""
+    """Raises RunRefused."""
     try:
         found = []
         for line in data.splitlines():

@@ -1,6 +1,6 @@
-"""Which objects are meant, how they are read, what parts are called, and what a run is known by.
+"""Reads meaning from keys and makes names: kinds of objects, globs, names of parts, the digest of a run.
 
-Knows keys and configurations only; nothing here asks a store.
+Knows keys and configurations only, and no store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SUFFIXES = {
     Kind.TEXT: (".txt", ".md", ".prompt"),
 }
 
-# Where the values of a run's configuration come from.
+# Path of a value in a run's configuration -> the option that sets it.
 _OPTIONS = {
     ("input",): "--input",
     ("glob",): "--glob",
@@ -41,7 +41,7 @@ _OPTIONS = {
     ("model", "served"): "--served-model-name",
 }
 _COMPRESSED = "compressed"
-# Formats with rows or objects inside that are not looked into, by their endings.
+# Formats that hold rows or objects and are not read, by their endings.
 _CLOSED = {
     "Parquet": (".parquet",),
     "ORC": (".orc",),
@@ -71,7 +71,7 @@ def done_name(lane: int, lanes: int) -> str:
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """``default`` if it is given, else what the key's ending says; what says nothing is bytes."""
+    """``default`` if it is given, else the kind that the key's ending names; an unknown ending means bytes."""
     if default is not None:
         return default
     lower = key.lower()
@@ -79,21 +79,21 @@ def kind_of(key: str, default: Kind | None) -> Kind:
 
 
 def closed_format(key: str, kind: Kind) -> str | None:
-    """What the key's ending says the object is, where that is a format that is not looked into to read a ``kind``."""
+    """The format that the key's ending names, where objects of that format cannot be read as ``kind``."""
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
     return None if form == _COMPRESSED and is_gzip(key, kind) else form
 
 
 def is_gzip(key: str, kind: Kind) -> bool:
-    """True of rows that are opened as they come."""
+    """True of JSONL objects that are decompressed while they are read."""
     return kind is Kind.JSONL and key.lower().endswith(".gz")
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
     """``*`` and ``?`` within one level of a key, ``**`` across levels, ``[…]`` one of these characters.
 
-    Raises Refused.
+    Raises RunRefused.
     """
     pattern, rest = "", glob
     while rest:
@@ -115,7 +115,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
 
 
 def lies_within(inner: str, outer: str) -> bool:
-    """True where what is written to the URL or folder ``inner`` is read from ``outer``."""
+    """True where objects written to the URL or folder ``inner`` would be read from ``outer``."""
     return f"{_place(inner)}/".startswith(f"{_place(outer)}/")
 
 
@@ -125,23 +125,23 @@ def _place(url: str) -> str:
 
 
 def digest(value: Mapping[str, Any]) -> str:
-    """The same for the same values, whatever their order."""
+    """A SHA-256 that is the same for the same values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each value that differs, by the option that it comes from, in words."""
+    """One clause for each value that differs, which names the option that sets it."""
     before, after = dict(_values(was)), dict(_values(now))
     paths = [*after, *(path for path in before if path not in after)]
     return [
-        f"{_option(path)} {_told('was', before.get(path))} and {_told('is', after.get(path))} now"
+        f"{_option(path)} {_in_words('was', before.get(path))} and {_in_words('is', after.get(path))} now"
         for path in paths
         if before.get(path) != after.get(path)
     ]
 
 
 def _values(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values that are no objects, each with the keys that lead to it."""
+    """The leaves of the configuration, each with the keys that lead to it."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _values(value, (*above, key))
@@ -156,7 +156,7 @@ def _option(path: tuple[str, ...]) -> str:
     return ".".join(path)
 
 
-def _told(verb: str, value: Any) -> str:
+def _in_words(verb: str, value: Any) -> str:
     if value is None or value == []:
         return f"{verb} not given"
     return f"{verb} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"

@@ -1,6 +1,6 @@
-"""From the bytes of a JSONL object to rows: lines in any chunks, bounded; OpenAI's batch rows and plain ones.
+"""Parses the bytes of a JSONL object into rows: OpenAI's batch rows and plain ones, from chunks of any size.
 
-Knows nothing of stores; a row that cannot be read is a row with a failure, never an exception.
+Knows nothing of stores. A line that cannot be read becomes a row with a failure, never an exception.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MOST_LINE_BYTES = 16 * 2**20
 
 
 class Lines:
-    """Splits chunks into (number, line) pairs, numbered from 1; a line of more than ``most`` bytes comes as None.
+    """Splits chunks into (number, line) pairs, numbered from 1. A line of more than ``most`` bytes is None.
 
-    ``number``: of the last line that came.
+    ``number``: the number of the last line.
     """
 
     def __init__(self, most: int = MOST_LINE_BYTES) -> None:
@@ -55,12 +55,12 @@ class Lines:
 
 
 def blank(line: bytes | None) -> bool:
-    """True for what is no row at all."""
+    """True for an empty line, which is no row."""
     return line is not None and not line.strip()
 
 
 def parse_row(index: int, key: str, number: int, line: bytes | None) -> Row:
-    """``{"custom_id", "body"}`` as OpenAI's batches have it, or the body itself with an optional ``custom_id``."""
+    """Reads ``{"custom_id", "body"}``, as in OpenAI's batches, or the body itself with an optional ``custom_id``."""
     custom_id = f"{key}:{number}"
     try:
         value = _object(line)

@@ -1,6 +1,6 @@
-"""The stages between rows and results: batches form, are inferred side by side, and results leave in order.
+"""Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-Knows neither where rows come from nor where results go. Its tasks live as long as somebody reads its results.
+Knows neither the source of the rows nor the sink of the results. Its tasks live until the reader closes the results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mlserver_torch_stream.cloud.window import Window
 
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
-    """``window``: rows between being read and being delivered, ``window_bytes`` of their input; ``batches``: inferred
-    at a time; ``batch_weight``: of the rows of a batch, in bytes unless they are weighed otherwise; ``max_wait``:
-    seconds from a batch's first row."""
+    """``window``: the most rows that are read and not delivered; ``window_bytes``: the most bytes of their input;
+    ``batches``: the most batches that are inferred at a time; ``batch_weight``: the most that the rows of a batch
+    weigh, in bytes unless ``weigh`` says otherwise; ``max_wait``: seconds that a batch's first row waits."""
 
     window: int = 256
     window_bytes: int = 128 * 2**20
@@ -48,14 +48,14 @@ async def infer_rows(
     rows: AsyncGenerator[Row, None],
     infer: Infer,
     limits: PipelineLimits = PipelineLimits(),
-    meter: RunMetrics | None = None,
+    metrics: RunMetrics | None = None,
     weigh: Callable[[Row], int] = _size,
 ) -> AsyncGenerator[Result, None]:
-    """One result for each row, in the order of the rows, as soon as all rows before it have theirs.
+    """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result.
 
-    Raises the CloudError that the source or ``infer`` raised, behind the results that came before it.
+    Raises the CloudError of the source or of ``infer`` after the results of the rows before it.
     """
-    flow = _Flow(infer, limits, meter or RunMetrics(), weigh)
+    flow = _Flow(infer, limits, metrics or RunMetrics(), weigh)
     feeder = asyncio.create_task(flow.feed(rows))
     try:
         async for result in flow.results():
@@ -68,12 +68,12 @@ async def infer_rows(
 
 
 class _Flow:
-    """The state of one run of the stages; every method runs on the event loop's thread."""
+    """The state of one run of the stages. Every method runs on the event loop's thread."""
 
-    def __init__(self, infer: Infer, limits: PipelineLimits, meter: RunMetrics, weigh: Callable[[Row], int]) -> None:
+    def __init__(self, infer: Infer, limits: PipelineLimits, metrics: RunMetrics, weigh: Callable[[Row], int]) -> None:
         self._infer = infer
         self._limits = limits
-        self._meter = meter
+        self._metrics = metrics
         self._window: Window[Result] = Window(limits.window, limits.window_bytes)
         self._batcher: RowBatcher[_Ticketed] = RowBatcher(
             limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: max(1, weigh(item[1]))
@@ -82,9 +82,9 @@ class _Flow:
         self._running: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()  # an item has left the window
-        self._settled = asyncio.Event()  # something has happened that a reader waits for
+        self._settled = asyncio.Event()  # a result or an error has arrived, for which the reader may wait
         self._fed = False
-        self._source_error: Exception | None = None  # told once what was read before it is delivered
+        self._source_error: Exception | None = None  # raised once the rows before it are delivered
         self._error: BaseException | None = None
 
     async def feed(self, rows: AsyncGenerator[Row, None]) -> None:
@@ -104,20 +104,20 @@ class _Flow:
     async def _room(self, size: int) -> None:
         while not self._window.room(size):
             if not self._running and not self._waiting:
-                self._send(self._batcher.flush())  # it can grow no more, and nothing else makes room
+                self._send(self._batcher.flush())  # this batch cannot grow, and only its end makes room
             self._left.clear()
             await self._left.wait()
 
     def _take(self, row: Row) -> None:
         ticket = self._window.enter(row.size)
-        self._meter.peak_undelivered = max(self._meter.peak_undelivered, self._window.peak)
-        self._meter.peak_undelivered_bytes = max(self._meter.peak_undelivered_bytes, self._window.peak_weight)
+        self._metrics.peak_undelivered = max(self._metrics.peak_undelivered, self._window.peak)
+        self._metrics.peak_undelivered_bytes = max(self._metrics.peak_undelivered_bytes, self._window.peak_weight)
         if row.failure is not None:
             self._settle(ticket, row, Outcome(failure=row.failure))
             return
         try:
             full = self._batcher.add((ticket, row), time.monotonic())
-        except Exception as error:  # of the caller's ``weigh``
+        except Exception as error:  # the caller's ``weigh`` may raise anything
             self._settle(ticket, row, Outcome(failure=_inference_failed(error)))
             return
         for batch in full:
@@ -125,7 +125,7 @@ class _Flow:
         self._arm()
 
     def _arm(self) -> None:
-        """The batch that forms leaves when its first row has waited long enough."""
+        """Sets the timer that sends the open batch when its first row has waited ``max_wait`` seconds."""
         if self._timer is None and self._batcher.deadline is not None:
             delay = max(0.0, self._batcher.deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._due)
@@ -146,7 +146,9 @@ class _Flow:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if task.cancelled():
-            self._fail(CloudError("the inference of a batch was cancelled"))  # by itself: ``stop`` has failed before
+            self._fail(
+                CloudError("the inference of a batch was cancelled")
+            )  # not by ``stop``, which sets the error first
         elif (error := task.exception()) is not None:
             self._fail(error)
         self._send(())
@@ -158,12 +160,12 @@ class _Flow:
             outcomes = await self._infer(rows)
             if len(outcomes) != len(rows):
                 raise RuntimeError(f"{len(outcomes)} outcomes came for {len(rows)} rows")
-            self._meter.batch_inferred(rows, outcomes, began, time.monotonic())
+            self._metrics.batch_inferred(rows, outcomes, began, time.monotonic())
         except CloudError:
-            self._meter.batch_failed()
+            self._metrics.batch_failed()
             raise
         except Exception as error:
-            self._meter.batch_failed()
+            self._metrics.batch_failed()
             outcomes = [Outcome(failure=_inference_failed(error))] * len(rows)
         for (ticket, row), outcome in zip(batch, outcomes, strict=True):
             self._settle(ticket, row, outcome)
@@ -181,7 +183,7 @@ class _Flow:
             while self._window.ready:
                 result = self._window.leave()
                 self._left.set()
-                self._meter.delivered(result.row, result.outcome)
+                self._metrics.delivered(result.row, result.outcome)
                 yield result
             if self._error is not None:
                 raise self._error
@@ -196,7 +198,7 @@ class _Flow:
         if self._timer is not None:
             self._timer.cancel()
         self._waiting.clear()
-        self._fail(asyncio.CancelledError())  # nothing starts any more
+        self._fail(asyncio.CancelledError())  # no further batch starts
         running = list(self._running)
         for task in running:
             task.cancel()

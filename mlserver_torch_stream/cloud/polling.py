@@ -1,7 +1,7 @@
-"""New objects found by looking again and again: those whose keys lie behind a cursor that is kept with the results.
+"""Polls a store for new objects: those whose keys lie behind a cursor, which is stored with the results.
 
-Knows nothing of what is done with them. Keys are to grow, as times and counters do: what is put before the cursor is
-not seen, and neither is a new version behind it; a queue sees both.
+Knows nothing of what is done with the objects. Keys have to grow, as times and counters do: a key before the cursor is
+not seen, and neither is a new version of a key that was seen. A queue reports both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MOST_OPEN = 10_000
 
 
 class Poller:
-    """``every``: seconds between two looks; ``check`` may raise CloudError before each, to end
-    them. The cursor is the last key of which all before it are done, too."""
+    """``every``: seconds between two polls. ``check`` runs before each poll and ends the polling with a CloudError. The
+    cursor is the last key that is done and before which all keys are done."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class Poller:
         self._every = every
         self._retry = retry
         self._check = check
-        self._open: dict[str, bool] = {}  # announced, in the order of their keys: done or not
+        self._open: dict[str, bool] = {}  # announced key -> whether it is done, in the order of the keys
         self._cursor: str | None = None
         self._saved: str | None = None
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """For ever. Raises CloudError."""
+        """Never ends by itself. Raises CloudError."""
         self._cursor = self._saved = await self._load()
         while True:
             self._check()
@@ -61,13 +61,13 @@ class Poller:
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """A bounded number of them, the first ones; the rest is there at the next look."""
+        """The first new keys, at most as many as may be open; the next poll finds the others."""
         keys: list[str] = []
         most = _MOST_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):
             if self._pattern.fullmatch(info.key) and info.key not in self._open:
                 keys.append(info.key)
-            if len(keys) > 2 * most:  # a folder is not listed in order: the first ones may come last
+            if len(keys) > 2 * most:  # a folder is not listed in order, so the first key may be last
                 keys = sorted(keys)[:most]
         return sorted(keys)[:most]
 

@@ -1,6 +1,6 @@
-"""Fetches pieces of objects ahead of whoever reads them, in order, bounded by their number and their bytes.
+"""Fetches pieces of objects ahead of their reader, in order, bounded in number and in bytes.
 
-Knows neither what a piece is part of nor what is in it. A piece that cannot be had comes as its error, in its place.
+Knows neither objects nor their content. For a piece that cannot be fetched the reader gets the error in its place.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ P = TypeVar("P", bound=HasSize)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedRange:
-    """``pieces`` in flight or waiting to be read, ``nbytes`` of them; one piece alone may be larger."""
+    """At most ``pieces`` pieces of ``nbytes`` together are in flight or wait for the reader. A single piece may be
+    larger."""
 
     pieces: int = 32
     nbytes: int = 64 * 2**20
 
 
 class Prefetch(Generic[P]):
-    """``fetch`` gets one piece; ``peak_bytes``: the most that was held at a time."""
+    """``fetch`` starts to fetch one piece; ``peak_bytes``: the most bytes that were held at a time."""
 
     def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: PrefetchedRange) -> None:
         self._fetch = fetch
@@ -82,11 +83,11 @@ class Prefetch(Generic[P]):
 
 
 async def fetch_range(
-    store: Store, info: ObjectInfo, start: int, end: int, retry: Retry, again: Callable[[CloudError], None]
+    store: Store, info: ObjectInfo, start: int, end: int, retry: Retry, on_retry: Callable[[CloudError], None]
 ) -> bytes:
-    """Bytes ``start`` to ``end`` of one version, whatever breaks on the way: what has come is not asked for again.
+    """Bytes ``start`` to ``end`` of one version. After a broken connection only the missing bytes are fetched again.
 
-    Raises CloudError once ``retry`` is used up, or at once where trying again cannot help.
+    Raises CloudError once ``retry`` is used up, or at once where a retry cannot help.
     """
     data = bytearray()
 
@@ -98,7 +99,7 @@ async def fetch_range(
             raise StoreUnavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
 
     if end > start:
-        await retry.run(attempt, again)
+        await retry.run(attempt, on_retry)
     if len(data) > end - start:
         raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
     return bytes(data)

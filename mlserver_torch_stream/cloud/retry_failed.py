@@ -1,7 +1,7 @@
-"""Failed rows of an output's parts, once more: read from the versions that the run began with, put in their places.
+"""Infers the failed rows of an output's parts again, from the versions that the run began with, and replaces them.
 
-Knows parts and objects; whether a row fails again the callable says. A part is replaced whole, and only if it is still
-the one that was read: whoever reads the output finds one row for each input row at any moment.
+Knows parts and objects, and no model. A part is replaced as a whole, and only if it is still the version that was read,
+so that at any moment the output has one row for each input row.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
-MOST_AT_ONCE = 100_000  # failed rows that are known at a time, some 300 bytes of each
+MOST_AT_ONCE = 100_000  # failed rows in memory at a time, some 300 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """What a part says of a row that failed."""
+    """A failed row as its part describes it."""
 
     index: int
     key: str
@@ -38,8 +38,8 @@ class FailedRow:
 
 @dataclass
 class FailedRowRetry:
-    """``objects``: the run's, in order. ``lost``: JSONL objects whose one failed row stands for all of theirs: there is
-    one place for them, so they are not tried again."""
+    """``objects``: the objects of the run, in order. ``lost``: JSONL objects that have one failed row in place of all
+    their rows. The output has one place for them, so they are not inferred again."""
 
     source: Store
     objects: Sequence[Listed]
@@ -49,17 +49,17 @@ class FailedRowRetry:
     run: RunIdentity
     retry: Retry
     ahead: PrefetchedRange
-    again: Callable[[CloudError], None]
+    on_retry: Callable[[CloudError], None]
     most: int = MOST_AT_ONCE
     lost: list[str] = field(default_factory=list)
     tried: int = 0
 
     def __post_init__(self) -> None:
-        self._missing: dict[int, int] = {}  # part -> its rows that have no result yet
-        self._lines: dict[int, bytes] = {}  # not the rows, which may be large objects
+        self._missing: dict[int, int] = {}  # part -> number of its rows without a result
+        self._lines: dict[int, bytes] = {}  # encoded lines only: a row may hold a large object
 
     async def groups(self, parts: Iterable[int]) -> AsyncGenerator[list[FailedRow], None]:
-        """The failed rows of ``parts``, in order, so many at a time that they are few; each group reads its objects."""
+        """The failed rows of ``parts``, in order, in groups of bounded size. Each group reads its objects anew."""
         found: list[FailedRow] = []
         for number in parts:
             data = await self.retry.run(lambda number=number: self.output.get(errors_name(number)))  # type: ignore[misc]
@@ -77,7 +77,7 @@ class FailedRowRetry:
         return True
 
     async def rows(self, failed: Sequence[FailedRow]) -> AsyncGenerator[Row, None]:
-        """A row for each of ``failed``; all of an object that cannot be had bear its failure."""
+        """A row for each of ``failed``. If an object cannot be read, all its rows bear that failure."""
         for each in failed:
             number = each.index // self.part_rows
             self._missing[number] = self._missing.get(number, 0) + 1
@@ -100,16 +100,16 @@ class FailedRowRetry:
         for row in failed:
             lines.setdefault(row.key, set()).update(() if row.line is None else (row.line,))
         wanted = [each for each in self.objects if each.info.key in lines]
-        # What could not be found when the run began has no version yet: what is there now is taken.
+        # An object that was missing when the run began has no version yet: its present version is taken.
         unseen = [each.info.key for each in wanted if each.failure is not None]
         now = {each.info.key: each for each in await heads(self.source, unseen, self.retry)}
         objects = [now.get(each.info.key, each) for each in wanted]
         return Source(
-            self.source, objects, self.kind, retry=self.retry, ahead=self.ahead, again=self.again, lines=lines
+            self.source, objects, self.kind, retry=self.retry, ahead=self.ahead, on_retry=self.on_retry, lines=lines
         )
 
     async def put(self, result: Result) -> bool:
-        """True if with this result a part was replaced. They come in the order of the rows."""
+        """Takes results in the order of the rows; True if this result completed a part, which is then replaced."""
         number = result.row.index // self.part_rows
         self.tried += 1
         self._lines[result.row.index] = result.encode(self.run)
@@ -122,7 +122,7 @@ class FailedRowRetry:
         return True
 
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
-        """Another worker may have tried this part again, too: what it put is read, and its answers are kept."""
+        """Another worker may have replaced this part meanwhile: the part is read anew, and its answers are kept."""
         name = part_name(number)
         for _ in range(self.retry.tries):
             data, marks = await self.retry.run(lambda: self.output.look(name))
@@ -138,7 +138,7 @@ class FailedRowRetry:
 
 
 def merge(part: bytes, first: int, lines: Mapping[int, bytes]) -> bytes:
-    """The part, whose first row is ``first``, with ``lines`` for rows that failed; a row with an answer keeps it."""
+    """The part, whose first row is ``first``, with ``lines`` in place of failed rows. A row with an answer keeps it."""
     merged = part.splitlines(keepends=True)
     for index, line in lines.items():
         if not is_answered(json.loads(merged[index - first])):
@@ -147,7 +147,7 @@ def merge(part: bytes, first: int, lines: Mapping[int, bytes]) -> bytes:
 
 
 def _failed_row(line: bytes, number: int) -> FailedRow:
-    """Raises Refused."""
+    """Raises RunRefused."""
     try:
         record = json.loads(line)
         return FailedRow(record["index"], record["key"], record["line"], record["custom_id"])

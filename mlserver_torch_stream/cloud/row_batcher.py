@@ -1,6 +1,6 @@
-"""Groups items into batches: by number, by weight, or when the first has waited long enough.
+"""Groups items into batches, bounded by number, by weight and by the time that the first item waits.
 
-Knows no clock: the caller passes ``now``, of a clock that never goes back.
+Knows no clock: the caller passes ``now``, the time of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class RowBatcher(Generic[T]):
-    """``most_items``, ``most_weight``: a batch holds no more, except that one item alone may weigh more.
+    """A batch holds at most ``most_items`` items of at most ``most_weight`` together; a single item may weigh more.
 
-    ``max_wait``: seconds from a batch's first item until it leaves as it is.
+    ``max_wait``: the seconds after its first item at which a batch leaves, full or not.
     """
 
     def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
@@ -30,11 +30,11 @@ class RowBatcher(Generic[T]):
 
     @property
     def deadline(self) -> float | None:
-        """When ``due`` will have something, if nothing else comes; None while nothing waits."""
+        """The time from which ``due`` returns the open batch; None while no item waits."""
         return self._deadline
 
     def add(self, item: T, now: float) -> list[Sequence[T]]:
-        """The batches that are full now: none, one, or two where a heavy item comes behind others."""
+        """The batches that are full now: none, one, or two if a heavy item follows others."""
         full = []
         weight = self._weigh(item)
         if self._items and self._weight + weight > self._most_weight:
@@ -48,7 +48,7 @@ class RowBatcher(Generic[T]):
         return full
 
     def due(self, now: float) -> Sequence[T]:
-        """What has waited long enough; empty if nothing has."""
+        """The open batch if its first item has waited ``max_wait``, else an empty one."""
         return self.flush() if self._deadline is not None and now >= self._deadline else []
 
     def flush(self) -> Sequence[T]:

@@ -1,6 +1,6 @@
-"""The room's vocabulary: a row, what became of it, and the callable that infers a batch of them.
+"""The vocabulary of the room: a row, its outcome, and the callable that infers a batch of rows.
 
-Knows neither where rows come from nor what infers them.
+Knows neither the source of the rows nor the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlserver_torch_stream.protocol.openai_error import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: row by row, or whole as one row."""
+    """How an object is read: JSONL row by row, any other kind as one row."""
 
     JSONL = "jsonl"
     TEXT = "text"
@@ -31,7 +31,7 @@ class Kind(str, Enum):
 class Failure:
     """Why a row has no answer. ``code`` is for programs, ``message`` for people.
 
-    ``status`` and ``error``: of a row that a model was asked and that was refused, as OpenAI's API tells it.
+    ``status`` and ``error``: the answer of OpenAI's API, where a model refused the row or failed at it.
     """
 
     code: str
@@ -42,9 +42,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input: ``body`` of a JSONL line, or ``data``, a whole object of ``kind``; or neither and a ``failure``.
+    """One input: ``body`` of a JSONL line, or ``data``, a whole object of ``kind``; or a ``failure`` instead of both.
 
-    ``index``: its place among all rows of the run; ``line``: its line in the object, from 1, None for a whole object.
+    ``index``: the row's position in the run; ``line``: its line in the object, from 1, or None for a whole object.
     """
 
     index: int
@@ -60,8 +60,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What inferring one row gave: a ``response``, which is the body of the answer, or a ``failure``, and the tokens it
-    took. ``span``: when the model was at work on it, by the monotonic clock; None: as long as its batch was inferred.
+    """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
+
+    ``span``: start and end of the row's inference, by the monotonic clock; None: the span of its batch.
     """
 
     response: Mapping[str, Any] | None = None
@@ -73,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What the ids of output rows are made of, and the time that they all bear, in seconds since the epoch."""
+    """The prefix of the ids of output rows, and the time that all of them bear, in seconds since the epoch."""
 
     id: str
     created: int
@@ -81,13 +82,13 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row's outcome, to be delivered in the order of the rows."""
+    """A row and its outcome."""
 
     row: Row
     outcome: Outcome
 
     def record(self, run: RunIdentity) -> dict[str, Any]:
-        """The output row, as a line of OpenAI's batches, and beside that the row's place in the input."""
+        """The output row: a line of OpenAI's batches, with the row's place in the input."""
         row, failure = self.row, self.outcome.failure
         name = hashlib.sha256(f"{run.id}/{row.key}/{row.index}".encode("utf-8", "replace")).hexdigest()[:32]
         place = {"index": row.index, "key": row.key, "line": row.line}
@@ -103,12 +104,12 @@ class Result:
 
 
 def refusal(error: RequestError) -> Failure:
-    """A row's failure by an error that has a status."""
+    """The failure of a row whose request raised ``error``."""
     status, described = describe(error)
     code = described["code"] or ("invalid_request" if status < 500 else "generation_failed")
     return Failure(code, error.message, status, described)
 
 
 Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
-"""Infers a batch: as many outcomes as rows, in their order. What it raises as CloudError ends the run; any other
-exception fails the batch's rows."""
+"""Infers a batch: returns as many outcomes as rows, in their order. A CloudError that it raises ends the run; any other
+exception fails the rows of the batch."""

@@ -1,6 +1,6 @@
-"""One run from its input to its output: what it is known by, what it resumes, and how it ends.
+"""Runs one job from its input to its output: plans it, resumes it, writes its parts and records its end.
 
-Knows the stages by their names; of the model only the callable, and a description that tells one run from another.
+Knows of the model only the callable, and a description by which it tells one run from another.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_err
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
 
-_TOLD = 5  # keys that a message names
+_MOST_NAMED = 5  # keys in one message
 
 
 @dataclass(frozen=True, slots=True)
 class CloudRun:
-    """``model``: what makes two runs with the same input differ, as plain JSON. ``lane`` of ``lanes``, from 1: parts
-    n with n % lanes == lane - 1 are this worker's. ``max_failures``: rows that may fail before the run ends; None: all.
-    ``retry_failed``: rows that failed in parts that are there are inferred again, before what is missing. ``created``:
-    the time that the rows of a run bear, in seconds since the epoch; None: that of its beginning.
+    """``model``: a description of the model as plain JSON; another description is another run. ``lane`` of ``lanes``,
+    from 1: this worker writes the parts n with n % lanes == lane - 1. ``max_failures``: rows that may fail before the
+    run ends; None: all. ``retry_failed``: failed rows of existing parts are inferred again, before missing parts.
+    ``created``: the time that the rows bear, in seconds since the epoch; None: the beginning of the run.
     """
 
     input: str
@@ -58,7 +58,7 @@ class CloudRun:
     created: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises Refused, which names the option."""
+        """Raises RunRefused, which names the option."""
         if self.part_rows < 1:
             raise RunRefused("--part-rows: must be at least 1")
         if not 1 <= self.lane <= self.lanes:
@@ -76,11 +76,11 @@ class CloudRun:
                 raise RunRefused("--output: lies within --input, so that results would be read as input")
 
     def owns(self, part: int) -> bool:
-        """True if the part is this worker's."""
+        """True if this worker writes the part."""
         return part % self.lanes == self.lane - 1
 
     def config(self) -> dict[str, Any]:
-        """What a run is known by: another value is another run."""
+        """The run's configuration: another value is another run."""
         return {
             "input": self.input.rstrip("/"),
             "glob": self.glob,
@@ -93,7 +93,7 @@ class CloudRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run would do: its objects, and what its output holds already. ``known``: the output is this run's."""
+    """The objects of a run, and the parts that its output holds. ``known``: the output belongs to this run already."""
 
     job: CloudRun
     run: RunIdentity
@@ -108,9 +108,9 @@ class RunPlan:
 
 
 async def plan(job: CloudRun) -> RunPlan:
-    """Lists the input, or reads the list that the output keeps. Writes nothing.
+    """Lists the input, or reads the list that is stored with the output. Writes nothing.
 
-    Raises CloudError; Refused where the output is another run's, InUse where another command is writing to it.
+    Raises CloudError: RunRefused where the output belongs to another run, InUse where another command writes to it.
     """
     try:
         return await _plan(job)
@@ -141,8 +141,8 @@ async def _refuse_parts(output: Store) -> None:
 
 
 async def _begin(planned: RunPlan, output: Store) -> RunPlan:
-    """Makes the output the run's, and writes what it goes on from. What another worker wrote before goes for this one,
-    too."""
+    """Claims the output for the run and stores the list of objects. A list that another worker stored before is taken
+    instead."""
     job, objects = planned.job, planned.objects
     run = await claim(output, job.config(), planned.run.created, job.retry)
     try:
@@ -181,10 +181,12 @@ async def _kept(output: Store, job: CloudRun) -> list[Listed] | None:
         return None
 
 
-async def results(planned: RunPlan, infer: Infer, meter: RunMetrics, failures: int = 0) -> AsyncGenerator[Result, None]:
-    """The results that are still missing, in order. Raises TooManyFailures behind the one that was too many.
+async def results(
+    planned: RunPlan, infer: Infer, metrics: RunMetrics, failures: int = 0
+) -> AsyncGenerator[Result, None]:
+    """The results that are still missing, in order. Raises TooManyFailures after the failure that exceeds the limit.
 
-    ``failures``: of this run, so far.
+    ``failures``: the failed rows of this command so far.
     """
     job, done = planned.job, planned.done
 
@@ -199,10 +201,10 @@ async def results(planned: RunPlan, infer: Infer, meter: RunMetrics, failures: i
         strict=job.lanes > 1 or done.sparse,
         retry=job.retry,
         ahead=job.ahead,
-        again=meter.retried,
+        on_retry=metrics.retried,
     )
     rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
-    async with aclosing(infer_rows(rows, infer, job.limits, meter, job.weigh)) as found:
+    async with aclosing(infer_rows(rows, infer, job.limits, metrics, job.weigh)) as found:
         async for result in found:
             yield result
             failures += result.outcome.failure is not None
@@ -216,13 +218,13 @@ def _bear(job: CloudRun, failures: int, result: Result) -> None:
         raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
 
 
-async def stream(job: CloudRun, infer: Infer, meter: RunMetrics | None = None) -> AsyncGenerator[Result, None]:
-    """The results of a job without an output, one for each row, in order, while objects are still being fetched."""
+async def stream(job: CloudRun, infer: Infer, metrics: RunMetrics | None = None) -> AsyncGenerator[Result, None]:
+    """Yields the results of a job without an output, in order, while objects are still being fetched."""
     if job.output is not None:
         raise RunRefused("--output: stream gives results to its caller; use write for an output")
     planned = await plan(job)
     try:
-        async with aclosing(results(planned, infer, meter or RunMetrics())) as found:
+        async with aclosing(results(planned, infer, metrics or RunMetrics())) as found:
             async for result in found:
                 yield result
     finally:
@@ -230,34 +232,39 @@ async def stream(job: CloudRun, infer: Infer, meter: RunMetrics | None = None) -
 
 
 async def write(
-    planned: RunPlan, infer: Infer, meter: RunMetrics, told: Callable[[str], None] = lambda message: None
+    planned: RunPlan, infer: Infer, metrics: RunMetrics, report: Callable[[str], None] = lambda message: None
 ) -> int:
-    """Writes the parts that are missing; returns how many of this worker's rows failed, in this run or before it.
+    """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
-    ``told`` hears of failed rows that cannot be tried again. Raises InUse where another command writes them.
+    ``report`` gets a line about failed rows that cannot be inferred again. Raises InUse where another command writes.
     """
     job = planned.job
     assert job.output is not None, "a plan without an output"
     output = Store.open(job.output, job.storage, job.stall_s)
     async with WriterLease(output, job.lane, job.lanes, job.retry) as lease:
-        return await _write(await _begin(planned, output), output, infer, meter, told, lease)
+        return await _write(await _begin(planned, output), output, infer, metrics, report, lease)
 
 
 async def _write(
-    planned: RunPlan, output: Store, infer: Infer, meter: RunMetrics, told: Callable[[str], None], lease: WriterLease
+    planned: RunPlan,
+    output: Store,
+    infer: Infer,
+    metrics: RunMetrics,
+    report: Callable[[str], None],
+    lease: WriterLease,
 ) -> int:
     job = planned.job
-    before = meter.failed
-    tried = await _try_again(planned, output, infer, meter, told, lease) if job.retry_failed else 0
+    before = metrics.failed
+    tried = await _try_again(planned, output, infer, metrics, report, lease) if job.retry_failed else 0
     if not planned.done.complete:
         sink = PartSink(output, job.part_rows, planned.run, job.retry)
-        async with aclosing(results(planned, infer, meter, meter.failed - before)) as found:
+        async with aclosing(results(planned, infer, metrics, metrics.failed - before)) as found:
             async for result in found:
                 lease.require()
                 await sink.write(result)
         await sink.end()
     earlier = sum(count for number, count in planned.done.failures.items() if job.owns(number))
-    failed = earlier - tried + meter.failed - before
+    failed = earlier - tried + metrics.failed - before
     if not planned.done.complete or job.retry_failed or job.lanes == 1:
         done = {"failed": failed, "lane": job.lane, "lanes": job.lanes}
         await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
@@ -265,26 +272,31 @@ async def _write(
 
 
 async def _try_again(
-    planned: RunPlan, output: Store, infer: Infer, meter: RunMetrics, told: Callable[[str], None], lease: WriterLease
+    planned: RunPlan,
+    output: Store,
+    infer: Infer,
+    metrics: RunMetrics,
+    report: Callable[[str], None],
+    lease: WriterLease,
 ) -> int:
-    """The number of rows that were. Raises TooManyFailures."""
+    """The number of rows that were inferred again. Raises TooManyFailures."""
     job, done = planned.job, planned.done
     source = planned.source.store
-    again = FailedRowRetry(
-        *(source, planned.objects, job.kind, output, job.part_rows, planned.run, job.retry, job.ahead, meter.retried)
+    retries = FailedRowRetry(
+        *(source, planned.objects, job.kind, output, job.part_rows, planned.run, job.retry, job.ahead, metrics.retried)
     )
-    before = meter.failed
+    before = metrics.failed
     numbers = [number for number in sorted(done.failures) if job.owns(number)]
-    async for failed in again.groups(numbers):
-        async with aclosing(infer_rows(again.rows(failed), infer, job.limits, meter, job.weigh)) as found:
+    async for failed in retries.groups(numbers):
+        async with aclosing(infer_rows(retries.rows(failed), infer, job.limits, metrics, job.weigh)) as found:
             async for result in found:
                 lease.require()
-                await again.put(result)
-                _bear(job, meter.failed - before, result)
-    if again.lost:
-        few = ", ".join(again.lost[:_TOLD])
-        told(
-            f"{len(again.lost)} failed rows stand for JSONL objects that could not be read to their ends: {few}; their "
-            "rows have no places here: run them, named by --manifest, into another --output"
+                await retries.put(result)
+                _bear(job, metrics.failed - before, result)
+    if retries.lost:
+        few = ", ".join(retries.lost[:_MOST_NAMED])
+        report(
+            f"{len(retries.lost)} failed rows stand for JSONL objects that could not be read to their ends: {few}; "
+            "their rows have no places here: run them, named by --manifest, into another --output"
         )
-    return again.tried
+    return retries.tried

@@ -28,7 +28,7 @@ class Distribution:
         self.min = value if self.min is None else min(self.min, value)
         self.max = value if self.max is None else max(self.max, value)
 
-    def figures(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         mean = self.sum / self.count if self.count else None
         return {"count": self.count, "sum": self.sum, "min": self.min, "max": self.max, "mean": mean}
 
@@ -101,11 +101,11 @@ class RunMetrics:
         self.failed += outcome.failure is not None
         self.input_bytes += row.size
 
-    def figures(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Distribution):
-                found[name] = value.figures()
+                found[name] = value.as_dict()
             elif not isinstance(value, BusyTime):
                 found[name] = value
         return {**found, "busy_share": self.busy.share()}

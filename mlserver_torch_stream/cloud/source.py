@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused
-from mlserver_torch_stream.cloud.gunzip import Damaged, Gunzip
 from mlserver_torch_stream.cloud.naming import is_gzip, kind_of
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Row
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.gunzip import Damaged, Gunzip
 
 BLOCK_BYTES = 8 * 2**20  # larger objects come in ranges of this size, several at a time
 MOST_OBJECT_BYTES = 64 * 2**20  # of an object that is one row
@@ -76,7 +76,7 @@ class Source:
     ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     block: int = BLOCK_BYTES
     lines: Mapping[str, Collection[int]] | None = None
-    again: Callable[[CloudError], None] = lambda error: None
+    on_retry: Callable[[CloudError], None] = lambda error: None
 
     def __post_init__(self) -> None:
         self._over: set[int] = set()  # objects of which nothing more is wanted
@@ -152,7 +152,7 @@ class Source:
 
     def _fetch(self, piece: ObjectRange) -> asyncio.Future[bytes]:
         info = piece.listed.info
-        return asyncio.ensure_future(fetch_range(self.store, info, piece.start, piece.end, self.retry, self.again))
+        return asyncio.ensure_future(fetch_range(self.store, info, piece.start, piece.end, self.retry, self.on_retry))
 
 
 @dataclass
@@ -167,7 +167,7 @@ class _Object:
     last: int | None = None
     damaged: bool = False
     lines: Lines = field(default_factory=Lines)
-    gunzip: Gunzip = field(default_factory=Gunzip)
+    gunzip: Gunzip = field(default_factory=lambda: Gunzip(padded=True))
     blocks: list[bytes] = field(default_factory=list)
 
     @property

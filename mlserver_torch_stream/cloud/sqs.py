@@ -103,7 +103,7 @@ def read_notification(body: str) -> list[Created] | None:
 
 
 class Queue:
-    """Announces the new objects of ``bucket`` below ``prefix``. ``strange`` is told of messages that are no business
+    """Announces the new objects of ``bucket`` below ``prefix``. ``report`` is told of messages that are no business
     of this watcher: they are left in the queue."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Queue:
         pattern: re.Pattern[str],
         credentials: Credentials,
         retry: Retry,
-        strange: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -127,7 +127,7 @@ class Queue:
         self._pattern = pattern
         self._credentials = credentials
         self._retry = retry
-        self._strange = strange
+        self._report = report
         self._held: dict[str, asyncio.Task[None]] = {}
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(_WAIT_S + 10, connect=10))
 
@@ -148,7 +148,7 @@ class Queue:
         ours = [each for each in created or () if each.bucket == self._bucket and each.key.startswith(self._prefix)]
         if created is None or len(ours) < len(created):
             self._held.pop(receipt).cancel()
-            self._strange(body[:200])
+            self._report(body[:200])
             return
         keys = [each.key.removeprefix(self._prefix) for each in ours]
         keys = [key for key in keys if self._pattern.fullmatch(key)]

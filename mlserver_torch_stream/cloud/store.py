@@ -124,7 +124,7 @@ class Store:
                     yield ObjectInfo(meta["path"], meta["size"], self._version(meta))
         except Exception as error:
             if not self._local or not isinstance(error, InvalidPathError):
-                raise self._fault(error, "") from error
+                raise self._as_cloud_error(error, "") from error
         for key, size in await asyncio.to_thread(_files, Path(self.url)):
             if key not in seen and (after is None or key > after):
                 try:
@@ -211,7 +211,7 @@ class Store:
         except StopAsyncIteration:
             raise
         except Exception as error:
-            raise self._fault(error, key) from error
+            raise self._as_cloud_error(error, key) from error
 
     def _version(self, meta: Any) -> str:
         """Azure lists ETags without the quotes that its answers and If-Match have."""
@@ -220,7 +220,7 @@ class Store:
             return f"{_DATED}{meta['last_modified'].isoformat()}"
         return f'"{etag}"' if "://" in self.url and '"' not in etag and self.url != _MEMORY else str(etag)
 
-    def _fault(self, error: Exception, key: str) -> CloudError:
+    def _as_cloud_error(self, error: Exception, key: str) -> CloudError:
         """The library's exception as one of ours."""
         from obstore import exceptions
 
@@ -232,7 +232,7 @@ class Store:
         text = _first_line(error)
         if isinstance(error, ValueError):  # a key that the library has no name for, as one with an empty level
             return RunRefused(f"{where}: {text}")
-        for kinds, fault in (
+        for kinds, translated in (
             ((exceptions.NotFoundError, FileNotFoundError), ObjectMissing(f"{where}: is not there")),
             (
                 (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError),
@@ -246,7 +246,7 @@ class Store:
             ((exceptions.InvalidPathError, exceptions.NotSupportedError), RunRefused(f"{where}: {text}")),
         ):
             if isinstance(error, kinds):
-                return fault
+                return translated
         return _by_text(where, str(error), text)
 
 

@@ -36,9 +36,9 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """At most ``objects`` of them at a time; of each, the stages of a run with ``limits``. ``told`` hears of those that
-    have gone, and of those that failed as a whole. ``created``: the time that the rows bear, in
-    seconds since the epoch; None: that at which their object was begun."""
+    """At most ``objects`` objects are inferred at a time, each by the stages of a run with ``limits``. ``report`` gets a
+    line for each object that is deleted before it is read, or that fails as a whole. ``created``: the time that the
+    rows bear, in seconds since the epoch; None: the time at which their object was begun."""
 
     store: Store
     output: Store
@@ -48,8 +48,8 @@ class Watcher:
     limits: PipelineLimits = field(default_factory=PipelineLimits)
     retry: Retry = field(default_factory=Retry)
     objects: int = 8
-    meter: RunMetrics = field(default_factory=RunMetrics)
-    told: Callable[[str], None] = lambda message: None
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    report: Callable[[str], None] = lambda message: None
     created: int | None = None
     seen: int = 0
 
@@ -87,7 +87,7 @@ class Watcher:
         try:
             listed = await self._listed(announced.key)
         except ObjectMissing:  # gone again, as one that was worked on and tidied up is when it is announced twice
-            self.told(f"{announced.key}: has gone before it was read; nothing to do")
+            self.report(f"{announced.key}: has gone before it was read; nothing to do")
             return await announced.done()
         name = self.result_name(listed.info)
         if not await self._there(name):
@@ -112,13 +112,13 @@ class Watcher:
         async with aclosing(self._results(listed)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
-                    self.told(f"{info.key}: {result.outcome.failure.message}")
+                    self.report(f"{info.key}: {result.outcome.failure.message}")
                 data.extend(result.encode(run))
                 if len(data) > MOST_RESULT_BYTES:
                     text = f"its results are more than {MOST_RESULT_BYTES} bytes; infer it with cloud run"
                     failure = Failure("too_large", f"{info.key}: {text}")
-                    self.told(failure.message)
-                    self.meter.failed += 1
+                    self.report(failure.message)
+                    self.metrics.failed += 1
                     return Result(Row(0, info.key, None, info.key), Outcome(failure=failure)).encode(run)
         return bytes(data)
 
@@ -131,7 +131,7 @@ class Watcher:
 
     async def _results(self, listed: Listed) -> AsyncGenerator[Result, None]:
         source = Source(self.store, [listed], self.kind, retry=self.retry)
-        async with aclosing(infer_rows(source.rows(), self.infer, self.limits, self.meter)) as found:
+        async with aclosing(infer_rows(source.rows(), self.infer, self.limits, self.metrics)) as found:
             async for result in found:
                 yield result
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
@@ -24,7 +25,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares as device_shares
-from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, in_words, prefix_bytes
+from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
@@ -264,7 +265,7 @@ def _choose_backend(
     origin = resolved.origins["kv_cache_memory"]
     how = (
         f"{_kernels(resolved, prepared)}up to {settings.max_num_seqs} rows at a time, "
-        f"KV cache {in_words(budget)} "
+        f"KV cache {format_bytes(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
     )
     return batched, context, how

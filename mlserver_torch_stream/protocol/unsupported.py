@@ -5,10 +5,10 @@ Knows nothing of how implemented keys are read; it is told their names to point 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import Any
 
+from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import InvalidInput
 
 # Each with the values that ask for nothing, so that a client which always sends its defaults is served.
@@ -40,14 +40,9 @@ def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter"
             raise InvalidInput(_printable(key), "is not implemented by this runtime")
         return
     name = _printable(key)
-    raise InvalidInput(name, f"unknown {what}{_suggestion(name, known)}")
+    raise InvalidInput(name, f"unknown {what}{did_you_mean(name, known, str)}")
 
 
 def _printable(key: str) -> str:
     """The start of a key that a client made up, fit for any reply: lone surrogates cannot be sent."""
     return key[:100].encode("utf-8", "backslashreplace").decode()
-
-
-def _suggestion(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

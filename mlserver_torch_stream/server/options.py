@@ -5,13 +5,13 @@ Knows nothing of models: what belongs to one of them is in ``settings``.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
 
 PREFIX = "MLSERVER_TORCH_STREAM_"
@@ -54,5 +54,5 @@ def _explain(error: ValidationError) -> str:
     name = PREFIX + key.upper()
     if first["type"] != "extra_forbidden":
         return f"{name}: {first['msg']}, got {first['input']!r}"
-    close = difflib.get_close_matches(key, [*ServerOptions.model_fields, *_ELSEWHERE], n=1)
-    return f"{name}: unknown variable{f'; did you mean {PREFIX}{close[0].upper()}?' if close else ''}"
+    known = [*ServerOptions.model_fields, *_ELSEWHERE]
+    return f"{name}: unknown variable{did_you_mean(key, known, lambda near: PREFIX + near.upper())}"

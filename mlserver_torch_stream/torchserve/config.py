@@ -5,13 +5,13 @@ Knows nothing of files or workers. The handler sees the YAML as it is; what is r
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mlserver_torch_stream.did_you_mean import did_you_mean, nearest_name
 from mlserver_torch_stream.errors import SettingsError
 
 # Keys that TorchServe reads and that mean nothing here, each with the reason that is told at load.
@@ -118,10 +118,7 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
     overrides = {key: value for key, value in overrides.items() if key not in OURS}
     for key in overrides:
         if key not in KEYS:
-            close = difflib.get_close_matches(key, (*KEYS, *OURS), n=1)
-            raise SettingsError(
-                f"parameters.extra: unknown key {key!r}{f'; did you mean {close[0]!r}?' if close else ''}"
-            )
+            raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean(key, (*KEYS, *OURS))}")
     typed = {key: _typed(key, value) for key, value in overrides.items()}
     given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | typed
     try:
@@ -158,6 +155,6 @@ def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str
             if key in _TORCHRUN_NOT_HONOURED:
                 yield f"torchrun.{key}: the ranks are all on this machine and find each other"
     for key in yaml:
-        close = difflib.get_close_matches(str(key), KEYS, n=1, cutoff=_NEAR)
-        if key not in KEYS and key not in NOT_HONOURED and close:
-            yield f"{key}: left to the handler; did you mean {close[0]}?"
+        near = nearest_name(str(key), KEYS, _NEAR)
+        if key not in KEYS and key not in NOT_HONOURED and near:
+            yield f"{key}: left to the handler; did you mean {near}?"

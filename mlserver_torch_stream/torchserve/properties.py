@@ -101,7 +101,7 @@ def carried(properties: Mapping[str, str], model: str, version: str | None, yaml
     return {key: value for key, value in extra.items() if yaml.get(key) is None}
 
 
-def told(properties: Mapping[str, str], model: str, version: str | None) -> Iterator[str]:
+def not_carried_over(properties: Mapping[str, str], model: str, version: str | None) -> Iterator[str]:
     """One line for each key that is not carried over."""
     for key in properties:
         if key not in (*CARRIED, METRICS_CONFIG, _MODELS):

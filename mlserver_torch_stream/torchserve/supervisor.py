@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.free_port import free_port
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
@@ -210,7 +210,8 @@ def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mappin
     threads = config.torchrun.omp_number_threads if config.torchrun is not None else 1
     shared |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        # If another process takes it before the first rank does, the start fails and is tried again.
+        "MASTER_PORT": str(free_port("127.0.0.1")),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
@@ -221,10 +222,3 @@ def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mappin
         "OMP_NUM_THREADS": str(threads),
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(count)]
-
-
-def _free_port() -> int:
-    """Free now; if somebody takes it before the first rank does, the start fails and is tried again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

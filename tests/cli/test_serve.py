@@ -16,6 +16,7 @@ import pytest
 from mlserver.repository.repository import SchemalessModelRepository
 
 from mlserver_torch_stream.cli.serve import PORTS, PortTaken, announce, choose_ports, main, prepare_repository
+from tests.server.harness import free_ports
 
 HOST = "127.0.0.1"
 
@@ -42,9 +43,7 @@ def test_a_usual_port_that_is_taken_is_replaced(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_usual_port_given_to_another_door_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        free = probe.getsockname()[1]
+    (free,) = free_ports(1)
     monkeypatch.setitem(PORTS, "grpc", free)
     ports = choose_ports(HOST, {"http": free, "grpc": None, "metrics": None})
     assert ports["http"] == free != ports["grpc"]

@@ -29,18 +29,20 @@ async def _run(folder: str, mib: int, job: CloudRun) -> dict[str, float]:
     with Path(folder, "large.jsonl").open("w") as out:
         for _ in range(mib):
             out.write(json.dumps({"prompt": prompt}) + "\n")
-    meter, count = RunMetrics(), 0
+    metrics, count = RunMetrics(), 0
 
     async def lengths(rows: Sequence[Row]) -> list[Outcome]:
-        while rows[0].index == 0 and meter.peak_undelivered_bytes + MIB < min(job.limits.window_bytes, mib * MIB // 2):
+        while rows[0].index == 0 and metrics.peak_undelivered_bytes + MIB < min(
+            job.limits.window_bytes, mib * MIB // 2
+        ):
             await asyncio.sleep(0.001)  # the head is slow until the window is full
         return [Outcome({"length": len((row.body or {})["prompt"])}) for row in rows]
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    async for result in stream(job, lengths, meter):
+    async for result in stream(job, lengths, metrics):
         assert result.outcome.response == {"length": len(prompt)} and result.row.index == count
         count += 1
-    return {"rows": count, "grown_mib": _grown(before), "undelivered_bytes": meter.peak_undelivered_bytes}
+    return {"rows": count, "grown_mib": _grown(before), "undelivered_bytes": metrics.peak_undelivered_bytes}
 
 
 def main(mib: int, window_mib: int, ahead_mib: int) -> None:

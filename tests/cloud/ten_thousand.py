@@ -39,9 +39,9 @@ async def _run() -> dict[str, float]:
     for key in keys:
         await store.put(key, key.encode() * 20)
     objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
-    meter, count, rss = RunMetrics(), 0, {}
+    metrics, count, rss = RunMetrics(), 0, {}
     async for result in infer_rows(
-        Source(store, objects).rows(), slow_head, PipelineLimits(window=WINDOW, batch_rows=8), meter
+        Source(store, objects).rows(), slow_head, PipelineLimits(window=WINDOW, batch_rows=8), metrics
     ):
         assert result.row.key == keys[count] and result.outcome.response == {"text": keys[count] * 20}
         count += 1
@@ -50,7 +50,7 @@ async def _run() -> dict[str, float]:
     assert count == _OBJECTS
     return {
         "behind_the_head": behind_the_head[0],
-        "peak_undelivered": meter.peak_undelivered,
+        "peak_undelivered": metrics.peak_undelivered,
         "growth_mib": (rss[_OBJECTS] - rss[1_000]) / 2**20,
     }
 

@@ -47,7 +47,7 @@ def test_lines_on_stdout_in_order(rows: Path, server: ModelServer, capfdbinary: 
     assert [row["custom_id"] for row in _lines(out)] == [f"r{i}" for i in range(10)]
     assert _lines(out)[3]["response"]["body"]["choices"][0]["text"] == "3 wor"
     assert b"10 rows, 0 failed" in err and b"busy" in err
-    undelivered = re.search(rb"undelivered at most: (\d+) rows, (\d+) B of input", err)
+    undelivered = re.search(rb"undelivered at most: (\d+) rows, (\d+) bytes of input", err)
     assert undelivered is not None and 1 <= int(undelivered[1]) <= 10 and int(undelivered[2]) >= 30
 
 
@@ -309,16 +309,16 @@ def test_a_reader_that_leaves_ends_the_run_quietly(rows: Path, server: ModelServ
 
 
 def test_the_progress_line_and_the_summary_tell_what_the_issue_of_a_run_is() -> None:
-    meter = RunMetrics(rows=50, failed=2, input_bytes=2**20, completion_tokens=500, prompt_tokens=100)
-    line = progress_line(meter, Total(4 * 2**20, None), 10.0)
+    metrics = RunMetrics(rows=50, failed=2, input_bytes=2**20, completion_tokens=500, prompt_tokens=100)
+    line = progress_line(metrics, Total(4 * 2**20, None), 10.0)
     assert "[=====               ]  25%" in line and "50 rows" in line and "1.0 MiB of 4.0 MiB" in line
     assert "50 tokens/s" in line and "ETA 0:30" in line and "2 failed" in line
-    assert "50/100 rows" in progress_line(meter, Total(4 * 2**20, 100), 0.0)
-    narrow = progress_line(meter, Total(4 * 2**20, None), 10.0, columns=80)
+    assert "50/100 rows" in progress_line(metrics, Total(4 * 2**20, 100), 0.0)
+    narrow = progress_line(metrics, Total(4 * 2**20, None), 10.0, columns=80)
     assert narrow.startswith(" 25%  50 rows") and "2 failed" in narrow and len(narrow) < 80
-    assert len(progress_line(meter, Total(4 * 2**20, None), 10.0, columns=30)) < 30
-    meter.busy.add(0.0, 9.0)
-    assert "5.0 rows/s, 50.0 tokens/s" in summary(meter, 10.0) and "busy 100.0%" in summary(meter, 10.0)
+    assert len(progress_line(metrics, Total(4 * 2**20, None), 10.0, columns=30)) < 30
+    metrics.busy.add(0.0, 9.0)
+    assert "5.0 rows/s, 50.0 tokens/s" in summary(metrics, 10.0) and "busy 100.0%" in summary(metrics, 10.0)
 
 
 def _wait(condition: Any, seconds: float = 60.0) -> None:

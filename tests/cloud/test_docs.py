@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from mlserver_torch_stream.cli.cloud import parser
+from mlserver_torch_stream.cli.cloud_options import parser
 from tests import markdown
 
 _COMMANDS = [

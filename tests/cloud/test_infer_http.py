@@ -27,7 +27,7 @@ def _row(index: int, prompt: str = "", **body: Any) -> Row:
 
 def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
     async def ask() -> list[Outcome]:
-        infer = HttpInfer(url, "m", settings.pop("api", "v2"), settings.pop("asking", RowRequest()), **settings)
+        infer = HttpInfer(url, "m", settings.pop("api", "v2"), settings.pop("row_request", RowRequest()), **settings)
         try:
             return await infer(rows)
         finally:
@@ -47,7 +47,9 @@ def _text(outcome: Outcome) -> str:
 def test_prompts_and_conversations_in_either_spelling(api: str, stream: bool) -> None:
     chat = _row(1, messages=[{"role": "user", "content": "hello"}], max_tokens=9)
     with model_server() as server:
-        plain, said = _ask(server.url, [_row(0, "abc"), chat], api=api, stream=stream, asking=RowRequest({"seed": 7}))
+        plain, said = _ask(
+            server.url, [_row(0, "abc"), chat], api=api, stream=stream, row_request=RowRequest({"seed": 7})
+        )
     assert _text(plain) == "cba" and _text(said) == "olleh"
     assert plain.response is not None and said.response is not None
     assert plain.response["object"] == "text_completion" and said.response["object"] == "chat.completion"
@@ -125,8 +127,8 @@ def test_images_and_sound_go_to_openai_as_parts_of_a_message_and_nowhere_else() 
     image = Row(0, "a.jpg", None, "a.jpg", Kind.IMAGE, data=b"\xff\xd8")
     sound = Row(1, "b.wav", None, "b.wav", Kind.AUDIO, data=b"RIFF")
     with model_server() as server:
-        assert _ask(server.url, [image, sound], api="openai", asking=RowRequest(media=True))[0].failure is None
-        refused = _ask(server.url, [image], asking=RowRequest())[0].failure
+        assert _ask(server.url, [image, sound], api="openai", row_request=RowRequest(media=True))[0].failure is None
+        refused = _ask(server.url, [image], row_request=RowRequest())[0].failure
     parts = [body["messages"][0]["content"][0] for body in server.bodies]
     assert {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9g="}} in parts
     assert {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} in parts

@@ -82,11 +82,11 @@ def test_rows_that_are_large_are_bounded_by_their_bytes_and_one_that_is_larger_p
         inside.difference_update(row.index for row in rows)
         return await _echo(rows)
 
-    meter = RunMetrics()
+    metrics = RunMetrics()
     limits = PipelineLimits(window=8, window_bytes=60, batch_rows=1, batches=8)
-    found = asyncio.run(_collect(infer_rows(rows(), watch, limits, meter)))
+    found = asyncio.run(_collect(infer_rows(rows(), watch, limits, metrics)))
     assert [result.row.index for result in found] == list(range(8))
-    assert meter.peak_undelivered_bytes == 500 == most
+    assert metrics.peak_undelivered_bytes == 500 == most
     small = RunMetrics()
     asyncio.run(_collect(infer_rows(_rows(40), _echo, limits, small)))
     assert (small.peak_undelivered, small.peak_undelivered_bytes) == (6, 60)
@@ -190,9 +190,9 @@ def test_leaving_early_ends_every_task() -> None:
 
 
 def test_figures_are_named_as_in_beam() -> None:
-    meter = RunMetrics()
-    asyncio.run(_collect(infer_rows(_rows(10, fails=0), _echo, PipelineLimits(batch_rows=3), meter)))
-    figures = meter.figures()
+    metrics = RunMetrics()
+    asyncio.run(_collect(infer_rows(_rows(10, fails=0), _echo, PipelineLimits(batch_rows=3), metrics)))
+    figures = metrics.as_dict()
     assert (figures["rows"], figures["failed"], figures["num_inferences"]) == (10, 1, 9)
     assert figures["inference_request_batch_size"] == {"count": 3, "sum": 9, "min": 3, "max": 3, "mean": 3}
     assert figures["inference_request_batch_byte_size"]["sum"] == 90

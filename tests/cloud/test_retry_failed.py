@@ -124,7 +124,7 @@ def test_objects_that_could_not_be_had_are_read_again_but_one_that_holds_rows_is
     (folder / "in" / "late.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     told: list[str] = []
     again = _mended()
-    assert run(job(folder, retry_failed=True, **listed), again, told=told.append) == 2
+    assert run(job(folder, retry_failed=True, **listed), again, report=told.append) == 2
     assert again.asked == ["late.txt"]
     assert [record["error"] and record["error"]["code"] for record in _records(joined(folder))] == [
         None,

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -27,6 +26,7 @@ from mlserver_torch_stream.cloud.run import CloudRun, plan
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.command import cloud, finish, start, trouble
 from tests.cloud.models import ModelServer
+from tests.server.harness import free_ports
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_an_output_of_another_format_is_refused_by_its_number(rows: Path, tmp_pa
 
 
 def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
-    meter = RunMetrics()
+    metrics = RunMetrics()
 
     async def rows() -> AsyncGenerator[Row, None]:
         for index in range(5):
@@ -76,18 +76,17 @@ def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
     async def act() -> None:
         infer = HttpInfer(url, "m", "v2", RowRequest(), retry=Retry(tries=3, first=0.01))
         try:
-            async for _ in infer_rows(rows(), infer, PipelineLimits(batch_rows=1), meter):
+            async for _ in infer_rows(rows(), infer, PipelineLimits(batch_rows=1), metrics):
                 pass
         finally:
             await infer.aclose()
 
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
     with pytest.raises(StoreUnavailable):
         asyncio.run(act())
-    assert "the engine was busy for no time" in summary(meter, 1.0)
-    assert meter.num_inferences == 0 and meter.failed_batches_counter >= 1
+    assert "the engine was busy for no time" in summary(metrics, 1.0)
+    assert metrics.num_inferences == 0 and metrics.failed_batches_counter >= 1
 
 
 def test_time_in_which_a_server_only_refuses_is_not_busy(rows: Path, tmp_path: Path, server: ModelServer) -> None:

@@ -148,10 +148,10 @@ def test_more_results_than_are_kept_of_one_object_are_one_failed_row_that_is_tol
         yield Announced("a.jsonl", is_done)
 
     async def act() -> tuple[list[bytes], int]:
-        store, output, meter = Store.memory(), Store.memory(), RunMetrics()
+        store, output, metrics = Store.memory(), Store.memory(), RunMetrics()
         await store.put("a.jsonl", b'{"prompt": "x"}\n' * 2)
-        await Watcher(store, output, infer, {}, meter=meter, told=told.append).watch(announcements())
-        return [await output.get(info.key) async for info in output.list()], meter.failed
+        await Watcher(store, output, infer, {}, metrics=metrics, report=told.append).watch(announcements())
+        return [await output.get(info.key) async for info in output.list()], metrics.failed
 
     (found,), failures = asyncio.run(act())
     assert json.loads(found)["error"]["code"] == "too_large" and failures == 1
@@ -176,10 +176,10 @@ def test_an_object_that_cannot_be_looked_at_has_one_result_until_it_can(key: str
         options = {"endpoint": objects.url, "skip_signature": "true", "region": "us-east-1"}
         store, output = Store.open("s3://bucket", options), Store.memory()
         for _ in range(2):
-            await Watcher(store, output, infer, {}, told=told.append).watch(announcements(key))
+            await Watcher(store, output, infer, {}, report=told.append).watch(announcements(key))
         if key == "denied.txt":
             objects.denied.clear()
-            await Watcher(store, output, infer, {}, told=told.append).watch(announcements(key))
+            await Watcher(store, output, infer, {}, report=told.append).watch(announcements(key))
         await store.aclose()
         return [json.loads(await output.get(info.key)) async for info in output.list()]
 

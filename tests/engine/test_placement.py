@@ -12,6 +12,7 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares
@@ -23,7 +24,6 @@ from mlserver_torch_stream.engine.loading.placement import (
     no_room,
     read_placement,
     seconds_per_step,
-    size,
 )
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.process_resources import ProcessResources
@@ -53,7 +53,7 @@ def test_layers_and_bytes_of_each_place(tiny_model: Path, tmp_path: Path) -> Non
     everything = sum(tensor.numel() * 4 for tensor in [*model.parameters(), *model.buffers()])
     assert disk.weights == layer and memory.weights == everything - layer
     assert moved_bytes([memory, disk]) == layer
-    assert str(memory) == f"cpu: layers 0, embed_tokens, norm, rotary_emb, lm_head ({size(memory.weights)})"
+    assert str(memory) == f"cpu: layers 0, embed_tokens, norm, rotary_emb, lm_head ({format_bytes(memory.weights)})"
 
 
 def test_what_is_moved_at_every_step_is_measured_and_said(tiny_model: Path, tmp_path: Path) -> None:
@@ -111,13 +111,6 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
     assert "700 bytes of KV cache beside kept prompts hold no row" in refusal
     assert "on cpu a row of two tokens takes 9.0 KiB and 2.0 KiB are free" in refusal  # 16 columns, and its prompt's 2
     assert "disk: layers 1 (144.5 KiB)" in refusal
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(0, "0 bytes"), (1536, "1.5 KiB"), (5 * 2**20, "5.0 MiB"), (3 * 2**29, "1.5 GiB")]
-)
-def test_bytes_in_words(count: int, words: str) -> None:
-    assert size(count) == words
 
 
 def built(folder: Path, shares_: ProcessResources, **extra: Any) -> BuiltEngine:

@@ -120,7 +120,7 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
         assert one.info.max_context == 1024 and other.info.max_rows == 3
         assert other.engine.stats().kv_cache_budget == 2 * 2**20 * 7 // 8  # an eighth is for kept prompts
         assert one.engine.stats().kv_cache_budget > 2 * 2**20
-        assert "2 MiB" in other.summary and "context" in one.summary and "1 threads" in one.summary
+        assert "2.0 MiB" in other.summary and "context" in one.summary and "1 threads" in one.summary
         ids = one.codec.encode(TextPrompt("The quick brown"))
 
         async def both() -> None:

@@ -22,8 +22,8 @@ from mlserver_torch_stream.torchserve.properties import (
     ELSEWHERE,
     METRICS_CONFIG,
     carried,
+    not_carried_over,
     read_properties,
-    told,
 )
 from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
 from tests.torchserve.workshop import run, running, write_handler
@@ -303,7 +303,7 @@ def test_each_key_of_config_properties_is_carried_over_or_named_as_the_page_says
         if key in by_themselves:
             continue
         given = {key: "7"}
-        lines, extra = list(told(given, "m", None)), carried(given, "m", None, {})
+        lines, extra = list(not_carried_over(given, "m", None)), carried(given, "m", None, {})
         if verdict == "carried over":
             assert note == f"`{CARRIED[key]}`" and extra == {CARRIED[key]: 7} and not lines
         else:
@@ -334,9 +334,9 @@ def test_a_models_own_settings_beat_the_defaults_and_its_yaml_beats_both() -> No
     assert carried(given, "m", "1.0", {"batchSize": 1}) == {"responseTimeout": 60, "minWorkers": 2}
     assert carried(given, "m", "2.0", {}) == {"responseTimeout": 30, "batchSize": 16}
     assert carried(given, "other", None, {}) == {"responseTimeout": 30}
-    lines = list(told(given, "m", "1.0"))
+    lines = list(not_carried_over(given, "m", "1.0"))
     assert [line.partition(":")[0] for line in lines] == ["inference_address", "models.m.odd"]
-    assert list(told({"paper": "1"}, "m", None)) == ["paper: TorchServe 0.12 does not know it either"]
+    assert list(not_carried_over({"paper": "1"}, "m", None)) == ["paper: TorchServe 0.12 does not know it either"]
 
 
 def test_what_java_reads_is_read() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
@@ -94,7 +95,7 @@ class SequenceBatches:
             return None
         return (
             f"{rows} x {final_length} tokens never fit at most {self._max_rows} rows "
-            f"and {self._cache_bytes / 2**20:.0f} MiB of KV cache"
+            f"and {format_bytes(self._cache_bytes)} of KV cache"
         )
 
     def add(self, request: RequestState) -> None:

@@ -68,8 +68,3 @@ def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
             f"parameters.extra.prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows"
         )
     return asked
-
-
-def in_words(count: int) -> str:
-    """A number of bytes."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

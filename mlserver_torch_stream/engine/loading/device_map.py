@@ -5,7 +5,6 @@ transformers takes such a map with a warning, and places what was meant elsewher
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import LoadFailed
 
 
@@ -29,8 +29,7 @@ def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **opti
     known += [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     for name in device_map:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it begins with {', '.join(_tops(known))}"
+            hint = did_you_mean(str(name), known) or f"; it begins with {', '.join(_tops(known))}"
             raise LoadFailed(f"parameters.extra.device_map: the model has no module {name!r}{hint}")
 
 

@@ -5,11 +5,11 @@ Knows nothing of how a GGUF file is loaded, and never imports those packages (th
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 from mlserver_torch_stream.errors import LoadFailed
 
 
@@ -31,9 +31,7 @@ def find_embedded(name: str) -> Path:
     """The GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to get it."""
     model = EMBEDDED.get(name)
     if model is None:
-        close = difflib.get_close_matches(name, EMBEDDED, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(EMBEDDED)}"
-        raise LoadFailed(f"no embedded model {name!r}{hint}")
+        raise LoadFailed(f"no embedded model {name!r}{did_you_mean_or_known(name, EMBEDDED)}")
     spec = importlib.util.find_spec(model.package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder, model.file)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.placement import bytes_of, size
+from mlserver_torch_stream.engine.loading.placement import bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def pin_offloaded(
             done += bytes_of(copy)
     except RuntimeError as error:
         why = f", more could not be: {str(error).splitlines()[0]}"
-    logger.info("Pinned %s of the %s of weights that are moved at every step%s", size(done), size(total), why)
+    logger.info(
+        "Pinned %s of the %s of weights that are moved at every step%s", format_bytes(done), format_bytes(total), why
+    )
     return done
 
 

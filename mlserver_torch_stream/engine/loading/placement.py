@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.devices import device_name, execution_device
 from mlserver_torch_stream.engine.forward.model_forward import input_device
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
@@ -37,7 +38,7 @@ class DeviceShare:
 
     def __str__(self) -> str:
         parts = [f"layers {_ranges(self.layers)}"] if self.layers else []
-        return f"{self.place}: {', '.join([*parts, *self.rest])} ({size(self.weights)})"
+        return f"{self.place}: {', '.join([*parts, *self.rest])} ({format_bytes(self.weights)})"
 
 
 def check_tied(model: PreTrainedModel) -> None:
@@ -126,9 +127,9 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
     moved = moved_bytes(placement)
     ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
     return (
-        f"{size(moved)} of weights are moved from {', '.join(ways)} at every step, whatever its rows: measured now, a "
-        f"step of one token takes {seconds:.3g} s ({size(int(moved / seconds))}/s), so an answer comes at "
-        f"{1 / seconds:.3g} tokens/s at most"
+        f"{format_bytes(moved)} of weights are moved from {', '.join(ways)} at every step, whatever its rows: "
+        f"measured now, a step of one token takes {seconds:.3g} s ({format_bytes(int(moved / seconds))}/s), "
+        f"so an answer comes at {1 / seconds:.3g} tokens/s at most"
     )
 
 
@@ -140,7 +141,8 @@ def describe_placement(
 ) -> str:
     """Each place with its share of a KV cache of ``budget`` bytes, and what a token takes of it there."""
     caches = [
-        f"{device}: {size(int(budget * parts[device]))}, {size(cost.of(1, 1))} for the first token of a row"
+        f"{device}: {format_bytes(int(budget * parts[device]))}, "
+        f"{format_bytes(cost.of(1, 1))} for the first token of a row"
         for device, cost in costs.items()
     ]
     return f"{'; '.join(map(str, placement))}; KV cache on {'; '.join(caches)}"
@@ -154,18 +156,12 @@ def no_room(
 ) -> str:
     """Why a model cannot be served that has no room for a row of two tokens, in numbers; ``left``: bytes for rows."""
     needs = [
-        f"on {device} a row of two tokens takes {size(bytes_alone(cost.of, 1, 2, 2))} and {size(free[device])} are free"
+        f"on {device} a row of two tokens takes {format_bytes(bytes_alone(cost.of, 1, 2, 2))} "
+        f"and {format_bytes(free[device])} are free"
         for device, cost in costs.items()
     ]
     beside = f", beside the weights: {'; '.join(map(str, placement))}" if placement else ""
-    return f"{size(left)} of KV cache beside kept prompts hold no row of this model: {'; '.join(needs)}{beside}"
-
-
-def size(count: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} bytes"
+    return f"{format_bytes(left)} of KV cache beside kept prompts hold no row of this model: {'; '.join(needs)}{beside}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -6,10 +6,9 @@ and dequantises where it has no kernel, with a warning at most: here both are re
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,9 @@ from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import is_bitsandbytes_available, is_kernels_available, is_torchao_available
 
-from mlserver_torch_stream.engine.loading.placement import bytes_of, size
+from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+from mlserver_torch_stream.engine.loading.placement import bytes_of
 from mlserver_torch_stream.errors import LoadFailed
 
 _KEY = "parameters.extra.quantization_config"
@@ -40,7 +41,7 @@ def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: tor
     known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")]
     for key in given:
         if key not in (*known, "quant_method"):
-            raise LoadFailed(f"{_KEY}: unknown key {key!r} for {method}{_nearest(key, known)}")
+            raise LoadFailed(f"{_KEY}: unknown key {key!r} for {method}{did_you_mean_or_known(key, known)}")
     arguments = {key: value for key, value in given.items() if key != "quant_method"}
     if method == "torchao":
         arguments["quant_type"] = _torchao_type(given.get("quant_type"), device, dtype)
@@ -62,7 +63,7 @@ def quantisation_method(given: Mapping[str, Any]) -> str:
         raise LoadFailed(f"{_KEY}: bitsandbytes needs load_in_4bit or load_in_8bit")
     if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         named = "quant_method is missing" if method is None else f"quant_method: unknown {method!r}"
-        raise LoadFailed(f"{_KEY}: {named}{_nearest(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}")
+        raise LoadFailed(f"{_KEY}: {named}{did_you_mean_or_known(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}")
     return str(method)
 
 
@@ -93,7 +94,7 @@ def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
     name, arguments = (given, {}) if isinstance(given, str) else _single(given, key)
     kinds = {n: kind for n, kind in vars(quantization).items() if _is_kind(kind, AOBaseConfig)}
     if name != "default" and name not in kinds:
-        raise LoadFailed(f"{key}: unknown {name!r}{_nearest(name, kinds)}")
+        raise LoadFailed(f"{key}: unknown {name!r}{did_you_mean_or_known(name, kinds)}")
     try:
         config = config_from_dict(arguments) if name == "default" else kinds[name](**arguments)
         trial = nn.Linear(_TRIAL, _TRIAL, bias=False, device=device, dtype=dtype)
@@ -144,7 +145,7 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
     kept = config is not None and not getattr(config, "dequantize", False)
     if kept and (method != "gguf" or getattr(quantizer, "packed_modules", None)):
         return
-    taken = size(sum(bytes_of(parameter) for parameter in model.parameters()))
+    taken = format_bytes(sum(bytes_of(parameter) for parameter in model.parameters()))
     wanted = f'set {_KEY} to {{"quant_method": "{method}", "dequantize": true}}' if method != "gguf" else "leave it out"
     raise LoadFailed(
         f"{_KEY}: {method} weights cannot be kept packed here, transformers has dequantised them to {taken}; if that "
@@ -173,12 +174,6 @@ def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
             "installed; without quantization_config they are dequantised"
         )
     return True
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -15,10 +15,9 @@ Checked on 2026-11-22, where the vendor's document could be found quoted only:
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 from mlserver_torch_stream.errors import SettingsError
 
 
@@ -55,7 +54,6 @@ def find_device(name: str) -> DeviceSpec:
     """Raises SettingsError, which names those that are known."""
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:
-        close: Sequence[str] = difflib.get_close_matches(name.lower(), KNOWN, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KNOWN)}"
-        raise SettingsError(f"--device: {name!r} is not known, {hint}; for another give --memory and --bandwidth")
+        hint = did_you_mean_or_known(name.lower(), KNOWN, str)
+        raise SettingsError(f"--device: {name!r} is not known{hint}; for another give --memory and --bandwidth")
     return device

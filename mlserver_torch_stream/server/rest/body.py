@@ -7,7 +7,6 @@ Knows nothing of what the object says. How slowly a client may send is the HTTP 
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import orjson
@@ -15,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 
 JSON_LENGTH = "inference-header-content-length"
 _CODINGS = ("identity", "gzip", "x-gzip")
@@ -121,43 +121,31 @@ class _Plain:
 
 
 class _Gzip(_Plain):
-    """Collects what a gzip body unpacks to: never more than one byte over the bound is unpacked.
+    """Collects what a gzip body unpacks to, in pieces that reach one byte over the bound at most.
 
-    What comes packed has the same bound, as many empty members unpack to nothing.
+    The packed body has the same bound, as many empty members unpack to nothing.
     """
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(most_bytes)
         self._packed = 0
-        self._member = _new_member()
-        self._fed = False  # the current member has begun
+        self._gunzip = Gunzip()
 
     def feed(self, chunk: bytes) -> None:
         self._packed += len(chunk)
         if self._packed > self._most:
             raise _too_large(self._most)
-        while chunk:
-            chunk = self._unpack(chunk)
+        try:
+            for piece in self._gunzip.feed(chunk, min(PIECE_BYTES, self._most + 1 - len(self._collected))):
+                super().feed(piece)
+        except Damaged as error:
+            raise InvalidInput("content-encoding", f"the body {error}") from None
 
     def whole(self) -> bytes:
-        if self._fed or not self._packed:
-            raise InvalidInput("content-encoding", "the gzip body ends early")
-        return super().whole()
-
-    def _unpack(self, chunk: bytes) -> bytes:
-        """What is left of the chunk once its member has ended."""
-        self._fed = True
-        room = self._most + 1 - len(self._collected)
         try:
-            super().feed(self._member.decompress(chunk, room))
-        except zlib.error as error:
-            raise InvalidInput("content-encoding", f"the body is not gzip ({error})") from None
-        if not self._member.eof:
-            return self._member.unconsumed_tail
-        rest = self._member.unused_data
-        self._member, self._fed = _new_member(), False
-        return rest
-
-
-def _new_member() -> zlib._Decompress:
-    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+            self._gunzip.end()
+        except Damaged as error:
+            raise InvalidInput("content-encoding", f"the body {error}") from None
+        if not self._packed:
+            raise InvalidInput("content-encoding", "the body is empty, which is no gzip")
+        return super().whole()

@@ -1,6 +1,6 @@
-"""Opens gzip as it comes, in pieces of bounded size, however much a few bytes may unfold to.
+"""Decompresses a gzip stream as its bytes arrive, in pieces of bounded size, however much a few bytes unpack to.
 
-Knows nothing of what is in it.
+Knows nothing of what the stream holds.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ _GZIP = zlib.MAX_WBITS | 16
 
 
 class Damaged(ValueError):
-    """It is no gzip, or not to its end."""
+    """The bytes are not gzip, or the stream is cut off."""
 
 
 class Gunzip:
-    """Several members one after another are one stream, as gzip itself has it."""
+    """Several members one after another are one stream, as ``gzip`` reads them. ``padded``: zeros may follow a member,
+    as tapes and blocks add them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, padded: bool = False) -> None:
+        self._padded = padded
         self._member = zlib.decompressobj(_GZIP)
         self._begun = False
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Raises Damaged."""
+    def feed(self, data: bytes, most: int = PIECE_BYTES) -> Iterator[bytes]:
+        """Pieces of at most ``most`` bytes. Raises Damaged."""
         while data:
             if self._member.eof:
-                data = data.lstrip(b"\0")  # padding of tapes and blocks
+                data = data.lstrip(b"\0") if self._padded else data
                 if not data:
                     return
                 self._member, self._begun = zlib.decompressobj(_GZIP), False
             try:
-                piece = self._member.decompress(data, PIECE_BYTES)
+                piece = self._member.decompress(data, most)
             except zlib.error as error:
                 raise Damaged(f"is no gzip: {error}") from None
             self._begun = True
@@ -41,6 +43,6 @@ class Gunzip:
                 yield piece
 
     def end(self) -> None:
-        """Raises Damaged."""
+        """Raises Damaged where the last member is cut off."""
         if self._begun and not self._member.eof:
             raise Damaged("is gzip that ends before its end")

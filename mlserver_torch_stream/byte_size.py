@@ -1,0 +1,33 @@
+"""Reads and writes amounts of memory as people do: ``4GiB``, ``1.5 KiB``.
+
+Knows nothing of what the bytes are for.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+
+
+def parse_bytes(value: Any) -> Any:
+    """``"4GiB"``, ``"512MB"`` or ``"1024"`` as a number of bytes; a value that is no string is returned as it is.
+
+    Raises ValueError.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is no amount of memory; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"

@@ -1,0 +1,26 @@
+"""Names the known name that is nearest to an unknown one, for error messages.
+
+Knows nothing of what the names stand for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """``cutoff``: from 0 to 1, how alike two names have to be, as in ``difflib``."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
+    """``"; did you mean 'x'?"``, or nothing where no known name is near. ``show``: how the name is written."""
+    near = nearest_name(name, known)
+    return "" if near is None else f"; did you mean {show(near)}?"
+
+
+def did_you_mean_or_known(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
+    """As ``did_you_mean``; where no known name is near, all of them."""
+    known = list(known)
+    return did_you_mean(name, known, show) or f"; known are {', '.join(known)}"

@@ -1,0 +1,29 @@
+"""Finds TCP ports that no process listens on.
+
+Knows nothing of what will listen there. A port that is free now may be taken before its user binds it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+
+
+def is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str, taken: Collection[int] = ()) -> int:
+    """A free port of the system's choice that is none of ``taken``."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            return port
