@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares as device_shares
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import device_shares
 from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, in_words, prefix_bytes
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
@@ -61,11 +61,11 @@ class RunningEngine:
     weights: Lease[PreparedModel]
     parts: tuple[RunningEngine, ...] = ()
 
-    def stop(self, shares: ProcessResources) -> None:
+    def stop(self, resources: ProcessResources) -> None:
         """Blocks."""
         self.engine.shutdown()
         for part in self.parts or (self,):
-            shares.release(part.codec)
+            resources.release(part.codec)
             give_back_weights(part.weights)
 
 
@@ -74,7 +74,7 @@ class BuiltEngine:
     """One user's share of a running engine, and one line that says what is loaded where and how much cache it has."""
 
     lease: Lease[RunningEngine]
-    shares: ProcessResources
+    resources: ProcessResources
 
     @property
     def engine(self) -> Engine:
@@ -98,11 +98,11 @@ class BuiltEngine:
 
     def shutdown(self) -> None:
         """Stops the engine and gives its memory back. Blocks."""
-        self.lease.value.stop(self.shares)
+        self.lease.value.stop(self.resources)
 
 
 def build_engine(
-    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, shares: ProcessResources = PROCESS
+    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, resources: ProcessResources = PROCESS
 ) -> BuiltEngine:
     """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
@@ -111,30 +111,30 @@ def build_engine(
     threads = set_threads(resolved.settings, read_host())
     key = engine_key(resolved, owner, weights_key(resolved, threads))
     run = _run if resolved.settings.replicas == 1 else _run_replicas
-    return BuiltEngine(shares.engines.lease(key, lambda: run(resolved, threads, on_death, shares)), shares)
+    return BuiltEngine(resources.engines.lease(key, lambda: run(resolved, threads, on_death, resources)), resources)
 
 
-def reclaim_memory(shares: ProcessResources = PROCESS) -> None:
+def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
     """Frees what is left of engines that were shut down: modules in cycles, and blocks that CUDA's allocators keep."""
     gc.collect()
     if torch.cuda.is_initialized():
-        with shares.recorders.turn():
+        with resources.capture_lock:
             torch.cuda.empty_cache()
             release_pinned()
     trim_heap()
 
 
 def _run_replicas(
-    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: ProcessResources
+    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
 ) -> RunningEngine:
     deaths = Deaths(resolved.settings.replicas, on_death)
     parts: list[RunningEngine] = []
     try:
         for settings in on_devices_of_their_own(resolved.settings):
-            parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, shares))
+            parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, resources))
     except BaseException:
         for part in parts:
-            part.stop(shares)
+            part.stop(resources)
         raise
     engines = [part.engine for part in parts]
     first = parts[0]
@@ -142,16 +142,18 @@ def _run_replicas(
     return RunningEngine(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
 
 
-def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: ProcessResources) -> RunningEngine:
+def _run(
+    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
+) -> RunningEngine:
     key = weights_key(resolved, threads)
     place = locate(resolved)
     codec = TextCodec(tokenizer := load_tokenizer(place, resolved))
-    lease: Lease[PreparedModel] = shares.weights.lease(key, lambda: prepare(place, resolved, threads, shares))
+    lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(place, resolved, threads, resources))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
-        return _start(resolved, lease, loaded, codec, threads, on_death, shares)
+        return _start(resolved, lease, loaded, codec, threads, on_death, resources)
     except BaseException:
-        shares.release(codec)
+        resources.release(codec)
         give_back_weights(lease)
         raise
 
@@ -163,12 +165,12 @@ def _start(
     codec: TextCodec,
     threads: int,
     on_death: OnDeath | None,
-    shares: ProcessResources,
+    resources: ProcessResources,
 ) -> RunningEngine:
     settings, prepared, host = resolved.settings, lease.value, read_host()
     vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.eos_token_ids, loaded.rules)
-    new_backend, context, how = _choose_backend(resolved, prepared, loaded, samplers, codec, host, shares)
+    new_batcher, context, how = _choose_batcher(resolved, prepared, loaded, samplers, codec, host, resources)
     info = ModelInfo(
         vocab_size=vocab_size,
         max_context=context,
@@ -177,11 +179,11 @@ def _start(
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
     )
     engine = EngineCore(
-        new_backend(),
+        new_batcher(),
         codec,
         info,
         loaded.eos_token_ids,
-        bounds=QueueLimits(
+        queue_limits=QueueLimits(
             settings.max_queue,
             settings.max_queue_tokens,
             settings.queue_timeout,
@@ -191,26 +193,26 @@ def _start(
         ),
         # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
         threads=1 if isinstance(prepared.forward, NativeForward) else threads,
-        turns=prepared.turns,
-        rebuild=partial(_rebuild, new_backend, prepared),
+        fair_lock=prepared.fair_lock,
+        rebuild=partial(_rebuild, new_batcher, prepared),
         on_death=on_death,
         name=resolved.source.name,
     )
     if prepared.ranks is not None:
-        prepared.ranks.leader.tell_of_loss(engine.fail)
+        prepared.ranks.leader.watch_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
     summary = f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})"
     return RunningEngine(engine, codec, summary, lease)
 
 
-def _choose_backend(
+def _choose_batcher(
     resolved: ResolvedSettings,
     prepared: PreparedModel,
     loaded: LoadedModel,
     samplers: SamplerFactory,
     codec: TextCodec,
     host: Host,
-    shares: ProcessResources,
+    resources: ProcessResources,
 ) -> tuple[Callable[[], Batcher], int, str]:
     """What makes a backend over the weights, the context that it holds, and how it works, in words."""
     settings, findings = resolved.settings, prepared.findings
@@ -232,7 +234,7 @@ def _choose_backend(
     parts = device_shares(findings.costs, loaded.max_context)
     ranks = prepared.ranks
     budget = cache_budget(
-        *(parts, settings.kv_cache_memory, shares, codec, host),
+        *(parts, settings.kv_cache_memory, resources, codec, host),
         engines=settings.replicas,
         most=sys.maxsize if ranks is None else ranks.shard.room,
     )
@@ -250,13 +252,13 @@ def _choose_backend(
         faults=_faults(),
         check_devices=prepared.check_devices,
     )
-    backend = batched()
-    context = backend.longest_row(loaded.max_context)
+    batcher = batched()
+    context = batcher.longest_row(loaded.max_context)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
         if settings.prefix_cache_memory and batched(prefix_bytes=0).longest_row(loaded.max_context) >= 2:
             key = "prefix_cache_memory"
-        left, free = backend.stats().kv_cache_budget, free_bytes(findings.costs, host)
+        left, free = batcher.stats().kv_cache_budget, free_bytes(findings.costs, host)
         raise LoadFailed(f"parameters.extra.{key}: {no_room(prepared.placement, findings.costs, left, free)}")
     if len(prepared.placement) > 1:
         spread = describe_placement(prepared.placement, findings.costs, parts, budget)
@@ -285,10 +287,10 @@ def _kernels(resolved: ResolvedSettings, prepared: PreparedModel) -> str:
     return "".join(ways)
 
 
-def _rebuild(new_backend: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
+def _rebuild(new_batcher: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
     """A fresh backend over the weights in memory. Raises what a device raises that is lost."""
     prepared.check_devices()
-    return new_backend()
+    return new_batcher()
 
 
 def _faults() -> FaultInjector | None:

@@ -41,7 +41,7 @@ class SequenceState:
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.told = False  # its last event was taken
+        self.last_event_taken = False  # its last event was taken
         self.sampler: RowSampler | None = None
         self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
@@ -49,7 +49,7 @@ class SequenceState:
         self._end_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self._first_token_at: float | None = None
         self._cumulative_logprob = 0.0
-        self._unsaid: list[TokenEvent] = []
+        self._pending_events: list[TokenEvent] = []
         self._error: Exception | None = None
 
     @property
@@ -71,7 +71,7 @@ class SequenceState:
         ends = token_id in self._end_ids and len(self.tokens) > self.request.params.min_tokens
         hidden = ends and not self.request.params.include_stop_str_in_output
         text = "" if hidden else self._push([token_id])
-        self._say(text, (token_id,), () if logprob is None else (logprob,))
+        self._emit(text, (token_id,), () if logprob is None else (logprob,))
         if ends or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.request.max_tokens:
@@ -84,10 +84,10 @@ class SequenceState:
             text = self._stops.push(text)
         return text
 
-    def _say(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
-        add_event(self._unsaid, self._event(text[:_MOST_TEXT], token_ids, logprobs))
+    def _emit(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
+        add_event(self._pending_events, self._event(text[:_MOST_TEXT], token_ids, logprobs))
         for start in range(_MOST_TEXT, len(text), _MOST_TEXT):
-            add_event(self._unsaid, self._event(text[start : start + _MOST_TEXT]))
+            add_event(self._pending_events, self._event(text[start : start + _MOST_TEXT]))
 
     def _event(
         self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
@@ -103,20 +103,22 @@ class SequenceState:
         if reason is FinishReason.ERROR:
             return  # it may be the text that failed
         if self._stops.hit is None:
-            self._say(self._stops.push(self._detokenizer.flush()))
+            self._emit(self._stops.push(self._detokenizer.flush()))
         if self._stops.hit is None:
-            self._say(self._stops.flush())
+            self._emit(self._stops.flush())
 
     def take_events(self) -> Ids[TokenEvent]:
         """What there is to say since the last call, nothing after the last event.
 
         Nothing also while a character or a possible stop string is held back.
         """
-        if self.told or (self.finish_reason is None and not any(event.text for event in self._unsaid)):
+        if self.last_event_taken or (
+            self.finish_reason is None and not any(event.text for event in self._pending_events)
+        ):
             return ()
-        events, self._unsaid = self._unsaid, []
+        events, self._pending_events = self._pending_events, []
         if self.finish_reason is not None:
-            self.told = True
+            self.last_event_taken = True
             last = events.pop() if events else self._event()
             events.append(
                 replace(

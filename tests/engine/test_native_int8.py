@@ -150,15 +150,15 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
-    shares = ProcessResources()
+    resources = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}
     with_it, without = (
-        build_engine(parse_settings(str(tiny_model), {**common, **more}, environ={}), "m", shares=shares)
+        build_engine(parse_settings(str(tiny_model), {**common, **more}, environ={}), "m", resources=resources)
         for more in ({"weights": "int8"}, {})
     )
     try:
         assert "our own kernels, int8 weights, up to" in with_it.summary and "int8" not in without.summary
-        assert shares.weights.made == 2
+        assert resources.weights.made == 2
     finally:
         for built in (with_it, without):
             built.give_back()

@@ -18,10 +18,10 @@ from mlserver_torch_stream.errors import LoadFailed
 _ROOT = Path(__file__).parents[2]
 _LEADER = """
 import sys, time
-from mlserver_torch_stream.engine.tensor_parallel import children
-children._MODULE = "tests.engine.tied"
-crew = children.Children(3, 1)
-print(*crew.pids, flush=True)
+from mlserver_torch_stream.engine.tensor_parallel import rank_processes
+rank_processes._MODULE = "tests.engine.tied"
+other_ranks = rank_processes.RankProcesses(3, 1)
+print(*other_ranks.pids, flush=True)
 """
 
 
@@ -71,11 +71,11 @@ def test_the_end_of_the_thread_that_loads_is_not_the_end_of_the_children() -> No
     ending = """
 import threading
 more = []
-thread = threading.Thread(target=lambda: more.append(children.Children(2, 1)))
+thread = threading.Thread(target=lambda: more.append(rank_processes.RankProcesses(2, 1)))
 thread.start(); thread.join()
 time.sleep(0.5)
 print(more[0].fate(0), flush=True)
-crew.end(0); more[0].end(0)
+other_ranks.end(0); more[0].end(0)
 """
     process, pids = lead(ending)
     with process:
@@ -86,12 +86,12 @@ crew.end(0); more[0].end(0)
 
 
 def test_a_childs_end_is_told_at_once_and_later(quick: None) -> None:
-    crew = RankProcesses(2, 1)
-    assert crew.fate(30) == "rank 1 ended with status 0"
+    other_ranks = RankProcesses(2, 1)
+    assert other_ranks.fate(30) == "rank 1 ended with status 0"
     told: list[str] = []
-    crew.watch(told.append)
+    other_ranks.watch(told.append)
     assert told == ["rank 1 ended with status 0"]
-    crew.end(0)
+    other_ranks.end(0)
 
 
 def test_a_rank_that_ends_before_it_has_come_fails_the_load_at_once(quick: None) -> None:

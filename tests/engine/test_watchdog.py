@@ -30,7 +30,7 @@ from mlserver_torch_stream.engine.watchdog import (
 )
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
-from tests.engine.test_engine_time import backend_of, engine_of
+from tests.engine.test_engine_time import batcher_of, engine_of
 from tests.engine.tiny import (
     CONTEXT,
     VOCAB,
@@ -57,7 +57,7 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def request(codec: TextCodec) -> Iterator[RequestState]:
+def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
     given = EngineRequest(prompt_of(3), greedy(5))
     made = RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
@@ -70,28 +70,28 @@ class TestWhatIsDecided:
     """By a function of what was told and of ``now``: no clock, no thread."""
 
     def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(
-        self, request: RequestState
+        self, waiting: RequestState
     ) -> None:
         state = WatchdogState(BOUNDS)
-        state.watch([request], [5.0])
+        state.watch([waiting], [5.0])
         assert state.decide(4.9, []).ask == []
         assert state.decide(4.9, []).seconds == pytest.approx(0.1)
         decision = state.decide(5.0, [])
         (end,) = decision.ask
-        assert end.requests == (request,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
+        assert end.requests == (waiting,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
         assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
         assert state.decide(5.0 + PATIENCE, []).without == [end]
         assert state.decide(6.0, []).without == [], "once"
 
-    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, request: RequestState) -> None:
+    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, waiting: RequestState) -> None:
         state = WatchdogState(QueueLimits(queue_timeout=1.0))
-        state.watch([request], [None])
-        request.started_at = 0.5
+        state.watch([waiting], [None])
+        waiting.started_at = 0.5
         assert state.decide(2.0, []).ask == []
 
-    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, request: RequestState) -> None:
+    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, waiting: RequestState) -> None:
         state = WatchdogState(BOUNDS)
-        end = EndRequest((request,), FinishReason.ABORT, NotServing("the end"), 10.0)
+        end = EndRequest((waiting,), FinishReason.ABORT, NotServing("the end"), 10.0)
         state.asked(end)
         assert state.decide(10.0 + PATIENCE / 2, []).without == []
         assert state.decide(10.0 + PATIENCE, []).without == [end]
@@ -125,10 +125,10 @@ class TestWhatIsDecided:
         assert decision.lost is None and decision.overdue == [] and decision.seconds <= 3600
 
     def test_a_step_within_which_no_request_can_be_in_time_is_overdue(self) -> None:
-        bounds = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
+        queue_limits = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
         work = Work("the decode step of 3 rows", 1, since=0.0)
-        assert trouble([work], bounds, 4.9) is None
-        assert trouble([work], bounds, 5.1) == "the decode step of 3 rows has not come back for 5 s"
+        assert trouble([work], queue_limits, 4.9) is None
+        assert trouble([work], queue_limits, 5.1) == "the decode step of 3 rows has not come back for 5 s"
 
     def test_a_thread_that_is_to_die_is_waited_for_only_so_long(self) -> None:
         pending_death = PendingDeath(RuntimeError("a rank is lost"), until=5.0)
@@ -148,8 +148,8 @@ def test_progress_says_all_that_is_under_way() -> None:
     progress.launched("b", "another forward")
     progress.rest()
     assert progress.works() == [Work("a forward", 7, 2.0), Work("another forward", 1, 3.0)]
-    progress.landed("a")
-    progress.landed("b")
+    progress.completed("a")
+    progress.completed("b")
     assert progress.works() == []
 
 
@@ -167,8 +167,8 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
 
 
-def hung_engine(model: PreTrainedModel, kind: str, **bounds: float) -> EngineCore:
-    return engine_of(backend_of(kind, model, max_rows=1), QueueLimits(**bounds))  # type: ignore[arg-type]
+def hung_engine(model: PreTrainedModel, kind: str, **queue_limits: float) -> EngineCore:
+    return engine_of(batcher_of(kind, model, max_rows=1), QueueLimits(**queue_limits))  # type: ignore[arg-type]
 
 
 async def events_of(stream: Mailbox) -> list[TokenEvent]:
@@ -239,7 +239,7 @@ class TestAStepThatHangs:
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
         deaths: list[BaseException] = []
-        engine = engine_of(backend_of(kind, model), QueueLimits(step_timeout=2.0), on_death=deaths.append)
+        engine = engine_of(batcher_of(kind, model), QueueLimits(step_timeout=2.0), on_death=deaths.append)
 
         async def scenario() -> None:
             running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
@@ -291,9 +291,9 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:
-    turns, other = FairLock(), tiny_model("llama", seed=1)
-    hung = engine_of(backend_of("batched", model), turns=turns)
-    behind = engine_of(backend_of("batched", other), QueueLimits(request_timeout=1.0), turns=turns)
+    fair_lock, other = FairLock(), tiny_model("llama", seed=1)
+    hung = engine_of(batcher_of("batched", model), fair_lock=fair_lock)
+    behind = engine_of(batcher_of("batched", other), QueueLimits(request_timeout=1.0), fair_lock=fair_lock)
 
     async def scenario() -> None:
         stream = hung.submit([EngineRequest(prompt_of(5), greedy(200))])
@@ -313,9 +313,9 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
 
 def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedModel) -> None:
     """It would wait for work that nobody can post any more."""
-    backend, gate = backend_of("batched", model), threading.Event()
-    backend.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
-    engine = engine_of(backend, QueueLimits(step_timeout=1.0))
+    batcher, gate = batcher_of("batched", model), threading.Event()
+    batcher.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
+    engine = engine_of(batcher, QueueLimits(step_timeout=1.0))
 
     async def scenario() -> None:
         events = await asyncio.wait_for(events_of(engine.submit([EngineRequest(prompt_of(3), greedy(3))])), 20)
@@ -332,8 +332,8 @@ def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedM
 
 def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
     info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
-    backend: Batcher = backend_of("batched", model)
-    engine = EngineCore(backend, TextCodec(byte_tokenizer()), info, (), name="left")
+    batcher: Batcher = batcher_of("batched", model)
+    engine = EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), name="left")
     engine.shutdown()
     end = time.monotonic() + _HANGS_S
     while [thread for thread in threading.enumerate() if thread.name.endswith("-left")]:

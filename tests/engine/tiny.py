@@ -131,7 +131,7 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list
 def running(
     model: PreTrainedModel,
     *,
-    backend: Batcher | None = None,
+    batcher: Batcher | None = None,
     findings: SelfCheckResult | None = None,
     prefill_tokens: int | None = 4,
     cache_bytes: int = 2**24,
@@ -141,7 +141,7 @@ def running(
     queue_timeout: float | None = None,
     step_timeout: float | None = None,
     context: int = CONTEXT,
-    turns: FairLock | None = None,
+    fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
     rules: GenerationRules | None = None,
     **more: Any,
@@ -151,11 +151,11 @@ def running(
     ``findings``: of the model before its weights were taken; ``more``: of ``ContinuousBatcher``.
     """
     codec = TextCodec(byte_tokenizer())
-    if backend is None:
+    if batcher is None:
         with torch.inference_mode():
             findings = findings or check_batching(model)
         assert findings.cost is not None, findings.problem
-        backend = ContinuousBatcher(
+        batcher = ContinuousBatcher(
             model,
             SamplerFactory(codec, VOCAB, eos_token_ids, rules),
             cost=findings.cost,
@@ -164,10 +164,12 @@ def running(
             prefill_tokens=prefill_tokens if findings.chunked else None,
             **more,
         )
-        context = backend.longest_row(context)
+        context = batcher.longest_row(context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    bounds = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
-    engine = EngineCore(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
+    queue_limits = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
+    engine = EngineCore(
+        batcher, codec, info, eos_token_ids, queue_limits=queue_limits, fair_lock=fair_lock, name="test"
+    )
     try:
         yield engine
     finally:
