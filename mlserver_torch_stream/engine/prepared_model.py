@@ -13,7 +13,8 @@ import torch
 
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.forward.model_forward import Forward, input_device
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import input_device
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, load_weights

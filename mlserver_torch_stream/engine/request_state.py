@@ -35,7 +35,7 @@ _MOST_TEXT = MOST_PER_EVENT // 2
 class SequenceState:
     """One row: its tokens so far, its text, and the events that wait to be delivered."""
 
-    def __init__(self, request: RequestState, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
         params = request.params
         self.request = request
         self.index = index
@@ -45,8 +45,6 @@ class SequenceState:
         self.sampler: RowSampler | None = None
         self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
-        eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
-        self._end_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self._first_token_at: float | None = None
         self._cumulative_logprob = 0.0
         self._pending_events: list[TokenEvent] = []
@@ -68,7 +66,7 @@ class SequenceState:
         self.tokens.append(token_id)
         if logprob is not None:
             self._cumulative_logprob += logprob.logprob
-        ends = token_id in self._end_ids and len(self.tokens) > self.request.params.min_tokens
+        ends = token_id in self.request.end_ids and len(self.tokens) > self.request.params.min_tokens
         hidden = ends and not self.request.params.include_stop_str_in_output
         text = "" if hidden else self._push([token_id])
         self._emit(text, (token_id,), () if logprob is None else (logprob,))
@@ -138,7 +136,8 @@ class RequestState:
     prompt: list[int]
     params: SamplingParameters
     mailbox: Mailbox
-    max_context: int  # tokens that a row may hold: the model's context, or what the cache can take
+    max_context: int  # tokens that a sequence may hold: the model's context, or fewer where the cache is small
+    end_ids: frozenset[int] = frozenset()  # ids that end a sequence
     sealed: bool = True
     priority: int = DEFAULT_PRIORITY
     client: str = ""
@@ -158,13 +157,14 @@ class RequestState:
             given.sampling,
             mailbox,
             max_context,
+            _end_ids(given.sampling, eos_token_ids),
             sealed=not given.open,
             priority=given.priority,
             client=given.client,
         )
         indices = range(given.first_index, given.first_index + given.sampling.n)
         request.whole_at = request.submitted_at
-        request.sequences = [SequenceState(request, index, codec, eos_token_ids) for index in indices]
+        request.sequences = [SequenceState(request, index, codec) for index in indices]
         return request
 
     @property
@@ -240,3 +240,9 @@ class RequestState:
             queue_s=started - self.whole_at,
             ttft_s=(first_token_at or started) - self.submitted_at,
         )
+
+
+def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """The request's stop tokens and, unless it ignores EOS, its own EOS ids or else the model's ``eos_token_ids``."""
+    eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
+    return frozenset(eos) | frozenset(params.stop_token_ids)

@@ -49,7 +49,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(params=["batched", "serial"])
 def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tuple[EngineCore, Device]]:
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None

@@ -33,7 +33,7 @@ def model() -> torch.nn.Module:
 
 
 def batcher_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     if kind == "serial":
         return SerialBatcher(model, samplers, max_rows=max_rows)
     with torch.inference_mode():

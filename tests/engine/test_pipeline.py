@@ -18,7 +18,7 @@ import torch
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
@@ -262,7 +262,7 @@ def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
         sequences = asyncio.create_task(together(engine, good))
         forced = greedy(5, logit_bias={marked: 100.0})
         events = await collect(engine, [EngineRequest(prompt_of(7, 9), forced)])
-        assert events[0].finish_reason is FinishReason.ERROR and "no such row" in str(events[0].error)
+        assert events[0].finish_reason is FinishReason.ERROR and "decode failed: RuntimeError" in str(events[0].error)
         assert await sequences == expected
         await until(lambda: idle(engine), "an idle engine")
 
@@ -349,8 +349,8 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
 def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
-        "from mlserver_torch_stream.engine.pipeline.in_flight import Flights\n"
-        "Flights(1, 1).launch('one', lambda: time.sleep(600))\n"
+        "from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards\n"
+        "InFlightForwards(1, 1).launch('one', lambda: time.sleep(600))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
@@ -379,7 +379,7 @@ def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() ->
 
     busy = Busy(model, 0.002)
     with pipelined(model, busy.pipeline) as (engine, pipeline):
-        serial = one_by_one(model, position=pipeline.run)
+        serial = one_by_one(model, pipeline=pipeline)
         with running(model, batcher=serial) as other:
             run(scenario(engine, other))
     assert busy.most_in_one == 1 and busy.most_stages > 1

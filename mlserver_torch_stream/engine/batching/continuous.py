@@ -12,7 +12,7 @@ from functools import cached_property
 
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
-from mlserver_torch_stream.engine.forward.model_forward import JointForward
+from mlserver_torch_stream.engine.forward.interface import JointForward
 from mlserver_torch_stream.engine.scheduling.scheduler import DecodeBatch, PrefillChunk
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState

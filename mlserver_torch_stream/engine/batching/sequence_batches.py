@@ -18,7 +18,8 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultInjector
-from mlserver_torch_stream.engine.forward.model_forward import Forward, JointForward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward, JointForward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
 from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixCache
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
@@ -84,10 +85,6 @@ class SequenceBatches:
         self._batches: dict[DecodeBatch, RowCache] = {}
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
         self.progress = StepProgress()
-
-    def longest_row(self, max_context: int) -> int:
-        """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""
-        return self._scheduler.longest_row(max_context)
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         if self._scheduler.fits_alone(rows, final_length, prompt):

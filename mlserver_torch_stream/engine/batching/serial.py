@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
@@ -40,9 +41,9 @@ class SerialBatcher:
         *,
         max_rows: int,
         check_devices: Callable[[], None] = lambda: None,
-        run_forward: Callable[[Callable[[], object]], object] = lambda generate: generate(),
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """``run_forward`` calls the model, through its pipeline stages if it has any."""
+        """A call of a model with a ``pipeline`` goes through the stages that other engines may share."""
         self._model = model
         # Its defaults have gone into the requests' parameters; here they would apply a second time.
         model.generation_config = GenerationConfig(pad_token_id=0)
@@ -50,7 +51,7 @@ class SerialBatcher:
         self._samplers = samplers
         self._max_rows = max_rows
         self._check_devices = check_devices
-        self._run_forward = run_forward
+        self._pipeline = pipeline
         self._waiting = FairQueue()
         self._open: list[RequestState] = []  # prompts whose end has not come: nobody waits for them
         self._running = 0
@@ -130,7 +131,7 @@ class SerialBatcher:
                 logits_processor=[_Chooser(self, sequence, sampler, deliver)],
                 stopping_criteria=[_Ended(sequence, poll)],
             )
-            self._run_forward(generate)
+            generate() if self._pipeline is None else self._pipeline.run(generate)
         except Exception as error:
             self._fail([sequence], error, deliver)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
@@ -81,7 +81,7 @@ class Pipeline:
     @property
     def _position(self) -> _StagePosition | None:
         """Of this thread."""
-        return getattr(self._here, "passage", None)
+        return getattr(self._here, "position", None)
 
 
 class _StagePosition:

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.device_sync import count_waits
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.comparison import logits_tolerance
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards

@@ -31,9 +31,6 @@ class LaunchedModel:
     layout: MirroredLayout
     forward: MirroredForward
 
-    def __str__(self) -> str:
-        return f"{self.leader.size} ranks, "
-
 
 def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings) -> LaunchedModel:
     """Blocks while all ranks load. Raises LoadFailed, with no rank left behind."""
