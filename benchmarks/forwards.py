@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import load_model
+from mlserver_torch_stream.engine.loading.loader import load_weights, locate
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
@@ -78,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     settings = parse_settings(options.model, {"dtype": options.dtype})
     with torch.inference_mode():
-        model = load_model(settings).model
+        model = load_weights(locate(settings), settings).model
         layout = CacheLayout(model.config)
         forwards: dict[str, Forward] = {"ours": NativeForward(model, options.threads, Path(settings.cache_dir))}
         if not options.ours_only:

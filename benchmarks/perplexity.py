@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, load_model
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
@@ -69,7 +69,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     settings = parse_settings(options.model, {"dtype": "bfloat16"})
     with torch.inference_mode():
-        loaded = load_model(settings)
+        files = locate(settings)
+        loaded = complete(load_weights(files, settings), load_tokenizer(files, settings), settings)
         rows = windows(loaded, options.text.read_text(encoding="utf-8"), options.window)
         print(f"{len(rows)} windows of {options.window} tokens", flush=True)
         best = perplexity_of_model(loaded.model, rows)

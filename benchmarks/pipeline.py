@@ -93,14 +93,14 @@ def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipe
     assert cost is not None
     devices = Devices(model, sleep, pipelined)
     codec = byte_codec()
-    samplers = SamplerFactory(codec, VOCABULARY, ())
+    samplers = SamplerFactory(codec, VOCABULARY)
     options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_rows": rows, "prefill_tokens": 512}
-    backend = (
+    batcher = (
         PipelinedBatcher(model, samplers, pipeline=devices.pipeline(model), **options)
         if pipelined
         else ContinuousBatcher(model, samplers, **options)
     )
-    engine = EngineCore(backend, codec, ModelInfo(VOCABULARY, CONTEXT, rows), ())
+    engine = EngineCore(batcher, codec, ModelInfo(VOCABULARY, CONTEXT, rows), ())
     try:
         return asyncio.run(_measure(engine, rows, seconds))
     finally:

@@ -39,7 +39,7 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
     built = _engine_builder()(resolved, owner, on_death)
     try:
-        check_defaults(built.info)
+        check_defaults(built.engine.info)
     except InvalidInput as error:
         if built.give_back():
             built.shutdown()

@@ -96,7 +96,7 @@ class TorchStreamRuntime(BaseRuntime):
     def generator(self, entrance: EndpointKind) -> Generator:
         """What turns requests into token streams. Raises NotServing."""
         built = self._stay.built
-        return Generator(built.engine, built.codec, built.info, self._watcher(entrance))
+        return Generator(built.engine, built.codec, built.engine.info, self._watcher(entrance))
 
     def _entered(self, entrance: EndpointKind, request_id: str = "") -> Generator:
         """``generator`` for gRPC, where nobody else notices that there is none."""

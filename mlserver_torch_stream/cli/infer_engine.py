@@ -100,7 +100,7 @@ class EngineInfer:
             return Outcome(failure=refusal(error))
 
     def _request(self, ask: RowQuestion) -> GenerationRequest:
-        return decode_body(ask.body, self.built.info, "row")
+        return decode_body(ask.body, self.built.engine.info, "row")
 
     async def _answer(self, request: GenerationRequest) -> Outcome:
         from mlserver_torch_stream.generation import Generator
@@ -109,7 +109,7 @@ class EngineInfer:
         tally = UsageCounter(request)
         answers = [_Sequence() for _ in tally.unfinished]
         try:
-            await Generator(self.built.engine, self.built.codec, self.built.info).start(request, streams.append)
+            await Generator(self.built.engine, self.built.codec, self.built.engine.info).start(request, streams.append)
             async for event in streams[0]:
                 if event.finish_reason in _BROKEN:
                     raise self._broken(event.finish_reason, event.error)

@@ -39,52 +39,52 @@ _DEATHS_WITHIN = 600.0  # seconds
 
 
 class EngineCore:
-    """An ``Engine`` (see ``engine.api``) over any backend.
+    """An ``Engine`` (see ``engine.api``) over any batcher.
 
-    ``rebuild`` makes a backend in the place of one that died; without it, or after too many deaths, the engine stays
-    dead and ``on_death`` is called on its thread. ``turns`` is None for an engine whose device is its own. While its
-    thread does not come back from a step its watchdog keeps the deadlines, and gives it up at last.
+    ``rebuild`` makes a new batcher when the engine's thread has died. Without ``rebuild``, or after too many deaths,
+    the engine stays dead and its thread calls ``on_death``. ``fair_lock`` is None for an engine that shares its device
+    with no other. While a step does not return, the watchdog keeps the deadlines, and in the end gives the thread up.
     """
 
     def __init__(
         self,
-        backend: Batcher,
+        batcher: Batcher,
         codec: TextCodec,
         info: ModelInfo,
         eos_token_ids: tuple[int, ...],
         *,
-        bounds: QueueLimits | None = None,
+        queue_limits: QueueLimits | None = None,
         threads: int = 1,
-        turns: FairLock | None = None,
+        fair_lock: FairLock | None = None,
         rebuild: Callable[[], Batcher] | None = None,
         on_death: Callable[[BaseException], None] | None = None,
         name: str = "",
     ) -> None:
         self.info = info
-        self._backend = backend
+        self._batcher = batcher
         self._codec = codec
         self._eos_token_ids = eos_token_ids
-        self._bounds = bounds or QueueLimits()
-        self._admission = Admission(info, self._bounds)
+        self._queue_limits = queue_limits or QueueLimits()
+        self._admission = Admission(info, self._queue_limits)
         self._threads = threads
-        self._turns = turns
+        self._fair_lock = fair_lock
         self._rebuild = rebuild
         self._on_death = on_death
         self._inbox = Inbox()
         self._open: dict[Mailbox, list[RequestState]] = {}
         self._deaths: list[float] = []
-        self._pace = ServiceRate()
+        self._service_rate = ServiceRate()
         self._submitted = self._submitted_tokens = 0  # requests and their prompts, written by the loop's thread
-        self._taken = self._taken_tokens = 0  # of them, handed to the backend
+        self._accepted = self._accepted_tokens = 0  # of them, handed to the backend
         self._cancelled = 0  # sequences
         self._timed_out = 0
-        self._before = EngineStats()  # what backends counted that died
+        self._stats_before = EngineStats()  # what backends counted that died
         self._draining: str | None = None  # why
         self._stopping = False
-        self._burying = threading.Lock()
+        self._death_lock = threading.Lock()
         self._dead: BaseException | None = None
         self.pending_death: PendingDeath | None = None
-        self._watchdog = Watchdog(self, self._bounds, name)
+        self._watchdog = Watchdog(self, self._queue_limits, name)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -94,7 +94,7 @@ class EngineCore:
 
     @property
     def trouble(self) -> str | None:
-        return trouble(self.works(), self._bounds, time.monotonic()) if self.alive else "its engine died"
+        return trouble(self.works(), self._queue_limits, time.monotonic()) if self.alive else "its engine died"
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         if not self.alive:
@@ -102,13 +102,13 @@ class EngineCore:
             raise NotServing("the engine is not running" if dead is None else f"the engine died: {in_short(dead)}")
         if self._draining is not None:
             raise NotServing(self._draining)
-        self._admission.check(requests, self._backend.refusal)
-        stats = self._backend.stats()
-        waiting = self._submitted - self._taken + stats.waiting_requests
-        waiting_tokens = self._submitted_tokens - self._taken_tokens + stats.waiting_tokens
-        self._admission.check_queue(requests, waiting, waiting_tokens, self._pace.seconds_for(waiting))
+        self._admission.check(requests, self._batcher.refusal)
+        stats = self._batcher.stats()
+        waiting = self._submitted - self._accepted + stats.waiting_requests
+        waiting_tokens = self._submitted_tokens - self._accepted_tokens + stats.waiting_tokens
+        self._admission.check_queue(requests, waiting, waiting_tokens, self._service_rate.seconds_for(waiting))
         if any(request.open for request in requests):
-            self._admission.check_open(self._submitted - self._taken + stats.open_prompts, 1)
+            self._admission.check_open(self._submitted - self._accepted + stats.open_prompts, 1)
         mailbox = Mailbox(asyncio.get_running_loop(), sum(request.sampling.n for request in requests), self._closed)
         context = self.info.max_context
         accepted = [
@@ -117,7 +117,8 @@ class EngineCore:
         if any(request.open for request in requests):
             self._open_prompt(mailbox, requests, accepted)
         timeouts = [
-            self._bounds.request_timeout if request.timeout_s is None else request.timeout_s for request in requests
+            self._queue_limits.request_timeout if request.timeout_s is None else request.timeout_s
+            for request in requests
         ]
         tokens = sum(len(request.prompt_ids) for request in requests)
         self._submitted += len(accepted)
@@ -140,7 +141,7 @@ class EngineCore:
             known = len(prompt_ids) if whole else known + len(prompt_ids)
             self._admission.check_length(known, open_ended=not whole)
             self._admission.check_ids(prompt_ids)
-            self._admission.check_size(given[0], known, self._backend.refusal)
+            self._admission.check_size(given[0], known, self._batcher.refusal)
             ids = list(prompt_ids)
             self._inbox.post(lambda: self._extend(request, ids, whole))
 
@@ -155,13 +156,17 @@ class EngineCore:
     @property
     def load(self) -> int:
         """Prompts that wait or are prefilled, and rows that are decoded."""
-        stats = self._backend.stats()
+        stats = self._batcher.stats()
         return (
-            self._submitted - self._taken + stats.waiting_requests + stats.prefilling_requests + stats.running_sequences
+            self._submitted
+            - self._accepted
+            + stats.waiting_requests
+            + stats.prefilling_requests
+            + stats.running_sequences
         )
 
     def stats(self) -> EngineStats:
-        stats = self._backend.stats().counting_on(self._before)
+        stats = self._batcher.stats().counting_on(self._stats_before)
         return replace(stats, cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
 
     def drain(self, why: str) -> None:
@@ -169,7 +174,7 @@ class EngineCore:
 
     def abort_all(self, why: str) -> None:
         error = NotServing(why)
-        end = EndRequest(tuple(self._all_jobs()), FinishReason.ABORT, error, time.monotonic())
+        end = EndRequest(tuple(self._all_requests()), FinishReason.ABORT, error, time.monotonic())
         if self._inbox.post(lambda: self._end_all(FinishReason.ABORT, error)):
             self._watchdog.asked(end)
 
@@ -192,19 +197,19 @@ class EngineCore:
     # --- what its watchdog asks and does ---
 
     def works(self) -> Sequence[Work]:
-        return self._backend.progress.works()
+        return self._batcher.progress.works()
 
     def ask(self, end: EndRequest) -> None:
         self._inbox.post(lambda: self._time_out(end))
 
     def give_up(self, error: BaseException) -> None:
-        if self._bury(error):
+        if self._mark_dead(error):
             logger.error("The engine's thread is not waited for any more, its streams end without it: %s", error)
             failure = GenerationFailed(f"the engine died: {in_short(error)}")
-            end_for_readers(self._all_jobs(), FinishReason.ERROR, failure)
-            self._say_dead(error)
+            end_for_readers(self._all_requests(), FinishReason.ERROR, failure)
+            self._report_death(error)
 
-    def _all_jobs(self) -> list[RequestState]:
+    def _all_requests(self) -> list[RequestState]:
         return [request for requests in list(self._open.values()) for request in requests]
 
     # --- on the engine's thread ---
@@ -215,14 +220,14 @@ class EngineCore:
     def _accept(
         self, mailbox: Mailbox, requests: list[RequestState], timeouts: list[float | None], tokens: int
     ) -> None:
-        self._taken += len(requests)
-        self._taken_tokens += tokens
+        self._accepted += len(requests)
+        self._accepted_tokens += tokens
         if mailbox.closed_at is not None:
             self._open.pop(mailbox, None)
         elif mailbox in self._open:  # and has not ended with all others
             now = time.monotonic()
             for request, timeout in zip(requests, timeouts, strict=True):
-                self._backend.add(request)
+                self._batcher.add(request)
                 if timeout is not None and request.submitted_at + timeout <= now:
                     self._time_out(out_of_time(request, request.sealed, now))
 
@@ -241,14 +246,16 @@ class EngineCore:
 
         Delivers also the ends of sequences that had finished when the engine died.
         """
-        sequences = [sequence for request in requests for sequence in request.sequences if not sequence.told]
+        sequences = [
+            sequence for request in requests for sequence in request.sequences if not sequence.last_event_taken
+        ]
         for sequence in sequences:
             sequence.finish(reason, error)
-        self._backend.evict(requests)
+        self._batcher.evict(requests)
         self._deliver(sequences)
 
     def _end_all(self, reason: FinishReason, error: Exception) -> None:
-        self._end(self._all_jobs(), reason, error)
+        self._end(self._all_requests(), reason, error)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -256,7 +263,7 @@ class EngineCore:
             try:
                 with torch.inference_mode():
                     self._loop()
-                self._backend.close()
+                self._batcher.close()
                 return
             except BaseException as error:
                 if self._dead is not None:
@@ -269,43 +276,43 @@ class EngineCore:
         """Ends every stream and starts anew with a fresh backend; False if the engine stays dead."""
         now = time.monotonic()
         self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
-        backend = None
-        self._backend.progress.at("the engine's fresh start")
+        batcher = None
+        self._batcher.progress.at("the engine's fresh start")
         if self._rebuild is not None and len(self._deaths) <= _MOST_DEATHS:
             try:
-                backend = self._rebuild()
+                batcher = self._rebuild()
             except Exception:
                 logger.exception("the engine could not be started anew")
-        dead = self._backend
-        if backend is None:
-            if self._bury(error):
-                self._go_on_with(DeadBatcher(dead.stats()), error, last=True)
-                self._say_dead(error)
+        dead = self._batcher
+        if batcher is None:
+            if self._mark_dead(error):
+                self._replace_batcher(DeadBatcher(dead.stats()), error, last=True)
+                self._report_death(error)
         else:
             logger.error("the engine was started anew")
-            self._before = dead.stats().counting_on(self._before)
-            self._go_on_with(backend, error)
-        self._backend.progress.at("the last forward of the engine that died")
+            self._stats_before = dead.stats().counting_on(self._stats_before)
+            self._replace_batcher(batcher, error)
+        self._batcher.progress.at("the last forward of the engine that died")
         dead.close()
-        self._backend.progress.rest()
-        return backend is not None
+        self._batcher.progress.rest()
+        return batcher is not None
 
-    def _bury(self, error: BaseException) -> bool:
+    def _mark_dead(self, error: BaseException) -> bool:
         """Makes this the end, once: True for the first of the engine's thread and its watchdog."""
-        with self._burying:
+        with self._death_lock:
             if self._dead is not None:
                 return False
             self._dead = error  # before the streams end: who is told of it finds `alive` false
         self._inbox.close()
         return True
 
-    def _say_dead(self, error: BaseException) -> None:
+    def _report_death(self, error: BaseException) -> None:
         self._watchdog.stop()
         if self._on_death is not None:
             self._on_death(error)
 
-    def _go_on_with(self, backend: Batcher, error: BaseException, *, last: bool = False) -> None:
-        self._backend = backend
+    def _replace_batcher(self, batcher: Batcher, error: BaseException, *, last: bool = False) -> None:
+        self._batcher = batcher
         self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
@@ -335,22 +342,22 @@ class EngineCore:
         return stopping
 
     def _step(self) -> bool:
-        turn = self._turns.turn() if self._turns is not None else contextlib.nullcontext()
-        with turn:
+        lock = self._fair_lock or contextlib.nullcontext()
+        with lock:
             began = time.monotonic()
-            self._backend.progress.at("a step")
-            busy = self._backend.step(self._deliver, self._between_tokens)
-            self._backend.progress.rest()
-            self._pace.note(time.monotonic() - began)
+            self._batcher.progress.at("a step")
+            busy = self._batcher.step(self._deliver, self._between_tokens)
+            self._batcher.progress.rest()
+            self._service_rate.note(time.monotonic() - began)
             return busy
 
     def _between_tokens(self) -> None:
         """In a long step: takes in what has arrived, and lets other engines on these cores have their turn."""
         self._poll()
-        self._backend.progress.rest()
-        if self._turns is not None:
-            self._turns.pass_on()
-        self._backend.progress.at("the next token of an answer alone")
+        self._batcher.progress.rest()
+        if self._fair_lock is not None:
+            self._fair_lock.let_others_in()
+        self._batcher.progress.at("the next token of an answer alone")
 
     def _deliver(self, sequences: Sequence[SequenceState]) -> None:
         """Posts what the answers have to say, and forgets streams that ended."""
@@ -361,7 +368,7 @@ class EngineCore:
 
     def _forget(self, mailbox: Mailbox) -> None:
         if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
-            self._pace.finished(len(self._open.pop(mailbox)))
+            self._service_rate.finished(len(self._open.pop(mailbox)))
 
 
 def _unfinished(requests: Sequence[RequestState]) -> int:

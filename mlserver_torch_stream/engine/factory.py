@@ -1,6 +1,6 @@
-"""From settings to a running engine: load, check, choose the backend, size the cache, say what was done.
+"""Builds a running engine from settings: loads and checks the model, chooses the batcher, sizes the cache.
 
-Knows nothing of MLServer. Blocks for as long as loading takes: call it in a thread.
+Knows nothing of MLServer. Its functions block for as long as loading takes: call them in a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares as device_shares
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import device_shares
 from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
@@ -40,6 +40,7 @@ from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResou
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
+from mlserver_torch_stream.engine.scheduling.scheduler import longest_sequence
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -54,88 +55,78 @@ OnDeath = Callable[[BaseException], None]
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """An engine and what it stands on, or several behind one: then ``parts`` are all of them, ``weights`` one's."""
+    """An engine with its codec and the lease on its weights.
+
+    The replicas behind a ``ReplicatedEngine`` are its ``parts``; its codec and its weights are those of the first.
+    """
 
     engine: Engine
     codec: TextCodec
-    summary: str
+    summary: str  # one line for the log: what is loaded where, and how large the cache is
     weights: Lease[PreparedModel]
     parts: tuple[RunningEngine, ...] = ()
 
-    def stop(self, shares: ProcessResources) -> None:
+    def stop(self, resources: ProcessResources) -> None:
         """Blocks."""
         self.engine.shutdown()
         for part in self.parts or (self,):
-            shares.release(part.codec)
+            resources.release(part.codec)
             give_back_weights(part.weights)
 
 
-@dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """One user's share of a running engine, and one line that says what is loaded where and how much cache it has."""
+    """One user's share of a running engine, which other users may share."""
 
-    lease: Lease[RunningEngine]
-    shares: ProcessResources
-
-    @property
-    def engine(self) -> Engine:
-        return self.lease.value.engine
-
-    @property
-    def codec(self) -> TextCodec:
-        return self.lease.value.codec
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.engine.info
-
-    @property
-    def summary(self) -> str:
-        return self.lease.value.summary
+    def __init__(self, lease: Lease[RunningEngine], resources: ProcessResources) -> None:
+        self.engine = lease.value.engine
+        self.codec = lease.value.codec
+        self.summary = lease.value.summary
+        self.lease = lease
+        self._resources = resources
 
     def give_back(self) -> bool:
-        """True if nobody else uses the engine, nor ever will: then it is to be shut down."""
+        """Returns True if this was the last user and the engine has no later ones: the caller then shuts it down."""
         return self.lease.end()
 
     def shutdown(self) -> None:
         """Stops the engine and gives its memory back. Blocks."""
-        self.lease.value.stop(self.shares)
+        self.lease.value.stop(self._resources)
 
 
 def build_engine(
-    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, shares: ProcessResources = PROCESS
+    resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, resources: ProcessResources = PROCESS
 ) -> BuiltEngine:
     """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
-    Weights that are loaded already are shared; for the same ``owner`` with the same settings its engine too.
+    Engines share weights that are loaded already. The same ``owner`` with the same settings gets the same engine.
     """
     threads = set_threads(resolved.settings, read_host())
     key = engine_key(resolved, owner, weights_key(resolved, threads))
     run = _run if resolved.settings.replicas == 1 else _run_replicas
-    return BuiltEngine(shares.engines.lease(key, lambda: run(resolved, threads, on_death, shares)), shares)
+    return BuiltEngine(resources.engines.lease(key, lambda: run(resolved, threads, on_death, resources)), resources)
 
 
-def reclaim_memory(shares: ProcessResources = PROCESS) -> None:
-    """Frees what is left of engines that were shut down: modules in cycles, and blocks that CUDA's allocators keep."""
+def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
+    """Frees what engines leave after their shutdown: modules in cycles, and the blocks of CUDA's allocators."""
     gc.collect()
     if torch.cuda.is_initialized():
-        with shares.recorders.turn():
+        with resources.capture_lock:
             torch.cuda.empty_cache()
             release_pinned()
     trim_heap()
 
 
 def _run_replicas(
-    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: ProcessResources
+    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
 ) -> RunningEngine:
     deaths = Deaths(resolved.settings.replicas, on_death)
     parts: list[RunningEngine] = []
     try:
         for settings in on_devices_of_their_own(resolved.settings):
-            parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, shares))
+            parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, resources))
     except BaseException:
         for part in parts:
-            part.stop(shares)
+            part.stop(resources)
         raise
     engines = [part.engine for part in parts]
     first = parts[0]
@@ -143,16 +134,18 @@ def _run_replicas(
     return RunningEngine(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
 
 
-def _run(resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, shares: ProcessResources) -> RunningEngine:
+def _run(
+    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
+) -> RunningEngine:
     key = weights_key(resolved, threads)
-    place = locate(resolved)
-    codec = TextCodec(tokenizer := load_tokenizer(place, resolved))
-    lease: Lease[PreparedModel] = shares.weights.lease(key, lambda: prepare(place, resolved, threads, shares))
+    files = locate(resolved)
+    codec = TextCodec(tokenizer := load_tokenizer(files, resolved))
+    lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
-        return _start(resolved, lease, loaded, codec, threads, on_death, shares)
+        return _start(resolved, lease, loaded, codec, threads, on_death, resources)
     except BaseException:
-        shares.release(codec)
+        resources.release(codec)
         give_back_weights(lease)
         raise
 
@@ -164,25 +157,29 @@ def _start(
     codec: TextCodec,
     threads: int,
     on_death: OnDeath | None,
-    shares: ProcessResources,
+    resources: ProcessResources,
 ) -> RunningEngine:
     settings, prepared, host = resolved.settings, lease.value, read_host()
     vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
-    samplers = SamplerFactory(codec, vocab_size, loaded.eos_token_ids, loaded.rules)
-    new_backend, context, how = _choose_backend(resolved, prepared, loaded, samplers, codec, host, shares)
+    samplers = SamplerFactory(codec, vocab_size, loaded.rules)
+    problem = _why_serial(resolved, prepared, loaded)
+    if problem is None:
+        batching = _batch_continuously(resolved, prepared, loaded, samplers, codec, host, resources)
+    else:
+        batching = _batch_serially(resolved, prepared, loaded, samplers, problem)
     info = ModelInfo(
         vocab_size=vocab_size,
-        max_context=context,
+        max_context=batching.context,
         max_rows=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
     )
     engine = EngineCore(
-        new_backend(),
+        batching.batcher,
         codec,
         info,
         loaded.eos_token_ids,
-        bounds=QueueLimits(
+        queue_limits=QueueLimits(
             settings.max_queue,
             settings.max_queue_tokens,
             settings.queue_timeout,
@@ -190,54 +187,73 @@ def _start(
             settings.step_timeout,
             settings.prefill_chunk,
         ),
-        # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
+        # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
         threads=1 if isinstance(prepared.forward, NativeForward) else threads,
-        turns=prepared.turns,
-        rebuild=partial(_rebuild, new_backend, prepared),
+        fair_lock=prepared.fair_lock,
+        rebuild=partial(_rebuild, batching.make, prepared),
         on_death=on_death,
         name=resolved.source.name,
     )
     if prepared.ranks is not None:
-        prepared.ranks.leader.tell_of_loss(engine.fail)
+        prepared.ranks.leader.watch_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
-    summary = f"{loaded.description}; {how}; context {context} tokens; {threads} threads ({origin})"
+    how = f"{batching.description}; context {batching.context} tokens; {threads} threads ({origin})"
+    summary = f"{loaded.description}; {how}"
     return RunningEngine(engine, codec, summary, lease)
 
 
-def _choose_backend(
+@dataclass(frozen=True, slots=True)
+class _Batching:
+    """``make`` makes batchers, ``batcher`` is the first of them. ``description`` is for the load summary."""
+
+    make: Callable[[], Batcher]
+    batcher: Batcher
+    context: int  # tokens that a sequence may hold
+    description: str
+
+
+def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
+    """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
+    problem, steady = prepared.findings.problem, steady_positions(loaded.model)
+    if problem is None and steady is not None and loaded.max_context > steady:
+        problem = f"its positions are scaled anew beyond {steady} tokens"
+    if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
+        raise LoadFailed(f"this model cannot be batched: {problem}")
+    return problem
+
+
+def _batch_serially(
+    resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel, samplers: SamplerFactory, problem: str
+) -> _Batching:
+    make = partial(
+        SerialBatcher,
+        loaded.model,
+        samplers,
+        max_rows=resolved.settings.max_num_seqs,
+        check_devices=prepared.check_devices,
+        pipeline=prepared.pipeline,
+    )
+    return _Batching(make, make(), loaded.max_context, f"one request at a time ({problem})")
+
+
+def _batch_continuously(
     resolved: ResolvedSettings,
     prepared: PreparedModel,
     loaded: LoadedModel,
     samplers: SamplerFactory,
     codec: TextCodec,
     host: Host,
-    shares: ProcessResources,
-) -> tuple[Callable[[], Batcher], int, str]:
-    """What makes a backend over the weights, the context that it holds, and how it works, in words."""
-    settings, findings = resolved.settings, prepared.findings
-    problem, steady = findings.problem, steady_positions(loaded.model)
-    if problem is None and steady is not None and loaded.max_context > steady:
-        problem = f"its positions are scaled anew beyond {steady} tokens"
-    if findings.cost is None or problem is not None:
-        if settings.engine == "batched" or prepared.ranks is not None:
-            raise LoadFailed(f"this model cannot be batched: {problem}")
-        serial = partial(
-            SerialBatcher,
-            loaded.model,
-            samplers,
-            max_rows=settings.max_num_seqs,
-            check_devices=prepared.check_devices,
-            **({} if prepared.pipeline is None else {"passage": prepared.pipeline.run}),
-        )
-        return serial, loaded.max_context, f"one request at a time ({problem})"
+    resources: ProcessResources,
+) -> _Batching:
+    settings, findings, ranks = resolved.settings, prepared.findings, prepared.ranks
+    assert findings.cost is not None  # as ``findings.problem`` is None
     parts = device_shares(findings.costs, loaded.max_context)
-    ranks = prepared.ranks
     budget = cache_budget(
-        *(parts, settings.kv_cache_memory, shares, codec, host),
+        *(parts, settings.kv_cache_memory, resources, codec, host),
         engines=settings.replicas,
         most=sys.maxsize if ranks is None else ranks.shard.room,
     )
-    batched = partial(
+    make = partial(
         ContinuousBatcher if prepared.pipeline is None else partial(PipelinedBatcher, pipeline=prepared.pipeline),
         loaded.model,
         samplers,
@@ -251,29 +267,30 @@ def _choose_backend(
         faults=_faults(),
         check_devices=prepared.check_devices,
     )
-    backend = batched()
-    context = backend.longest_row(loaded.max_context)
+    batcher = make()
+    left = batcher.stats().kv_cache_budget  # without the prefix cache
+    context = longest_sequence(findings.cost.of, left, loaded.max_context)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        if settings.prefix_cache_memory and batched(prefix_bytes=0).longest_row(loaded.max_context) >= 2:
+        if settings.prefix_cache_memory and longest_sequence(findings.cost.of, budget, loaded.max_context) >= 2:
             key = "prefix_cache_memory"
-        left, free = backend.stats().kv_cache_budget, free_bytes(findings.costs, host)
-        raise LoadFailed(f"parameters.extra.{key}: {no_room(prepared.placement, findings.costs, left, free)}")
+        why = no_room(prepared.placement, findings.costs, left, free_bytes(findings.costs, host))
+        raise LoadFailed(f"parameters.extra.{key}: {why}")
     if len(prepared.placement) > 1:
         spread = describe_placement(prepared.placement, findings.costs, parts, budget)
         logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
-    how = (
-        f"{_kernels(resolved, prepared)}up to {settings.max_num_seqs} rows at a time, "
+    description = (
+        f"{_describe_forward(resolved, prepared)}up to {settings.max_num_seqs} rows at a time, "
         f"KV cache {format_bytes(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
     )
-    return batched, context, how
+    return _Batching(make, batcher, context, description)
 
 
-def _kernels(resolved: ResolvedSettings, prepared: PreparedModel) -> str:
+def _describe_forward(resolved: ResolvedSettings, prepared: PreparedModel) -> str:
     if prepared.ranks is not None:
-        return str(prepared.ranks)
+        return f"{prepared.ranks.leader.size} ranks, "
     if isinstance(prepared.forward, NativeForward):
         return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
     ways = [f"transformers' forward ({prepared.no_kernels}), "] if prepared.no_kernels is not None else []
@@ -286,10 +303,10 @@ def _kernels(resolved: ResolvedSettings, prepared: PreparedModel) -> str:
     return "".join(ways)
 
 
-def _rebuild(new_backend: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
-    """A fresh backend over the weights in memory. Raises what a device raises that is lost."""
+def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
+    """Makes a new batcher over the weights in memory. Raises the device's own error if a device is lost."""
     prepared.check_devices()
-    return new_backend()
+    return make()
 
 
 def _faults() -> FaultInjector | None:

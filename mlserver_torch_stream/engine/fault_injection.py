@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.errors import LoadFailed
 

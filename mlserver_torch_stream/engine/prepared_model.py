@@ -13,7 +13,8 @@ import torch
 
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.forward.model_forward import Forward, input_device
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import input_device
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, load_weights
@@ -43,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """Weights with all that is found out about them once, whoever shares them. ``turns``: for who steps them."""
+    """Weights with all that is found out about them once, whoever shares them. ``fair_lock``: for who steps them."""
 
     weights: LoadedWeights
     findings: SelfCheckResult
     forward: Forward | None
     packed: int  # linear layers of the model that oneDNN has laid out
     device: torch.device  # of the token ids
-    turns: FairLock | None  # None: its devices have turns of their own
+    fair_lock: FairLock | None  # None: its devices have turns of their own
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
@@ -63,11 +64,11 @@ class PreparedModel:
         check_devices({self.device, *self.findings.costs})
 
 
-def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, shares: ProcessResources) -> PreparedModel:
+def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
     """Raises LoadFailed."""
     settings = resolved.settings
     if settings.tensor_parallel_size > 1:
-        return _prepare_ranks(place, resolved, shares)
+        return _prepare_ranks(place, resolved, resources)
     if launched(os.environ):
         waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
@@ -97,26 +98,26 @@ def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, shares:
         plain = forward is None and findings.cost is not None
         pipeline = take_pipeline(weights.model, threads) if plain and settings.pipeline == "auto" else None
         if plain and settings.fast_path == "auto":
-            with shares.recorders.turn():
+            with resources.capture_lock:
                 forward = take_graphs(weights.model, settings.max_num_seqs, pipeline)
     device = input_device(weights.model)
     trim_heap()  # of what the conversion and the packing of the weights have left
     logger.info("Loaded the weights of %s", resolved.source.name)
-    turns = None if pipeline is not None else shares.cores if device.type == "cpu" else FairLock()
+    fair_lock = None if pipeline is not None else resources.cpu_lock if device.type == "cpu" else FairLock()
     return PreparedModel(
-        *(weights, findings, forward, packed, device, turns),
+        *(weights, findings, forward, packed, device, fair_lock),
         placement=placement,
         pipeline=pipeline,
         no_kernels=no_kernels if device.type == "cpu" else None,
     )
 
 
-def _prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, shares: ProcessResources) -> PreparedModel:
+def _prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
     ranks = prepare_ranks(place, resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
-    turns = shares.cores if device.type == "cpu" else FairLock()
-    return PreparedModel(weights, findings, forward=None, packed=0, device=device, turns=turns, ranks=ranks)
+    fair_lock = resources.cpu_lock if device.type == "cpu" else FairLock()
+    return PreparedModel(weights, findings, forward=None, packed=0, device=device, fair_lock=fair_lock, ranks=ranks)
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:

@@ -1,14 +1,12 @@
-"""How the models of one process share its memory, its cores, and their weights.
+"""Divides the memory and the cores of a process among its models, and lets them share weights and engines.
 
-Knows nothing of models: promises of bytes, turns, and things that are made once.
+Knows nothing of models: it holds promised bytes, locks, and objects that are made once.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
@@ -16,20 +14,21 @@ from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 
 
 class ProcessResources:
-    """The one place where engines of a process learn of each other."""
+    """The one place where the engines of a process learn of each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promised: dict[object, int] = {}
-        self.cores = FairLock()
-        self.recorders = FairLock()  # of CUDA graphs: torch wants one at a time, and no memory given back meanwhile
+        self.cpu_lock = FairLock()
+        # torch captures one CUDA graph at a time, and no memory may be given back during a capture.
+        self.capture_lock = FairLock()
         self.weights: SharedPool[Any] = SharedPool()
         self.engines: SharedPool[Any] = SharedPool()
 
     def promise(self, owner: object, asked: int | None, available: int, engines: int = 1) -> int:
-        """Bytes of KV cache on the host for ``owner``: what it asked for, else half of what nobody was promised.
+        """Promises ``owner`` host memory for its KV cache and returns the bytes: ``asked``, or a default.
 
-        That half is for ``engines`` of its kind.
+        The default is half of the memory that is not promised yet, divided among ``engines`` of the same kind.
         """
         with self._lock:
             free = max(0, available - sum(self._promised.values()))
@@ -42,46 +41,38 @@ class ProcessResources:
 
 
 class FairLock:
-    """A lock that is handed on in the order of asking, so that engines on the same cores step in turn.
+    """A lock that threads get in the order in which they ask, so that engines on the same cores step in turn.
 
-    Two OpenMP pools that spin on the same cores slow each other tenfold (measured); a plain lock would let a busy
-    engine take it again before the waiting one wakes.
+    Two OpenMP pools that spin on the same cores slow each other tenfold (measured). With a plain lock a busy engine
+    takes the lock again before a waiting engine wakes up.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
-        self._taken = False
+        self._held = False
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        self._acquire()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def pass_on(self) -> None:
-        """In the middle of a turn: lets those who wait have theirs."""
-        self._release()
-        self._acquire()
-
-    def _acquire(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
-            if not self._taken:
-                self._taken = True
+            if not self._held:
+                self._held = True
                 return
             gate = threading.Lock()
             gate.acquire()
             self._waiting.append(gate)
         gate.acquire()
 
-    def _release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._taken = False
+                self._held = False
+
+    def let_others_in(self) -> None:
+        """Releases the lock, which the caller holds, and takes it again behind all waiting threads."""
+        self.__exit__()
+        self.__enter__()
 
 
 PROCESS = ProcessResources()

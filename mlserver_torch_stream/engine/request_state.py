@@ -35,21 +35,19 @@ _MOST_TEXT = MOST_PER_EVENT // 2
 class SequenceState:
     """One row: its tokens so far, its text, and the events that wait to be delivered."""
 
-    def __init__(self, request: RequestState, index: int, codec: TextCodec, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
         params = request.params
         self.request = request
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.told = False  # its last event was taken
+        self.last_event_taken = False  # its last event was taken
         self.sampler: RowSampler | None = None
         self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
-        eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
-        self._end_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self._first_token_at: float | None = None
         self._cumulative_logprob = 0.0
-        self._unsaid: list[TokenEvent] = []
+        self._pending_events: list[TokenEvent] = []
         self._error: Exception | None = None
 
     @property
@@ -68,10 +66,10 @@ class SequenceState:
         self.tokens.append(token_id)
         if logprob is not None:
             self._cumulative_logprob += logprob.logprob
-        ends = token_id in self._end_ids and len(self.tokens) > self.request.params.min_tokens
+        ends = token_id in self.request.end_ids and len(self.tokens) > self.request.params.min_tokens
         hidden = ends and not self.request.params.include_stop_str_in_output
         text = "" if hidden else self._push([token_id])
-        self._say(text, (token_id,), () if logprob is None else (logprob,))
+        self._emit(text, (token_id,), () if logprob is None else (logprob,))
         if ends or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.request.max_tokens:
@@ -84,10 +82,10 @@ class SequenceState:
             text = self._stops.push(text)
         return text
 
-    def _say(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
-        add_event(self._unsaid, self._event(text[:_MOST_TEXT], token_ids, logprobs))
+    def _emit(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
+        add_event(self._pending_events, self._event(text[:_MOST_TEXT], token_ids, logprobs))
         for start in range(_MOST_TEXT, len(text), _MOST_TEXT):
-            add_event(self._unsaid, self._event(text[start : start + _MOST_TEXT]))
+            add_event(self._pending_events, self._event(text[start : start + _MOST_TEXT]))
 
     def _event(
         self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
@@ -103,20 +101,22 @@ class SequenceState:
         if reason is FinishReason.ERROR:
             return  # it may be the text that failed
         if self._stops.hit is None:
-            self._say(self._stops.push(self._detokenizer.flush()))
+            self._emit(self._stops.push(self._detokenizer.flush()))
         if self._stops.hit is None:
-            self._say(self._stops.flush())
+            self._emit(self._stops.flush())
 
     def take_events(self) -> Ids[TokenEvent]:
         """What there is to say since the last call, nothing after the last event.
 
         Nothing also while a character or a possible stop string is held back.
         """
-        if self.told or (self.finish_reason is None and not any(event.text for event in self._unsaid)):
+        if self.last_event_taken or (
+            self.finish_reason is None and not any(event.text for event in self._pending_events)
+        ):
             return ()
-        events, self._unsaid = self._unsaid, []
+        events, self._pending_events = self._pending_events, []
         if self.finish_reason is not None:
-            self.told = True
+            self.last_event_taken = True
             last = events.pop() if events else self._event()
             events.append(
                 replace(
@@ -136,7 +136,8 @@ class RequestState:
     prompt: list[int]
     params: SamplingParameters
     mailbox: Mailbox
-    max_context: int  # tokens that a row may hold: the model's context, or what the cache can take
+    max_context: int  # tokens that a sequence may hold: the model's context, or fewer where the cache is small
+    end_ids: frozenset[int] = frozenset()  # ids that end a sequence
     sealed: bool = True
     priority: int = DEFAULT_PRIORITY
     client: str = ""
@@ -156,13 +157,14 @@ class RequestState:
             given.sampling,
             mailbox,
             max_context,
+            _end_ids(given.sampling, eos_token_ids),
             sealed=not given.open,
             priority=given.priority,
             client=given.client,
         )
         indices = range(given.first_index, given.first_index + given.sampling.n)
         request.whole_at = request.submitted_at
-        request.sequences = [SequenceState(request, index, codec, eos_token_ids) for index in indices]
+        request.sequences = [SequenceState(request, index, codec) for index in indices]
         return request
 
     @property
@@ -238,3 +240,9 @@ class RequestState:
             queue_s=started - self.whole_at,
             ttft_s=(first_token_at or started) - self.submitted_at,
         )
+
+
+def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """The request's stop tokens and, unless it ignores EOS, its own EOS ids or else the model's ``eos_token_ids``."""
+    eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
+    return frozenset(eos) | frozenset(params.stop_token_ids)

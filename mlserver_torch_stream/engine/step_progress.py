@@ -38,7 +38,7 @@ class StepProgress:
     def launched(self, key: Hashable, what: str, tokens: int = 1) -> None:
         self._away[key] = Work(what, tokens, self._clock())
 
-    def landed(self, key: Hashable) -> None:
+    def completed(self, key: Hashable) -> None:
         self._away.pop(key, None)
 
     def works(self) -> list[Work]:

@@ -64,8 +64,8 @@ class Decision:
 class WatchdogState:
     """Decides. All of it follows from what it was told and from the time that it is given."""
 
-    def __init__(self, bounds: QueueLimits) -> None:
-        self._bounds = bounds
+    def __init__(self, queue_limits: QueueLimits) -> None:
+        self._queue_limits = queue_limits
         self._deadlines = Deadlines()
         self._asked: list[EndRequest] = []
         self._overdue: list[Work] = []
@@ -79,7 +79,7 @@ class WatchdogState:
 
     def watch_wait(self, request: RequestState) -> None:
         """The request's prompt is whole, so its time in the queue counts from now on."""
-        self._deadlines.add(request, self._bounds.queue_timeout, while_waiting=True)
+        self._deadlines.add(request, self._queue_limits.queue_timeout, while_waiting=True)
 
     def asked(self, end: EndRequest) -> None:
         """The engine's thread has been asked to end these."""
@@ -99,7 +99,7 @@ class WatchdogState:
         self._asked += ask
         without = [end for end in self._asked if end.asked_at + PATIENCE <= now]
         self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
-        overdue = [work for work in works if is_overdue(work, self._bounds, now)]
+        overdue = [work for work in works if is_overdue(work, self._queue_limits, now)]
         said, self._overdue = self._overdue, overdue
         fresh = [work for work in overdue if work not in said]
         return Decision(
@@ -110,18 +110,20 @@ class WatchdogState:
         if pending_death is not None and pending_death.until is not None and pending_death.until <= now:
             return pending_death.error
         for work in works:
-            if now - work.since >= self._bounds.step_limit(work.tokens):
+            if now - work.since >= self._queue_limits.step_limit(work.tokens):
                 return StepTimeout(f"{not_back(work, now)} (step_timeout)")
         return None
 
     def _seconds(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> float:
         """Work that begins from now on is looked at before it can be overdue."""
-        bounds = self._bounds
+        queue_limits = self._queue_limits
         moments = [end.asked_at + PATIENCE for end in self._asked]
-        moments += [now + _overdue_limit(1, bounds)]
-        moments += [work.since + bounds.step_limit(work.tokens) for work in works]
+        moments += [now + _overdue_limit(1, queue_limits)]
+        moments += [work.since + queue_limits.step_limit(work.tokens) for work in works]
         moments += [
-            work.since + _overdue_limit(work.tokens, bounds) for work in works if not is_overdue(work, bounds, now)
+            work.since + _overdue_limit(work.tokens, queue_limits)
+            for work in works
+            if not is_overdue(work, queue_limits, now)
         ]
         moments += [] if pending_death is None or pending_death.until is None else [pending_death.until]
         return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
@@ -132,18 +134,21 @@ def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
 
-def trouble(works: Sequence[Work], bounds: QueueLimits, now: float) -> str | None:
+def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str | None:
     """Why an engine that is at this is not ready, in words; None if it is."""
-    return next((not_back(work, now) for work in works if is_overdue(work, bounds, now)), None)
+    return next((not_back(work, now) for work in works if is_overdue(work, queue_limits, now)), None)
 
 
-def is_overdue(work: Work, bounds: QueueLimits, now: float) -> bool:
-    return now - work.since >= _overdue_limit(work.tokens, bounds)
+def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
+    return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 
-def _overdue_limit(tokens: int, bounds: QueueLimits) -> float:
+def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
     """Half of what ends the process, so that routers look away before; or when no request could be in time."""
-    return min(bounds.step_limit(tokens) / 2, math.inf if bounds.request_timeout is None else bounds.request_timeout)
+    return min(
+        queue_limits.step_limit(tokens) / 2,
+        math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,
+    )
 
 
 def not_back(work: Work, now: float) -> str:
@@ -168,10 +173,10 @@ class Watched(Protocol):
 class Watchdog:
     """Does what a ``WatchdogState`` decides, in a thread of its own. Its methods may be called from any thread."""
 
-    def __init__(self, engine: Watched, bounds: QueueLimits, name: str) -> None:
+    def __init__(self, engine: Watched, queue_limits: QueueLimits, name: str) -> None:
         self._engine = engine
         self._name = name
-        self._state = WatchdogState(bounds)
+        self._state = WatchdogState(queue_limits)
         self._changed = threading.Condition()
         self._over = False
         self._news = False

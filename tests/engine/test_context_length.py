@@ -38,7 +38,7 @@ def longrope(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def built(folder: Path, **extra: Any) -> BuiltEngine:
-    return build_engine(parse_settings(str(folder), {"threads": 1, **extra}, environ={}), shares=ProcessResources())
+    return build_engine(parse_settings(str(folder), {"threads": 1, **extra}, environ={}), resources=ProcessResources())
 
 
 def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None:

@@ -20,7 +20,8 @@ from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs, verified
-from mlserver_torch_stream.engine.forward.model_forward import JointForward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import JointForward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.errors import GenerationFailed

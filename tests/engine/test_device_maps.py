@@ -91,9 +91,9 @@ def test_each_layers_cache_lives_where_its_keys_are() -> None:
     async def scenario(engine: EngineCore) -> list[torch.dtype]:
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await until(lambda: engine.stats().running_sequences == 1, "a row")
-        backend = engine._backend
-        assert isinstance(backend, ContinuousBatcher)
-        (batch,) = backend._batches.values()
+        batcher = engine._batcher
+        assert isinstance(batcher, ContinuousBatcher)
+        (batch,) = batcher._batches.values()
         dtypes = [slab.keys.dtype for slab in batch.slabs]
         stream.close()
         return dtypes
@@ -149,7 +149,7 @@ def test_a_tied_head_that_the_map_parts_from_its_embedding_fails_the_load(
     byte_tokenizer().save_pretrained(tmp_path / "model")
     extra = {"device_map": device_map, "offload_folder": str(tmp_path / "offload"), "threads": 1}
     with pytest.raises(LoadFailed, match=r"lm_head\.weight|with device_map"):
-        build_engine(parse_settings(uri=str(tmp_path / "model"), extra=extra, environ={}), shares=ProcessResources())
+        build_engine(parse_settings(uri=str(tmp_path / "model"), extra=extra, environ={}), resources=ProcessResources())
 
 
 def test_an_embedding_on_disk_says_where_it_wants_its_ids(tiny_model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.devices import check_devices, spread_budget
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, shares
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, device_shares
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -49,14 +49,14 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(params=["batched", "serial"])
 def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tuple[EngineCore, Device]]:
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None
     device = Device(model)
-    backend: Batcher = SerialBatcher(model, samplers, max_rows=8, check_devices=device.check)
+    batcher: Batcher = SerialBatcher(model, samplers, max_rows=8, check_devices=device.check)
     if request.param == "batched":
-        backend = ContinuousBatcher(
+        batcher = ContinuousBatcher(
             model,
             samplers,
             cost=cost,
@@ -65,7 +65,7 @@ def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tup
             prefill_tokens=8,
             check_devices=device.check,
         )
-    with running(model, backend=backend) as engine:
+    with running(model, batcher=batcher) as engine:
         yield engine, device
 
 
@@ -106,7 +106,7 @@ def test_the_device_with_the_least_room_for_its_layers_decides() -> None:
     """A full device fails every request, however much is free on the one that takes the token ids."""
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
     costs = {one: CacheCost(per_column=300), other: CacheCost(per_column=100)}
-    parts = shares(costs, 1000)
+    parts = device_shares(costs, 1000)
     assert spread_budget({one: 30 * GIB, other: 30 * GIB}, parts) == 40 * GIB
     assert spread_budget({one: 30 * GIB, other: 1 * GIB}, parts) == 4 * GIB
     for device, room in ((one, 30 * GIB), (other, 1 * GIB)):

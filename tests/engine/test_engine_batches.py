@@ -33,9 +33,9 @@ def model() -> PreTrainedModel:
 
 
 def batches(engine: EngineCore) -> list[RowCache]:
-    backend = engine._backend
-    assert isinstance(backend, ContinuousBatcher)
-    return list(backend._batches.values())
+    batcher = engine._batcher
+    assert isinstance(batcher, ContinuousBatcher)
+    return list(batcher._batches.values())
 
 
 def test_rows_of_very_different_lengths_decode_apart(model: PreTrainedModel, watch: Watch) -> None:

@@ -161,7 +161,7 @@ def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: P
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().generated_tokens < 200
 
-    with running(model, backend=one_by_one(model)) as engine:
+    with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine))
 
 

@@ -464,7 +464,7 @@ def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel)
         assert event.finish_reason is FinishReason.ABORT
         assert tokens < 239
 
-    with running(model, backend=one_by_one(model)) as engine:
+    with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine))
 
 
@@ -479,7 +479,7 @@ def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: 
         assert event.token_ids == (POISON,)
         assert await waiting == expected
 
-    with running(model, backend=one_by_one(model)) as engine:
+    with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine))
 
 
@@ -491,7 +491,7 @@ def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedMod
         await settled(engine)
 
     expected = reference(model, prompt_of(9, 1), 12)
-    with running(model, backend=one_by_one(model)) as engine:
+    with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine))
 
 

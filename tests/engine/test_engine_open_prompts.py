@@ -216,7 +216,7 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
         left.close()
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model, backend=one_by_one(model)) as engine:
+    with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine), timeout=20)
 
 

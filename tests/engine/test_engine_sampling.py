@@ -71,7 +71,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, cha
     for chunk in (1, 3, 512):
         with running(model, prefill_tokens=chunk) as engine:
             assert run(crowded(engine)) == expected
-    assert alone(model, params, backend=one_by_one(model)).token_ids == expected
+    assert alone(model, params, batcher=one_by_one(model)).token_ids == expected
 
 
 def test_seeds_differ_and_no_seed_is_a_new_one_each_time(model: PreTrainedModel) -> None:
@@ -197,7 +197,7 @@ def test_no_max_tokens_fills_the_context_and_no_more(model: PreTrainedModel) -> 
 
     with running(model) as engine:
         run(scenario(engine))
-    with running(model, backend=one_by_one(model)) as engine:
+    with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine))
 
 
@@ -263,7 +263,7 @@ def test_logprobs_are_the_log_softmax_of_the_models_logits(model: PreTrainedMode
         stream = engine.submit([EngineRequest(PROMPT, asked)])
         return await sequence(engine, asked), await sequence(engine, sampled(12)), [event async for event in stream]
 
-    with running(model, backend=one_by_one(model) if serial else None) as engine:
+    with running(model, batcher=one_by_one(model) if serial else None) as engine:
         event, silent, events = run(scenario(engine))
     assert silent.logprobs == () and silent.cumulative_logprob is None
     whole = (*PROMPT, *event.token_ids)
@@ -298,7 +298,7 @@ def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> 
         assert engine.stats().generated_tokens == 2 * sum(3 + i for i in range(6))
         assert events[11].usage.queue_s > events[0].usage.queue_s  # type: ignore[union-attr]
 
-    with running(model, max_rows=2, backend=one_by_one(model) if serial else None) as engine:
+    with running(model, max_rows=2, batcher=one_by_one(model) if serial else None) as engine:
         run(scenario(engine))
 
 

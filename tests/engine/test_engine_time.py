@@ -32,8 +32,8 @@ def model() -> torch.nn.Module:
     return model
 
 
-def backend_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
+def batcher_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     if kind == "serial":
         return SerialBatcher(model, samplers, max_rows=max_rows)
     with torch.inference_mode():
@@ -42,14 +42,14 @@ def backend_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
     return ContinuousBatcher(model, samplers, cost=cost, cache_bytes=2**24, max_rows=max_rows, prefill_tokens=16)
 
 
-def engine_of(backend: Batcher, bounds: QueueLimits | None = None, **options: object) -> EngineCore:
+def engine_of(batcher: Batcher, queue_limits: QueueLimits | None = None, **options: object) -> EngineCore:
     info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
-    return EngineCore(backend, TextCodec(byte_tokenizer()), info, (), bounds=bounds, **options)  # type: ignore[arg-type]
+    return EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), queue_limits=queue_limits, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: torch.nn.Module) -> None:
-    engine = engine_of(backend_of(kind, model))
+    engine = engine_of(batcher_of(kind, model))
     try:
         request = EngineRequest(tuple(PROMPT), greedy(200), timeout_s=0.5)
         event = run(collect(engine, [request]))[0]
@@ -65,7 +65,7 @@ def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: to
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, model: torch.nn.Module) -> None:
-    engine = engine_of(backend_of(kind, model))
+    engine = engine_of(batcher_of(kind, model))
     try:
         for _ in range(20):
             event = run(collect(engine, [EngineRequest(tuple(PROMPT), greedy(2), timeout_s=1e-6)]))[0]
@@ -77,7 +77,7 @@ def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, mod
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, model: torch.nn.Module) -> None:
-    engine = engine_of(backend_of(kind, model, max_rows=1), QueueLimits(queue_timeout=0.3))
+    engine = engine_of(batcher_of(kind, model, max_rows=1), QueueLimits(queue_timeout=0.3))
 
     async def two() -> None:
         first = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(60))]))
@@ -93,7 +93,7 @@ def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, mo
 
 
 def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
-    engine = engine_of(backend_of("batched", model, max_rows=1), QueueLimits(max_queue=10, max_queue_tokens=7))
+    engine = engine_of(batcher_of("batched", model, max_rows=1), QueueLimits(max_queue=10, max_queue_tokens=7))
 
     async def fill() -> None:
         streams = [engine.submit([EngineRequest(tuple(PROMPT), greedy(100))])]
@@ -118,7 +118,7 @@ def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
 def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
     kind: str, model: torch.nn.Module
 ) -> None:
-    engine = engine_of(backend_of(kind, model))
+    engine = engine_of(batcher_of(kind, model))
 
     async def drained() -> None:
         short = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(5))]))
@@ -157,7 +157,7 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
     model = tiny_model()
     expected = reference(model, PROMPT, 5)
     killer = Killer(model)
-    engine = engine_of(backend_of("batched", model), rebuild=lambda: backend_of("batched", model))
+    engine = engine_of(batcher_of("batched", model), rebuild=lambda: batcher_of("batched", model))
 
     async def killed() -> None:
         async def events() -> list[object]:

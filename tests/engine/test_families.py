@@ -61,8 +61,8 @@ def test_families_that_keep_state_elsewhere_are_found_out_and_served_serially(fa
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
     with torch.inference_mode():
         assert check_batching(model).problem is not None
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ())
-    with running(model, backend=SerialBatcher(model, samplers, max_rows=8)) as engine:
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
+    with running(model, batcher=SerialBatcher(model, samplers, max_rows=8)) as engine:
 
         async def together() -> list[list[int]]:
             requests = (

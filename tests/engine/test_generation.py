@@ -62,7 +62,7 @@ def test_families_that_force_their_last_token_or_know_no_context_answer_as_in_ge
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     built = build_engine(
-        parse_settings(str(tmp_path), {"threads": 1, "dtype": "float32"}, environ={}), shares=ProcessResources()
+        parse_settings(str(tmp_path), {"threads": 1, "dtype": "float32"}, environ={}), resources=ProcessResources()
     )
     try:
         assert [run(tokens_of(built.engine, prompt, greedy(12))) for prompt in prompts] == expected
@@ -138,5 +138,5 @@ def test_the_load_says_what_is_not_honoured(tmp_path: Path, caplog: pytest.LogCa
     byte_tokenizer().save_pretrained(tmp_path)
     resolved = parse_settings(str(tmp_path), {"threads": 1, "fast_path": "off"}, environ={})
     with caplog.at_level(logging.WARNING):
-        build_engine(resolved, shares=ProcessResources()).shutdown()
+        build_engine(resolved, resources=ProcessResources()).shutdown()
     assert "not done here: no_repeat_ngram_size 3" in caplog.text

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf_tokenizer
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, load_model
+from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import load_model
 from tests.engine.tiny_gguf import CONTEXT, write_tiny_gguf
 
 

@@ -181,7 +181,7 @@ def test_the_summary_of_a_load_names_the_forward_and_why(
     without_compiler(monkeypatch, tmp_path)
     caplog.set_level(logging.INFO)
     extra = {"cache_dir": str(tmp_path / "cache"), "threads": 1}
-    built = build_engine(parse_settings(str(tiny_model), extra, environ={}), shares=ProcessResources())
+    built = build_engine(parse_settings(str(tiny_model), extra, environ={}), resources=ProcessResources())
     built.shutdown()
     assert "transformers' forward (no C++ compiler)" in built.summary
     assert any(line.startswith("Checking that ") and "took" in line for line in caplog.messages)

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
-from mlserver_torch_stream.engine.loading.loader import load_model
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -28,7 +28,7 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.test_families import prompt_of
 from tests.engine.test_native import KNOWN, in_company, known_model, prefilled
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import load_model, tiny_model
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
@@ -150,15 +150,15 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
-    shares = ProcessResources()
+    resources = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}
     with_it, without = (
-        build_engine(parse_settings(str(tiny_model), {**common, **more}, environ={}), "m", shares=shares)
+        build_engine(parse_settings(str(tiny_model), {**common, **more}, environ={}), "m", resources=resources)
         for more in ({"weights": "int8"}, {})
     )
     try:
         assert "our own kernels, int8 weights, up to" in with_it.summary and "int8" not in without.summary
-        assert shares.weights.made == 2
+        assert resources.weights.made == 2
     finally:
         for built in (with_it, without):
             built.give_back()

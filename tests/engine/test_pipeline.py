@@ -18,7 +18,7 @@ import torch
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
@@ -130,8 +130,8 @@ def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
     async def scenario(engine: EngineCore) -> list[int]:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(150))]) for i in range(6)]
         await until(lambda: engine.stats().running_sequences == 6, "six rows")
-        assert isinstance(engine._backend, PipelinedBatcher)
-        sizes = [len(group.rows) for group in engine._backend._scheduler.groups]
+        assert isinstance(engine._batcher, PipelinedBatcher)
+        sizes = [len(group.rows) for group in engine._batcher._scheduler.groups]
         for stream in streams:
             stream.close()
         await until(lambda: idle(engine), "an idle engine")
@@ -224,8 +224,8 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
         other.close()
 
     with pipelined(model, prefill_tokens=8, max_rows=rows) as (engine, _):
-        assert isinstance(engine._backend, PipelinedBatcher)
-        engine._backend._prefill_forward = hold(engine._backend._prefill_forward)
+        assert isinstance(engine._batcher, PipelinedBatcher)
+        engine._batcher._prefill_forward = hold(engine._batcher._prefill_forward)
         try:
             run(scenario(engine))
         finally:
@@ -331,8 +331,8 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
     async def scenario(engine: EngineCore) -> None:
         beside = engine.submit([EngineRequest(prompt_of(3), greedy(240))])
         await anext(beside)
-        assert isinstance(engine._backend, PipelinedBatcher)
-        engine._backend._prefill_forward = hang
+        assert isinstance(engine._batcher, PipelinedBatcher)
+        engine._batcher._prefill_forward = hang
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(9))])
         await until(lambda: "the prefill of 5 tokens has not come back" in str(engine.trouble), "trouble")
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
@@ -379,8 +379,8 @@ def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() ->
 
     busy = Busy(model, 0.002)
     with pipelined(model, busy.pipeline) as (engine, pipeline):
-        serial = one_by_one(model, passage=pipeline.run)
-        with running(model, backend=serial) as other:
+        serial = one_by_one(model, pipeline=pipeline)
+        with running(model, batcher=serial) as other:
             run(scenario(engine, other))
     assert busy.most_in_one == 1 and busy.most_stages > 1
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import shares
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import device_shares
 from mlserver_torch_stream.engine.loading.placement import (
     bytes_of,
     describe_moves,
@@ -105,7 +105,7 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
     with torch.inference_mode():
         costs = check_batching(model).costs
     placement = read_placement(model)
-    said = describe_placement(placement, costs, shares(costs, 1024), 2**20)
+    said = describe_placement(placement, costs, device_shares(costs, 1024), 2**20)
     assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes for the first token of a row")
     refusal = no_room(placement, costs, 700, {torch.device("cpu"): 2048})
     assert "700 bytes of KV cache beside kept prompts hold no row" in refusal
@@ -113,9 +113,9 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
     assert "disk: layers 1 (144.5 KiB)" in refusal
 
 
-def built(folder: Path, shares_: ProcessResources, **extra: Any) -> BuiltEngine:
+def built(folder: Path, resources: ProcessResources, **extra: Any) -> BuiltEngine:
     given = {"dtype": "float32", "threads": 1, "fast_path": "off", **extra}
-    return build_engine(parse_settings(uri=str(folder), extra=given, environ={}), shares=shares_)
+    return build_engine(parse_settings(uri=str(folder), extra=given, environ={}), resources=resources)
 
 
 def test_the_load_says_what_lies_where_and_how_slow_it_is(

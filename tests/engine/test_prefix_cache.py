@@ -213,9 +213,9 @@ def test_a_prompt_that_came_in_pieces_is_kept_without_its_spare_columns() -> Non
             await until(lambda end=end: engine.stats().prefill_tokens == end - 1)  # type: ignore[misc]
         stream.seal(SYSTEM)
         assert [event async for event in stream][-1].error is None
-        backend = engine._backend
-        assert isinstance(backend, ContinuousBatcher)
-        held = [slab for _, cache in backend._prefixes._kept.values() for slab in cache.slabs]
+        batcher = engine._batcher
+        assert isinstance(batcher, ContinuousBatcher)
+        held = [slab for _, cache in batcher._prefixes._kept.values() for slab in cache.slabs]
         assert held
         assert sum(slab.keys.nbytes + slab.values.nbytes for slab in held) == engine.stats().prefix_cache_bytes
 

@@ -19,45 +19,45 @@ from tests.engine.tiny import tiny_model as make
 GIB = 2**30
 
 
-def built(folder: Path, shares: ProcessResources, **extra: object) -> BuiltEngine:
-    return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), shares)
+def built(folder: Path, resources: ProcessResources, **extra: object) -> BuiltEngine:
+    return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), resources)
 
 
 def test_promises_never_exceed_what_there_is_and_come_back() -> None:
-    shares = ProcessResources()
+    resources = ProcessResources()
     owners = [object() for _ in range(6)]
-    promised = [shares.promise(owner, None, 8 * GIB) for owner in owners]
+    promised = [resources.promise(owner, None, 8 * GIB) for owner in owners]
     assert promised == [4 * GIB, 2 * GIB, GIB, GIB // 2, GIB // 4, GIB // 8]
-    shares.release(owners[0])
-    assert shares.promise(object(), None, 8 * GIB) == 2 * GIB + GIB // 16
-    shares.release(owners[0])  # twice is harmless
+    resources.release(owners[0])
+    assert resources.promise(object(), None, 8 * GIB) == 2 * GIB + GIB // 16
+    resources.release(owners[0])  # twice is harmless
     for owner in owners:
-        shares.release(owner)
+        resources.release(owner)
 
 
 def test_what_was_asked_for_is_given_and_counted() -> None:
-    shares = ProcessResources()
-    assert shares.promise("a", 6 * GIB, 8 * GIB) == 6 * GIB
-    assert shares.promise("b", None, 8 * GIB) == GIB
-    assert shares.promise("c", 9 * GIB, 8 * GIB) == 9 * GIB
-    assert shares.promise("d", None, 8 * GIB) == 0  # never below nothing
+    resources = ProcessResources()
+    assert resources.promise("a", 6 * GIB, 8 * GIB) == 6 * GIB
+    assert resources.promise("b", None, 8 * GIB) == GIB
+    assert resources.promise("c", 9 * GIB, 8 * GIB) == 9 * GIB
+    assert resources.promise("d", None, 8 * GIB) == 0  # never below nothing
 
 
 def test_turns_are_taken_in_the_order_of_asking() -> None:
-    turns, order = FairLock(), []
+    fair_lock, order = FairLock(), []
     asked = threading.Semaphore(0)
 
     def ask(number: int) -> None:
-        with turns.turn():
+        with fair_lock:
             order.append(number)
 
     threads = []
-    with turns.turn():
+    with fair_lock:
         for number in range(8):
             thread = threading.Thread(target=ask, args=(number,))
             thread.start()
             threads.append(thread)
-            while len(turns._waiting) <= number:
+            while len(fair_lock._waiting) <= number:
                 asked.acquire(timeout=0.001)
     for thread in threads:
         thread.join()
@@ -65,16 +65,16 @@ def test_turns_are_taken_in_the_order_of_asking() -> None:
 
 
 def test_a_turn_that_raises_is_handed_on() -> None:
-    turns = FairLock()
-    with pytest.raises(ValueError), turns.turn():
+    fair_lock = FairLock()
+    with pytest.raises(ValueError), fair_lock:
         raise ValueError
-    with turns.turn():
+    with fair_lock:
         pass
 
 
 def test_two_busy_engines_step_in_turn() -> None:
     """Never both at once, and neither gets two steps while the other one waits."""
-    turns = FairLock()
+    fair_lock = FairLock()
     first, second = make("llama"), make("llama", seed=1)
     expected = [reference(model, prompt_of(5), 100) for model in (first, second)]
     inside = 0
@@ -94,7 +94,11 @@ def test_two_busy_engines_step_in_turn() -> None:
         model.get_input_embeddings().register_forward_pre_hook(enter)
         model.lm_head.register_forward_hook(leave)
 
-    with running(first, turns=turns) as one, running(second, turns=turns) as other, watched(first) as watch:
+    with (
+        running(first, fair_lock=fair_lock) as one,
+        running(second, fair_lock=fair_lock) as other,
+        watched(first) as watch,
+    ):
         note(first, "a")
         note(second, "b")
 
@@ -102,7 +106,7 @@ def test_two_busy_engines_step_in_turn() -> None:
             begun = asyncio.create_task(tokens_of(one, prompt_of(5), greedy(100)))
             await watch.hold()  # both are busy before either goes on
             late = asyncio.create_task(tokens_of(other, prompt_of(5), greedy(100)))
-            while not turns._waiting:
+            while not fair_lock._waiting:
                 await asyncio.sleep(0.001)
             watch.let_go()
             return [await begun, await late]
@@ -114,8 +118,8 @@ def test_two_busy_engines_step_in_turn() -> None:
 
 
 def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None:
-    shares = ProcessResources()
-    one, other = built(tiny_model, shares), built(tiny_model, shares, kv_cache_memory="2MiB", max_num_seqs=3)
+    resources = ProcessResources()
+    one, other = built(tiny_model, resources), built(tiny_model, resources, kv_cache_memory="2MiB", max_num_seqs=3)
     try:
         assert one.info.max_context == 1024 and other.info.max_rows == 3
         assert other.engine.stats().kv_cache_budget == 2 * 2**20 * 7 // 8  # an eighth is for kept prompts
@@ -136,14 +140,14 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
         one.shutdown()
         other.shutdown()
     assert not one.engine.alive
-    assert not shares._promised
+    assert not resources._promised
 
 
 def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_back(tiny_model: Path) -> None:
-    shares = ProcessResources()
+    resources = ProcessResources()
     with pytest.raises(LoadFailed, match="kv_cache_memory"):
-        built(tiny_model, shares, kv_cache_memory=100)
-    assert not shares._promised
+        built(tiny_model, resources, kv_cache_memory=100)
+    assert not resources._promised
 
 
 def test_a_small_cache_shortens_the_context(tiny_model: Path) -> None:

@@ -32,7 +32,7 @@ def built(folder: Path, config: dict[str, Any] | None, **extra: Any) -> Iterator
     given = {"dtype": "float32", "threads": 1, "cache_dir": str(folder.parent / "cache"), **extra}
     if config is not None:
         given["quantization_config"] = config
-    engine = build_engine(parse_settings(uri=str(folder), extra=given, environ={}), shares=ProcessResources())
+    engine = build_engine(parse_settings(uri=str(folder), extra=given, environ={}), resources=ProcessResources())
     try:
         yield engine
     finally:

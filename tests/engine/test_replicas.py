@@ -26,12 +26,12 @@ REQUESTS = [(prompt_of(3 + 5 * number, number), 8 + 5 * number) for number in ra
 
 
 def build(
-    folder: Path, deaths: list[BaseException] | None = None, shares: ProcessResources | None = None, **extra: Any
+    folder: Path, deaths: list[BaseException] | None = None, resources: ProcessResources | None = None, **extra: Any
 ) -> Any:
     settings = {"threads": 1, "kv_cache_memory": "8MiB", "fast_path": "off", **extra}
     resolved = parse_settings(str(folder), settings, environ={})
     on_death = deaths.append if deaths is not None else None
-    return build_engine(resolved, on_death=on_death, shares=ProcessResources() if shares is None else shares)
+    return build_engine(resolved, on_death=on_death, resources=ProcessResources() if resources is None else resources)
 
 
 def end(built: BuiltEngine) -> None:
@@ -87,11 +87,11 @@ def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltE
 
 
 def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:
-    shares = ProcessResources()
-    built = build(tiny_model, shares=shares, replicas=2)
-    assert shares.weights.made == 1
+    resources = ProcessResources()
+    built = build(tiny_model, resources=resources, replicas=2)
+    assert resources.weights.made == 1
     end(built)
-    assert len(shares.weights) == 0
+    assert len(resources.weights) == 0
 
 
 def test_a_prompt_goes_to_the_replica_with_the_least_to_do(three: BuiltEngine) -> None:
@@ -191,7 +191,7 @@ def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
             assert let_go.wait(60)
             return False
 
-        step, hung._backend.step = hung._backend.step, hang  # type: ignore[method-assign]
+        step, hung._batcher.step = hung._batcher.step, hang  # type: ignore[method-assign]
         stream = hung.submit([EngineRequest(prompt_of(5), greedy(9))])
         await until(began.is_set, "a step")
         await until(lambda: hung.trouble is not None, "trouble")
@@ -201,7 +201,7 @@ def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
         await until(lambda: len(deaths) == 1, "word of its end")
         assert isinstance(deaths[0], StepTimeout)
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
-        hung._backend.step = step  # type: ignore[method-assign]
+        hung._batcher.step = step  # type: ignore[method-assign]
         let_go.set()
         for other in others:
             other.close()

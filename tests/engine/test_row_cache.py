@@ -9,7 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device, shares, window_capacity
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import (
+    CacheCost,
+    cost_by_device,
+    device_shares,
+    window_capacity,
+)
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.kv_cache.slab import Columns, SlabLayer
 from tests.engine.tiny import FAMILIES, prompt_of, tiny_model
@@ -239,9 +244,9 @@ def test_each_device_holds_the_layers_that_are_on_it() -> None:
     here, there = torch.device("cpu"), torch.device("meta")
     costs = cost_by_device([layer("cpu", 1), layer("meta", 2), layer("meta", 1)])
     assert costs == {here: CacheCost(per_column=64), there: CacheCost(per_column=192)}
-    assert shares(costs, 100) == {here: 0.25, there: 0.75}
+    assert device_shares(costs, 100) == {here: 0.25, there: 0.75}
     costs = cost_by_device([layer("cpu", 1), layer("meta", 1, window=5)])
-    assert shares(costs, 100) == {here: 100 / 110, there: 0.5}
+    assert device_shares(costs, 100) == {here: 100 / 110, there: 0.5}
 
 
 def test_a_slab_moves_once_in_many_steps() -> None:

@@ -47,12 +47,14 @@ _SETTINGS: list[dict[str, float]] = [
 ]
 
 
-def _row(*, seed: int = 0, vocab_size: int = 1500, sample_index: int = 0, **params: Any) -> RowSampler:
+def _row(
+    *, seed: int = 0, vocab_size: int = 1500, sample_index: int = 0, end_ids: tuple[int, ...] = (2,), **params: Any
+) -> RowSampler:
     return RowSampler(
         SamplingParameters(**params),
         prompt_ids=(1, 2, 3),
         vocab_size=vocab_size,
-        eos_token_ids=(2,),
+        end_ids=end_ids,
         seed=seed,
         sample_index=sample_index,
     )
@@ -284,8 +286,8 @@ def test_a_row_with_everything_excluded_but_one_still_chooses() -> None:
 def test_ends_are_held_off_until_min_tokens() -> None:
     logits = torch.zeros(1, 10)
     logits[0, [2, 5]] = 9.0
-    for ignore_eos, expected in ((False, {0}), (True, {2})):
-        row = _row(vocab_size=10, min_tokens=1, stop_token_ids=(5,), ignore_eos=ignore_eos)
+    for end_ids, expected in (((2, 5), {0}), ((5,), {2})):
+        row = _row(vocab_size=10, min_tokens=1, end_ids=end_ids)
         assert set(_ids(sample(logits, [row]))) == expected
         row.accept(0)
         assert _ids(sample(logits, [row])) == [2]

@@ -25,6 +25,7 @@ from mlserver_torch_stream.engine.scheduling.scheduler import (
     Scheduler,
     SchedulerLimits,
     column_step,
+    longest_sequence,
     row_step,
 )
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
@@ -420,10 +421,10 @@ def test_rows_grow_by_quarters_of_a_power_of_two(rows: int, step: int) -> None:
     assert row_step(rows) == step
 
 
-def test_the_longest_row_is_exactly_what_fits() -> None:
+def test_the_longest_sequence_is_exactly_what_fits() -> None:
     for cache_bytes in range(500, 60_000, 997):
         scheduler = Scheduler(SchedulerLimits(4, None, cache_bytes, cost))
-        longest = scheduler.longest_row(10_000)
+        longest = longest_sequence(cost, cache_bytes, 10_000)
         assert longest == 0 or scheduler.fits_alone(1, longest, longest)
         assert not scheduler.fits_alone(1, longest + 1, longest + 1)
 

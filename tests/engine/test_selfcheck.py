@@ -159,7 +159,7 @@ def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "failing.Failing"}}))
     resolved = parse_settings(str(folder), {"trust_remote_code": True, "engine": engine, "threads": 1}, environ={})
     with pytest.raises(LoadFailed, match=r"the model cannot generate: KeyError: 'lm_head\.weight'"):
-        build_engine(resolved, shares=ProcessResources())
+        build_engine(resolved, resources=ProcessResources())
 
 
 def test_a_model_that_takes_no_cache_of_ours_may_generate_all_the_same() -> None:

@@ -123,11 +123,13 @@ def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.Monkey
 
 def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_model, "take_fast_path", lambda *_: "not wanted")
-    shares, loaded = ProcessResources(), []
-    loading = threading.Thread(target=lambda: loaded.append(build_engine(settings(tiny_model), "m", shares=shares)))
-    with shares.recorders.turn():
+    resources, loaded = ProcessResources(), []
+    loading = threading.Thread(
+        target=lambda: loaded.append(build_engine(settings(tiny_model), "m", resources=resources))
+    )
+    with resources.capture_lock:
         loading.start()
-        while not shares.recorders._waiting:
+        while not resources.capture_lock._waiting:
             assert loading.is_alive()
             time.sleep(0.001)
     loading.join()
@@ -140,14 +142,14 @@ def sequence(built: BuiltEngine) -> list[int]:
 
 
 def test_engines_with_other_settings_share_the_weights_and_answer_alike(tiny_model: Path) -> None:
-    shares = ProcessResources()
-    first = build_engine(settings(tiny_model), "m", shares=shares)
-    same = build_engine(settings(tiny_model), "m", shares=shares)
-    other = build_engine(settings(tiny_model, max_num_seqs=3), "m", shares=shares)
-    twin = build_engine(settings(tiny_model), "n", shares=shares)
+    resources = ProcessResources()
+    first = build_engine(settings(tiny_model), "m", resources=resources)
+    same = build_engine(settings(tiny_model), "m", resources=resources)
+    other = build_engine(settings(tiny_model, max_num_seqs=3), "m", resources=resources)
+    twin = build_engine(settings(tiny_model), "n", resources=resources)
     assert same.engine is first.engine
     assert len({first.engine, other.engine, twin.engine}) == 3
-    assert (shares.weights.made, len(shares.weights), len(shares.engines)) == (1, 1, 3)
+    assert (resources.weights.made, len(resources.weights), len(resources.engines)) == (1, 1, 3)
     with ThreadPoolExecutor(3) as threads:
         sequences = list(threads.map(sequence, [first, other, twin] * 4))
     assert sequences == [sequences[0]] * 12 and len(sequences[0]) == 12
@@ -156,14 +158,14 @@ def test_engines_with_other_settings_share_the_weights_and_answer_alike(tiny_mod
     for last in (same, other, twin):
         assert last.give_back()
         last.shutdown()
-    assert (len(shares.weights), len(shares.engines)) == (0, 0)
+    assert (len(resources.weights), len(resources.engines)) == (0, 0)
 
 
 def test_a_failed_load_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
-    shares = ProcessResources()
+    resources = ProcessResources()
     with pytest.raises(LoadFailed):
-        build_engine(settings(tiny_model, kv_cache_memory=1), "m", shares=shares)
-    assert (len(shares.weights), len(shares.engines)) == (0, 0)
-    built = build_engine(settings(tiny_model), "m", shares=shares)
+        build_engine(settings(tiny_model, kv_cache_memory=1), "m", resources=resources)
+    assert (len(resources.weights), len(resources.engines)) == (0, 0)
+    built = build_engine(settings(tiny_model), "m", resources=resources)
     assert built.give_back()
     built.shutdown()

@@ -34,7 +34,7 @@ SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 8, "fast_p
 
 def build(folder: Path, deaths: list[BaseException] | None = None, **extra: Any) -> BuiltEngine:
     resolved = parse_settings(str(folder), {**SETTINGS, **extra}, environ={})
-    return build_engine(resolved, on_death=deaths.append if deaths is not None else None, shares=ProcessResources())
+    return build_engine(resolved, on_death=deaths.append if deaths is not None else None, resources=ProcessResources())
 
 
 def end(built: BuiltEngine) -> None:
@@ -73,9 +73,9 @@ def ranks(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine
 
 
 def pids(built: BuiltEngine) -> Sequence[int]:
-    crew = built.lease.value.weights.value.ranks.leader._crew  # type: ignore[union-attr]
-    assert isinstance(crew, rank_processes.RankProcesses)
-    return crew.pids
+    other_ranks = built.lease.value.weights.value.ranks.leader._other_ranks  # type: ignore[union-attr]
+    assert isinstance(other_ranks, rank_processes.RankProcesses)
+    return other_ranks.pids
 
 
 def test_two_ranks_give_the_tokens_of_one_process(ranks: BuiltEngine, expected: list[list[int]]) -> None:
@@ -125,8 +125,8 @@ def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
 ) -> None:
     """As after a reload, while the last requests of the engine before still run."""
     settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queue": 7}
-    other = build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ranks.shares)
-    assert ranks.shares.weights.made == 1
+    other = build_engine(parse_settings(str(tiny_model), settings, environ={}), resources=ranks.resources)
+    assert ranks.resources.weights.made == 1
 
     async def both() -> list[list[list[int]]]:
         return list(await asyncio.gather(*(together(each.engine, REQUESTS) for each in (ranks, other))))

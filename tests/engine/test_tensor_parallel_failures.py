@@ -42,7 +42,7 @@ def test_what_one_rank_cannot_do_none_does(
     monkeypatch.setenv("UNWILLING", what)
     settings = {"tensor_parallel_size": 2, "chat_template": "x" * 9000 + "{{ messages }}"}
     with pytest.raises(LoadFailed, match=message):
-        build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ProcessResources())
+        build_engine(parse_settings(str(tiny_model), settings, environ={}), resources=ProcessResources())
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
 
@@ -78,7 +78,7 @@ def test_a_model_that_ranks_were_started_for_but_is_not_split_says_what_is_missi
     """The other ranks wait for it, in vain."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), shares=ProcessResources())
+    built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), resources=ProcessResources())
     if built.give_back():
         built.shutdown()
     assert "tensor_parallel_size is not set for" in caplog.text and "2 ranks were started" in caplog.text
@@ -93,18 +93,18 @@ class _Engine:
 
 
 def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it() -> None:
-    crew = RankProcesses(2, 1, "tests.engine.tied")
-    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), crew)
+    other_ranks = RankProcesses(2, 1, "tests.engine.tied")
+    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), other_ranks)
     engines = [_Engine() for _ in range(3)]
     for engine in engines:
-        leader.tell_of_loss(engine.fail)
+        leader.watch_loss(engine.fail)
     gone = weakref.ref(engines.pop())
     del engine
     assert gone() is None
-    crew.kill()
-    crew.end(0)
+    other_ranks.kill()
+    other_ranks.end(0)
     engines.append(_Engine())
-    leader.tell_of_loss(engines[-1].fail)
+    leader.watch_loss(engines[-1].fail)
     leader.stop()
     assert [[str(error) for error in engine.heard] for engine in engines] == [["rank 1 was killed by SIGKILL"]] * 3
 
@@ -150,7 +150,7 @@ def test_an_error_that_one_rank_alone_meets_ends_all_and_one_before_it_is_told_e
     deaths: list[BaseException] = []
     monkeypatch.setenv("MLSERVER_TORCH_STREAM_FAULTS", "prefill:2:raise")
     resolved = parse_settings(str(tiny_model), {"tensor_parallel_size": 2, "threads": 1}, environ={})
-    built = build_engine(resolved, on_death=deaths.append, shares=ProcessResources())
+    built = build_engine(resolved, on_death=deaths.append, resources=ProcessResources())
 
     async def scenario(watch: Watch) -> None:
         first = (await collect(built.engine, [EngineRequest(prompt_of(5), greedy(5))]))[0]

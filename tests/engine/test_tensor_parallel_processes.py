@@ -20,8 +20,8 @@ _ROOT = Path(__file__).parents[2]
 _LEADER = """
 import sys, time
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
-crew = RankProcesses(3, 1, "tests.engine.tied")
-print(*crew.pids, flush=True)
+other_ranks = RankProcesses(3, 1, "tests.engine.tied")
+print(*other_ranks.pids, flush=True)
 """
 
 
@@ -68,7 +68,7 @@ thread = threading.Thread(target=lambda: more.append(RankProcesses(2, 1, "tests.
 thread.start(); thread.join()
 time.sleep(0.5)
 print(more[0].fate(0), flush=True)
-crew.end(0); more[0].end(0)
+other_ranks.end(0); more[0].end(0)
 """
     process, pids = lead(ending)
     with process:
@@ -79,12 +79,12 @@ crew.end(0); more[0].end(0)
 
 
 def test_a_childs_end_is_told_at_once_and_later() -> None:
-    crew = RankProcesses(2, 1, _QUICK)
-    assert crew.fate(30) == "rank 1 ended with status 0"
+    other_ranks = RankProcesses(2, 1, _QUICK)
+    assert other_ranks.fate(30) == "rank 1 ended with status 0"
     told: list[str] = []
-    crew.watch(told.append)
+    other_ranks.watch(told.append)
     assert told == ["rank 1 ended with status 0"]
-    crew.end(0)
+    other_ranks.end(0)
 
 
 def test_a_rank_that_ends_before_it_has_come_fails_the_load_at_once() -> None:

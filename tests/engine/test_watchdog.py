@@ -30,7 +30,7 @@ from mlserver_torch_stream.engine.watchdog import (
 )
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
-from tests.engine.test_engine_time import backend_of, engine_of
+from tests.engine.test_engine_time import batcher_of, engine_of
 from tests.engine.tiny import (
     CONTEXT,
     VOCAB,
@@ -124,10 +124,10 @@ class TestWhatIsDecided:
         assert decision.lost is None and decision.overdue == [] and decision.seconds <= 3600
 
     def test_a_step_within_which_no_request_can_be_in_time_is_overdue(self) -> None:
-        bounds = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
+        queue_limits = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
         work = Work("the decode step of 3 rows", 1, since=0.0)
-        assert trouble([work], bounds, 4.9) is None
-        assert trouble([work], bounds, 5.1) == "the decode step of 3 rows has not come back for 5 s"
+        assert trouble([work], queue_limits, 4.9) is None
+        assert trouble([work], queue_limits, 5.1) == "the decode step of 3 rows has not come back for 5 s"
 
     def test_a_thread_that_is_to_die_is_waited_for_only_so_long(self) -> None:
         pending_death = PendingDeath(RuntimeError("a rank is lost"), until=5.0)
@@ -147,16 +147,16 @@ def test_progress_says_all_that_is_under_way() -> None:
     progress.launched("b", "another forward")
     progress.rest()
     assert progress.works() == [Work("a forward", 7, 2.0), Work("another forward", 1, 3.0)]
-    progress.landed("a")
-    progress.landed("b")
+    progress.completed("a")
+    progress.completed("b")
     assert progress.works() == []
 
 
 # --- a real engine whose forward is held ---
 
 
-def hung_engine(model: PreTrainedModel, kind: str, **bounds: float) -> EngineCore:
-    return engine_of(backend_of(kind, model, max_rows=1), QueueLimits(**bounds))  # type: ignore[arg-type]
+def hung_engine(model: PreTrainedModel, kind: str, **queue_limits: float) -> EngineCore:
+    return engine_of(batcher_of(kind, model, max_rows=1), QueueLimits(**queue_limits))  # type: ignore[arg-type]
 
 
 async def events_of(stream: Mailbox) -> list[TokenEvent]:
@@ -227,7 +227,7 @@ class TestAStepThatHangs:
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
         deaths: list[BaseException] = []
-        engine = engine_of(backend_of(kind, model), QueueLimits(step_timeout=2.0), on_death=deaths.append)
+        engine = engine_of(batcher_of(kind, model), QueueLimits(step_timeout=2.0), on_death=deaths.append)
 
         async def scenario() -> None:
             running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
@@ -279,9 +279,9 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:
-    turns, other = FairLock(), tiny_model("llama", seed=1)
-    hung = engine_of(backend_of("batched", model), turns=turns)
-    behind = engine_of(backend_of("batched", other), QueueLimits(request_timeout=1.0), turns=turns)
+    fair_lock, other = FairLock(), tiny_model("llama", seed=1)
+    hung = engine_of(batcher_of("batched", model), fair_lock=fair_lock)
+    behind = engine_of(batcher_of("batched", other), QueueLimits(request_timeout=1.0), fair_lock=fair_lock)
 
     async def scenario() -> None:
         stream = hung.submit([EngineRequest(prompt_of(5), greedy(200))])
@@ -301,9 +301,9 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
 
 def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedModel) -> None:
     """It would wait for work that nobody can post any more."""
-    backend, gate = backend_of("batched", model), threading.Event()
-    backend.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
-    engine = engine_of(backend, QueueLimits(step_timeout=1.0))
+    batcher, gate = batcher_of("batched", model), threading.Event()
+    batcher.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
+    engine = engine_of(batcher, QueueLimits(step_timeout=1.0))
 
     async def scenario() -> None:
         events = await asyncio.wait_for(events_of(engine.submit([EngineRequest(prompt_of(3), greedy(3))])), 20)
@@ -320,8 +320,8 @@ def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedM
 
 def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
     info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
-    backend: Batcher = backend_of("batched", model)
-    engine = EngineCore(backend, TextCodec(byte_tokenizer()), info, (), name="left")
+    batcher: Batcher = batcher_of("batched", model)
+    engine = EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), name="left")
     engine.shutdown()
     end = time.monotonic() + _HANGS_S
     while [thread for thread in threading.enumerate() if thread.name.endswith("-left")]:

@@ -19,12 +19,15 @@ from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
+from mlserver_torch_stream.engine.scheduling.scheduler import longest_sequence
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
 torch.set_num_threads(1)  # models of this size only lose time to a second core
@@ -127,11 +130,17 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list
     return [int(token) for token in out[0, len(prompt) :]]
 
 
+def load_model(resolved: ResolvedSettings) -> LoadedModel:
+    """The model that ``resolved`` names, with its tokenizer, as an engine loads it."""
+    files = locate(resolved)
+    return complete(load_weights(files, resolved), load_tokenizer(files, resolved), resolved)
+
+
 @contextmanager
 def running(
     model: PreTrainedModel,
     *,
-    backend: Batcher | None = None,
+    batcher: Batcher | None = None,
     findings: SelfCheckResult | None = None,
     prefill_tokens: int | None = 4,
     cache_bytes: int = 2**24,
@@ -141,7 +150,7 @@ def running(
     queue_timeout: float | None = None,
     step_timeout: float | None = None,
     context: int = CONTEXT,
-    turns: FairLock | None = None,
+    fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
     rules: GenerationRules | None = None,
     **more: Any,
@@ -151,23 +160,25 @@ def running(
     ``findings``: of the model before its weights were taken; ``more``: of ``ContinuousBatcher``.
     """
     codec = TextCodec(byte_tokenizer())
-    if backend is None:
+    if batcher is None:
         with torch.inference_mode():
             findings = findings or check_batching(model)
         assert findings.cost is not None, findings.problem
-        backend = ContinuousBatcher(
+        batcher = ContinuousBatcher(
             model,
-            SamplerFactory(codec, VOCAB, eos_token_ids, rules),
+            SamplerFactory(codec, VOCAB, rules),
             cost=findings.cost,
             cache_bytes=cache_bytes,
             max_rows=max_rows,
             prefill_tokens=prefill_tokens if findings.chunked else None,
             **more,
         )
-        context = backend.longest_row(context)
+        context = longest_sequence(findings.cost.of, batcher.stats().kv_cache_budget, context)
     info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    bounds = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
-    engine = EngineCore(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
+    queue_limits = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
+    engine = EngineCore(
+        batcher, codec, info, eos_token_ids, queue_limits=queue_limits, fair_lock=fair_lock, name="test"
+    )
     try:
         yield engine
     finally:
@@ -206,7 +217,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBatcher:
     """The serial engine's backend over the model."""
-    return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, ()), max_rows=8, **options)
+    return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB), max_rows=8, **options)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:

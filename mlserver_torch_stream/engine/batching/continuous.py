@@ -12,7 +12,7 @@ from functools import cached_property
 
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
-from mlserver_torch_stream.engine.forward.model_forward import JointForward
+from mlserver_torch_stream.engine.forward.interface import JointForward
 from mlserver_torch_stream.engine.scheduling.scheduler import DecodeBatch, PrefillChunk
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class ContinuousBatcher(SequenceBatches):
         return self._decode_forward if isinstance(self._decode_forward, JointForward) else None
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        prefilled = self._prefill_share(deliver)
+        prefilled = self._prefill_chunks(deliver)
         groups = [group for group in self._scheduler.groups if group.rows]
         if self._joint is not None and len(groups) > 1:
             self._decode_together(self._joint, groups, deliver)
@@ -40,11 +40,11 @@ class ContinuousBatcher(SequenceBatches):
         self._gauge()
         return prefilled or bool(groups)
 
-    def _prefill_share(self, deliver: Deliver) -> bool:
+    def _prefill_chunks(self, deliver: Deliver) -> bool:
         """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
         charge = self._scheduler.limits.prefill_charge
         spent = 0
-        while chunks := self._next_pieces(spent=spent):
+        while chunks := self._next_chunks(spent=spent):
             self._gauge()  # who was admitted does not wait any more, however long the step takes
             for chunk in chunks:
                 spent += charge(self._prefill(chunk, deliver))
@@ -54,7 +54,7 @@ class ContinuousBatcher(SequenceBatches):
         """Returns how many prefilled tokens the work was worth."""
         request, known = chunk.request, chunk.request.prefilled
         try:
-            ids = self._take_up(chunk)
+            ids = self._begin_chunk(chunk)
             work = len(ids) + (request.prefilled - known) // _COPIED_PER_PREFILLED
             self.progress.at(prefill_of(ids), len(ids))
             logits = self._prefill_forward([ids], self._prefills[request])
@@ -72,7 +72,7 @@ class ContinuousBatcher(SequenceBatches):
     def _decode_together(self, forward: JointForward, groups: Sequence[DecodeBatch], deliver: Deliver) -> None:
         began = time.monotonic()
         for group in groups:
-            self._sweep(group)
+            self._drop_ended(group)
         groups = [group for group in groups if group.rows]
         parts = [([[sequence.tokens[-1]] for sequence in group.rows], self._batches[group]) for group in groups]
         self.progress.at(decode_of(sum(len(group.rows) for group in groups)))
@@ -85,11 +85,11 @@ class ContinuousBatcher(SequenceBatches):
             return
         self._count(decode_steps=bool(found))
         for group, logits in zip(groups, found, strict=True):
-            self._settle(group, logits, began, deliver)
+            self._finish_decode(group, logits, began, deliver)
 
     def _decode(self, group: DecodeBatch, deliver: Deliver) -> None:
         began = time.monotonic()
-        self._sweep(group)
+        self._drop_ended(group)
         if not group.rows:
             return
         self.progress.at(decode_of(len(group.rows)))
@@ -99,4 +99,4 @@ class ContinuousBatcher(SequenceBatches):
             self._isolate(group, error, deliver)
             return
         self._count(decode_steps=1)
-        self._settle(group, logits, began, deliver)
+        self._finish_decode(group, logits, began, deliver)

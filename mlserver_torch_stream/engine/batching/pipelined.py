@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
@@ -28,7 +29,7 @@ from mlserver_torch_stream.errors import GenerationFailed
 
 
 @dataclass(frozen=True, slots=True)
-class _Away:
+class _PrefillInFlight:
     """A prefill under way: these ids, from this place of the prompt."""
 
     start: int
@@ -56,40 +57,40 @@ class PipelinedBatcher(SequenceBatches):
         self._depth = pipeline.depth
         self._aside = pipeline.aside
         most = pipeline.depth * (self._scheduler.limits.batches + 1)
-        self._flights: InFlightForwards[DecodeBatch | RequestState, torch.Tensor] = InFlightForwards(
+        self._in_flight: InFlightForwards[DecodeBatch | RequestState, torch.Tensor] = InFlightForwards(
             most, pipeline.threads
         )
-        self._chunks: dict[RequestState, _Away] = {}
+        self._chunks: dict[RequestState, _PrefillInFlight] = {}
         self._began: dict[DecodeBatch, float] = {}
-        self._boarding: list[RequestState] = []  # whose batches are under way
+        self._ready_to_join: list[RequestState] = []  # whose batches are under way
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         self._launch_prefills(deliver)
         for group in self._scheduler.groups:
-            if group not in self._flights:
+            if group not in self._in_flight:
                 self._launch_decode(group)
         self._gauge()
-        if not self._flights:
+        if not self._in_flight:
             return False
         self.progress.rest()  # while it waits for what is under way
-        landed = self._flights.landed()
+        completed = self._in_flight.completed()
         self.progress.at("a step of the pipeline")
-        for key, flight in landed:
-            self.progress.landed(key)
+        for key, future in completed:
+            self.progress.completed(key)
             if isinstance(key, RequestState):
-                self._land_prefill(key, flight, deliver)
+                self._complete_prefill(key, future, deliver)
             else:
-                self._land_decode(key, flight, deliver)
-        self._board(deliver)
+                self._complete_decode(key, future, deliver)
+        self._join_ready(deliver)
         self._retire()
         return True
 
     def evict(self, requests: Sequence[RequestState]) -> None:
         """What is under way goes where it lands, which is at most one forward later."""
-        super().evict([request for request in requests if request not in self._flights])
+        super().evict([request for request in requests if request not in self._in_flight])
 
     def close(self) -> None:
-        self._flights.close()
+        self._in_flight.close()
 
     def _choose(
         self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: Sequence[int] | None = None
@@ -99,35 +100,35 @@ class PipelinedBatcher(SequenceBatches):
             return super()._choose(logits, sequences, rows)
 
     def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
-        if group not in self._flights:
+        if group not in self._in_flight:
             super()._remove(group, leaving)
 
     # --- prefill ---
 
     def _launch_prefills(self, deliver: Deliver) -> None:
         """As many at once as there are stages, so that rows wait for no more than a whole piece's forward."""
-        while len(self._chunks) < self._depth and (chunks := self._next_pieces(self._chunks, most=1)):
+        while len(self._chunks) < self._depth and (chunks := self._next_chunks(self._chunks, most=1)):
             self._launch_prefill(chunks[0], deliver)
 
     def _launch_prefill(self, chunk: PrefillChunk, deliver: Deliver) -> None:
         request = chunk.request
         try:
-            ids = self._take_up(chunk)
+            ids = self._begin_chunk(chunk)
         except Exception as error:
             self._fail_prefill(request, error, deliver)
             return
         cache = self._prefills[request]
-        self._chunks[request] = _Away(request.prefilled, ids)
+        self._chunks[request] = _PrefillInFlight(request.prefilled, ids)
         self.progress.launched(request, prefill_of(ids), len(ids))
-        self._flights.launch(request, lambda: self._prefill_forward([ids], cache))
+        self._in_flight.launch(request, lambda: self._prefill_forward([ids], cache))
 
-    def _land_prefill(self, request: RequestState, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+    def _complete_prefill(self, request: RequestState, future: Future[torch.Tensor], deliver: Deliver) -> None:
         away = self._chunks.pop(request)
         if request.finished:  # closed meanwhile
             self._drop(request)
             return
         try:
-            logits = flight.result()
+            logits = future.result()
             end = away.start + len(away.ids)
             stale = request.prefilled != away.start or request.prompt[away.start : end] != away.ids
             if stale or (end == len(request.prompt) and not self._scheduler.is_admitted(request)):
@@ -135,56 +136,56 @@ class PipelinedBatcher(SequenceBatches):
                 return
             self._advance(request, away.ids)
             if request.sealed and request.ready_ids == 0:
-                self._arrive(request, logits)
+                self._choose_first_tokens(request, logits)
         except Exception as error:
             self._fail_prefill(request, error, deliver)
             return
         self._retire()
         deliver(request.sequences)
 
-    def _arrive(self, request: RequestState, logits: torch.Tensor) -> None:
+    def _choose_first_tokens(self, request: RequestState, logits: torch.Tensor) -> None:
         """The prompt is in: its first tokens are chosen at once, also where its batch is under way."""
         self._samplers.begin(request)
         choices = self._choose(logits.expand(request.rows, -1), request.sequences)
         self._take(request.sequences, choices)
-        self._keep_prompt(request, self._prefills[request], choices)
+        self._cache_prompt(request, self._prefills[request], choices)
         if request.finished:
             self._drop(request)
         else:
-            self._boarding.append(request)
+            self._ready_to_join.append(request)
 
-    def _board(self, deliver: Deliver) -> None:
+    def _join_ready(self, deliver: Deliver) -> None:
         """Has the prompts that are in join their batches, where those have landed."""
-        waiting, self._boarding = self._boarding, []
+        waiting, self._ready_to_join = self._ready_to_join, []
         for request in waiting:
             if request not in self._prefills:  # closed meanwhile
                 continue
-            if self._scheduler.target(request) in self._flights:
-                self._boarding.append(request)
+            if self._scheduler.target(request) in self._in_flight:
+                self._ready_to_join.append(request)
                 continue
             try:
-                self._sweep(self._seat(request))
+                self._drop_ended(self._join_batch(request))
             except Exception as error:
                 self._fail_prefill(request, error, deliver)
 
     # --- decode ---
 
     def _launch_decode(self, group: DecodeBatch) -> None:
-        self._sweep(group)
+        self._drop_ended(group)
         if not group.rows:
             return
         tokens = [[sequence.tokens[-1]] for sequence in group.rows]
         cache = self._batches[group]
         self._began[group] = time.monotonic()
         self.progress.launched(group, decode_of(len(tokens)))
-        self._flights.launch(group, lambda: self._decode_forward(tokens, cache))
+        self._in_flight.launch(group, lambda: self._decode_forward(tokens, cache))
 
-    def _land_decode(self, group: DecodeBatch, flight: Future[torch.Tensor], deliver: Deliver) -> None:
+    def _complete_decode(self, group: DecodeBatch, future: Future[torch.Tensor], deliver: Deliver) -> None:
         began = self._began.pop(group)
         try:
-            logits = flight.result()
+            logits = future.result()
         except Exception as error:
             self._isolate(group, error, deliver)
             return
         self._count(decode_steps=1)
-        self._settle(group, logits, began, deliver)
+        self._finish_decode(group, logits, began, deliver)

@@ -19,7 +19,8 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultInjector
-from mlserver_torch_stream.engine.forward.model_forward import Forward, JointForward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward, JointForward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
 from mlserver_torch_stream.engine.kv_cache.prefix_cache import PrefixCache
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
@@ -40,7 +41,7 @@ from mlserver_torch_stream.types import FinishReason
 logger = logging.getLogger(__name__)
 
 # Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
-_MOST_KEPT_PER_STEP = 2
+_MOST_CACHED_PER_STEP = 2
 
 
 class SequenceBatches:
@@ -86,10 +87,6 @@ class SequenceBatches:
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
         self.progress = StepProgress()
 
-    def longest_row(self, max_context: int) -> int:
-        """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""
-        return self._scheduler.longest_row(max_context)
-
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         if self._scheduler.fits_alone(rows, final_length, prompt):
             return None
@@ -120,7 +117,7 @@ class SequenceBatches:
 
     # --- prefill ---
 
-    def _next_pieces(
+    def _next_chunks(
         self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
     ) -> list[PrefillChunk]:
         """What the scheduler has prefilled next; the caches that it gives up for that are gone."""
@@ -136,7 +133,7 @@ class SequenceBatches:
         request.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
         deliver(request.sequences)
 
-    def _take_up(self, chunk: PrefillChunk) -> list[int]:
+    def _begin_chunk(self, chunk: PrefillChunk) -> list[int]:
         """The piece's ids, and a cache for them where it is the prompt's first."""
         request = chunk.request
         if request.started_at is None and request.sealed:
@@ -170,11 +167,11 @@ class SequenceBatches:
         self._samplers.begin(request)
         choices = self._choose(logits.expand(request.rows, -1), request.sequences)
         cache = self._prefills[request]
-        group = self._seat(request)
-        self._keep_prompt(request, cache, choices)
+        group = self._join_batch(request)
+        self._cache_prompt(request, cache, choices)
         return group, choices
 
-    def _seat(self, request: RequestState) -> DecodeBatch:
+    def _join_batch(self, request: RequestState) -> DecodeBatch:
         """Joins the sequences of a prefilled request to their batch, or raises and leaves that as it was."""
         group = self._scheduler.place(request)
         first = len(group.rows) - request.rows
@@ -195,7 +192,7 @@ class SequenceBatches:
 
     # --- decode ---
 
-    def _settle(self, group: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
+    def _finish_decode(self, group: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
         """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
         rows = [row for row, sequence in enumerate(group.rows) if sequence.finish_reason is None]
         choices = self._choose(logits, [group.rows[row] for row in rows], rows)
@@ -203,7 +200,7 @@ class SequenceBatches:
         self._count(zombie_steps=zombies)
         self._accept(group, rows, choices, deliver)
 
-    def _sweep(self, group: DecodeBatch) -> None:
+    def _drop_ended(self, group: DecodeBatch) -> None:
         """Drops the rows that have ended, or whose streams were closed, since they were last looked at."""
         gone = {
             row
@@ -228,7 +225,7 @@ class SequenceBatches:
         self._take(sequences, choices)
         finished = {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None}
         if finished:
-            self._keep_conversations(group, finished)
+            self._cache_conversations(group, finished)
             self._remove(group, finished)
             self._retire()  # before the last events: who reads them finds the gauges true
         deliver(sequences)
@@ -248,16 +245,16 @@ class SequenceBatches:
                 sequence.finish(FinishReason.ERROR, failure)
         self._count(generated_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
 
-    def _keep_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
+    def _cache_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
         """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
         batch = self._batches[group]
-        for row in sorted(finished)[:_MOST_KEPT_PER_STEP]:
+        for row in sorted(finished)[:_MOST_CACHED_PER_STEP]:
             sequence = group.rows[row]
             if sequence.finish_reason is not FinishReason.ERROR:
                 ids = [*sequence.request.prompt, *sequence.tokens][: batch.lengths[row]]
                 self._prefixes.offer(ids, batch, row, partial(batch.extract, row, spare=0))
 
-    def _keep_prompt(
+    def _cache_prompt(
         self, request: RequestState, cache: RowCache, choices: Sequence[SampledToken | GenerationFailed]
     ) -> None:
         if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it

@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
@@ -40,9 +41,9 @@ class SerialBatcher:
         *,
         max_rows: int,
         check_devices: Callable[[], None] = lambda: None,
-        passage: Callable[[Callable[[], object]], object] = lambda generate: generate(),
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """``passage`` runs a call of the model's, through the stages that it shares with others if there are any."""
+        """A call of a model with a ``pipeline`` goes through the stages that other engines may share."""
         self._model = model
         # Its defaults have gone into the requests' parameters; here they would apply a second time.
         model.generation_config = GenerationConfig(pad_token_id=0)
@@ -50,7 +51,7 @@ class SerialBatcher:
         self._samplers = samplers
         self._max_rows = max_rows
         self._check_devices = check_devices
-        self._passage = passage
+        self._pipeline = pipeline
         self._waiting = FairQueue()
         self._open: list[RequestState] = []  # prompts whose end has not come: nobody waits for them
         self._running = 0
@@ -99,7 +100,7 @@ class SerialBatcher:
             self._fail(request.sequences, error, deliver)
         for sequence in request.sequences:
             if not _ended(sequence):
-                self._answer(sequence, deliver, poll)
+                self._generate(sequence, deliver, poll)
         self._running = 0
         self._gauge()
         return True
@@ -116,7 +117,7 @@ class SerialBatcher:
     def count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
-    def _answer(self, sequence: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
+    def _generate(self, sequence: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
         request, sampler = sequence.request, sequence.sampler
         assert sampler is not None
         self.progress.at(f"the prefill of {len(request.prompt)} tokens by generate", len(request.prompt))
@@ -130,7 +131,7 @@ class SerialBatcher:
                 logits_processor=[_Chooser(self, sequence, sampler, deliver)],
                 stopping_criteria=[_Ended(sequence, poll)],
             )
-            self._passage(generate)
+            generate() if self._pipeline is None else self._pipeline.run(generate)
         except Exception as error:
             self._fail([sequence], error, deliver)
 
@@ -145,9 +146,9 @@ class SerialBatcher:
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
     """Chooses the token as the batched engine does, delivers it, and leaves ``generate`` no other choice."""
 
-    def __init__(self, backend: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
-        self._backend = backend
-        self._answer = sequence
+    def __init__(self, batcher: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
+        self._batcher = batcher
+        self._generate = sequence
         self._sampler = sampler
         self._deliver = deliver
 
@@ -156,9 +157,9 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
         if isinstance(choice, GenerationFailed):
             raise choice
         self._sampler.accept(choice.token_id)
-        self._answer.accept(choice.token_id, choice.logprob)
-        self._backend.count(decode_steps=1, generated_tokens=1)
-        self._deliver([self._answer])
+        self._generate.accept(choice.token_id, choice.logprob)
+        self._batcher.count(decode_steps=1, generated_tokens=1)
+        self._deliver([self._generate])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0
         return forced
@@ -168,12 +169,12 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
     """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
 
     def __init__(self, sequence: SequenceState, poll: Callable[[], object]) -> None:
-        self._answer = sequence
+        self._generate = sequence
         self._poll = poll
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self._poll()
-        return torch.full((1,), _ended(self._answer), device=input_ids.device)
+        return torch.full((1,), _ended(self._generate), device=input_ids.device)
 
 
 def _ended(sequence: SequenceState) -> bool:

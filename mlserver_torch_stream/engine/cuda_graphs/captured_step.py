@@ -83,7 +83,7 @@ class CapturedStep:
                 self.pipeline.enter(visit.stage)
             if visit is self.visits[0]:
                 self._put_in(parts)
-            self._arrive(visit, carried)
+            self._choose_first_tokens(visit, carried)
             self._work(visit, parts)
             carried.update((id(tensor), tensor.clone()) for tensor in visit.departures)
         return self.logits[: sum(len(tokens) for tokens, _ in parts)].clone()
@@ -94,7 +94,7 @@ class CapturedStep:
         over = [[0]] * (self.rows - len(ids))
         self.inputs.copy_(from_host([[*ids, *over], [*positions, *over]], self.inputs.device))
 
-    def _arrive(self, visit: StageVisit, carried: dict[int, torch.Tensor]) -> None:
+    def _choose_first_tokens(self, visit: StageVisit, carried: dict[int, torch.Tensor]) -> None:
         for source, local in visit.arrivals:
             value = carried[id(source)]
             if self.pipeline is not None:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
 from mlserver_torch_stream.engine.loading.comparison import logits_tolerance
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward

@@ -1,4 +1,4 @@
-"""One call of a model on new tokens over a row cache, whatever names and masks the model's forward takes.
+"""Calls a transformers model on new tokens over a KV cache, whatever names and masks the model's forward takes.
 
 Knows nothing of requests or of sampling.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,28 +15,11 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 
 
-class Forward(Protocol):
-    """One call of a model: tokens ``[rows][queries]`` and their cache in, logits ``[rows, vocabulary]`` out.
-
-    The logits are those of each row's last token. Counts the tokens in the cache; if it raises, none are.
-    """
-
-    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor: ...
-
-
-@runtime_checkable
-class JointForward(Forward, Protocol):
-    """One that can also take the rows of several caches in one call, so that the weights are read once for all."""
-
-    def together(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]]) -> list[torch.Tensor]:
-        """The same for each part, with as many tokens for every row of every part. All or, if it raises, none."""
-
-
 class ModelForward:
-    """``forward(tokens, cache)``: tokens ``[rows][queries]`` in, the logits of each row's last token out.
+    """The ``Forward`` of any transformers model.
 
-    Accelerate's hooks move the inputs to each layer's device; the cache allocates where a layer's keys are. The logits
-    are where the model's last module is.
+    Accelerate's hooks move the inputs to each layer's device, and the cache allocates on the device of a layer's keys.
+    The logits are on the device of the model's last module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -49,11 +32,11 @@ class ModelForward:
         self.device = input_device(model)
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        """Returns logits ``[rows, vocabulary]`` of the model's own dtype and counts the tokens in ``cache``."""
+        """Returns the logits in the model's own dtype."""
         return self.logits(tokens, cache, 1)[:, -1]
 
     def logits(self, tokens: Sequence[Sequence[int]], cache: RowCache, count: int) -> torch.Tensor:
-        """The same of the last ``count`` tokens of each row and perhaps of more, ``[rows, tokens, vocabulary]``."""
+        """Returns ``[rows, tokens, vocabulary]`` of at least the last ``count`` tokens of each row."""
         queries = len(tokens[0])
         inputs: dict[str, Any] = {self._cache_name: cache.cache, "use_cache": True, "return_dict": True}
         if self._takes_keep:
@@ -73,9 +56,9 @@ class ModelForward:
 
 
 def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model, without accelerate's hook around the whole of it, which brings the output to where the input was.
+    """Returns the model without accelerate's outermost hook, which copies the output to the device of the input.
 
-    Between GPUs that copy waits for all that is queued on either, which may be other rows.
+    Between GPUs that copy waits for all work that is queued on either of them, also for that of other batches.
     """
     hook = getattr(model, "_hf_hook", None)
     fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
@@ -84,7 +67,7 @@ def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model wants its token ids; an offloaded embedding is on ``meta`` and its hook knows."""
+    """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
     embedding = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     if device.type != "meta":

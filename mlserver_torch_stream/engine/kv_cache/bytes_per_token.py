@@ -60,7 +60,7 @@ def _costs_of(layer: object) -> Iterable[tuple[torch.device, CacheCost]]:
             yield device, CacheCost(per_row=size)
 
 
-def shares(costs: Mapping[torch.device, CacheCost], columns: int) -> dict[torch.device, float]:
+def device_shares(costs: Mapping[torch.device, CacheCost], columns: int) -> dict[torch.device, float]:
     """The most that each device can hold of any cache of rows up to so many columns, 0 to 1.
 
     Where layers with windows and without stand apart, a device's share depends on how long rows are.

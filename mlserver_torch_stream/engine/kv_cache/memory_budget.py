@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 def cache_budget(
     parts: Mapping[torch.device, float],
     asked: int | None,
-    shares: ProcessResources,
+    resources: ProcessResources,
     owner: object,
     host: Host,
     *,
@@ -39,14 +39,14 @@ def cache_budget(
     """
     if asked is None:
         room = {
-            device: shares.promise(owner, None, min(host.available_bytes, most), engines)
+            device: resources.promise(owner, None, min(host.available_bytes, most), engines)
             if device == HOST
             else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE)
             for device in parts
         }
         asked = spread_budget(room, parts)
     if HOST in parts:
-        shares.promise(owner, int(asked * parts[HOST]), host.available_bytes)
+        resources.promise(owner, int(asked * parts[HOST]), host.available_bytes)
     return asked
 
 

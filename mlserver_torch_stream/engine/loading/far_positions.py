@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward, input_device
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
 from mlserver_torch_stream.engine.kv_cache.memory_budget import free_bytes
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache

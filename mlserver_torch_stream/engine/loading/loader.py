@@ -83,13 +83,6 @@ class LoadedWeights:
     description: str
 
 
-def load_model(resolved: ResolvedSettings) -> LoadedModel:
-    """Loads what ``resolved`` names. Raises LoadFailed with one line that says why."""
-    place = locate(resolved)
-    tokenizer = load_tokenizer(place, resolved)
-    return complete(load_weights(place, resolved), tokenizer, resolved)
-
-
 def locate(resolved: ResolvedSettings) -> ModelFiles:
     """Finds the files, converting a GGUF file if need be. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source

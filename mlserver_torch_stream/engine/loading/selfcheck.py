@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward, input_device
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache, UnsupportedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison, ErrorOf, in_deviations

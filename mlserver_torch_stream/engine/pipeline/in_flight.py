@@ -27,9 +27,9 @@ class InFlightForwards(Generic[K, T]):
         """``threads``: of torch's, in each of ours; a new thread would take all of the host's cores."""
         self._most = most
         self._torch_threads = threads
-        self._crew: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._landed: queue.SimpleQueue[tuple[K, Future[T]]] = queue.SimpleQueue()
+        self._completed: queue.SimpleQueue[tuple[K, Future[T]]] = queue.SimpleQueue()
         self._away: set[K] = set()
 
     def __len__(self) -> int:
@@ -40,30 +40,32 @@ class InFlightForwards(Generic[K, T]):
 
     def launch(self, key: K, work: Callable[[], T]) -> None:
         self._away.add(key)
-        if len(self._crew) < min(len(self._away), self._most):
-            self._crew.append(threading.Thread(target=self._fly, name=f"stage_{len(self._crew)}", daemon=True))
-            self._crew[-1].start()
-        self._waiting.put(lambda: self._landed.put((key, _future(work))))
+        if len(self._threads) < min(len(self._away), self._most):
+            self._threads.append(
+                threading.Thread(target=self._run_forwards, name=f"stage_{len(self._threads)}", daemon=True)
+            )
+            self._threads[-1].start()
+        self._waiting.put(lambda: self._completed.put((key, _future(work))))
 
-    def landed(self) -> list[tuple[K, Future[T]]]:
+    def completed(self) -> list[tuple[K, Future[T]]]:
         """Waits for one, and takes all that are there."""
-        back = [self._landed.get()]
-        while not self._landed.empty():
-            back.append(self._landed.get())
+        back = [self._completed.get()]
+        while not self._completed.empty():
+            back.append(self._completed.get())
         self._away -= {key for key, _ in back}
         return back
 
     def close(self) -> None:
         """Waits for those that are under way."""
-        for _ in self._crew:
+        for _ in self._threads:
             self._waiting.put(None)
-        for thread in self._crew:
+        for thread in self._threads:
             thread.join()
 
-    def _fly(self) -> None:
+    def _run_forwards(self) -> None:
         torch.set_num_threads(self._torch_threads)
-        while (flight := self._waiting.get()) is not None:
-            flight()
+        while (work := self._waiting.get()) is not None:
+            work()
 
 
 def _future(work: Callable[[], T]) -> Future[T]:

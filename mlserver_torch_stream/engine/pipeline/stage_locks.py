@@ -3,7 +3,7 @@
 Knows nothing of rows or caches. A thread runs the model's whole forward; hooks on the modules of the device map hand
 it from stage to stage, so that no model's code is cut.
 
-With ``python_turns`` only one of the threads runs Python in a stage at a time, until it waits for the next one or for
+With ``serial_python`` only one of the threads runs Python in a stage at a time, until it waits for the next one or for
 its device. torch gives the interpreter lock away with every operation: threads that compete for it wake each other each
 time, and a stage's 1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
 """
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.forward.model_forward import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
@@ -31,15 +31,15 @@ T = TypeVar("T")
 class Pipeline:
     """The stages of one copy of the weights, whichever engines use it.
 
-    ``threads``: of torch's, in a thread. ``python_turns``: not for models whose code waits for a device midway, and
+    ``threads``: of torch's, in a thread. ``serial_python``: not for models whose code waits for a device midway, and
     would have all others wait with it.
     """
 
-    def __init__(self, stages: Sequence[Stage], threads: int = 1, python_turns: bool = True) -> None:
+    def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
         self.stages = tuple(stages)
         self.threads = threads
         self._here = threading.local()
-        self._python = FairLock() if python_turns else None
+        self._python = FairLock() if serial_python else None
         self._transfers = Transfers({stage.device for stage in self.stages})
         for stage in self.stages:
             for module in stage.modules:
@@ -51,21 +51,21 @@ class Pipeline:
 
     def run(self, forward: Callable[[], T]) -> T:
         """What ``forward`` returns or raises; waits before each stage until it is free, and leaves the last one."""
-        passage = self._here.passage = _Passage(self._python)
+        position = self._here.position = _StagePosition(self._python)
         try:
             return forward()
         finally:
-            self._here.passage = None
-            passage.leave()
+            self._here.position = None
+            position.leave()
 
     def enter(self, stage: Stage) -> None:
         """Waits for it in a ``run``; whoever calls otherwise has the model for himself: the checks at load."""
-        if self._passage is not None:
-            self._passage.enter(stage)
+        if self._position is not None:
+            self._position.enter(stage)
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """What an earlier stage has left, where the next one is fastest to copy it from."""
-        brought = None if self._passage is None else self._transfers.bring((tensor,), {}, device)
+        brought = None if self._position is None else self._transfers.bring((tensor,), {}, device)
         return tensor if brought is None else brought[0][0]
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
@@ -76,38 +76,38 @@ class Pipeline:
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.enter(stage)
-        return None if self._passage is None else self._transfers.bring(args, kwargs, stage.device)
+        return None if self._position is None else self._transfers.bring(args, kwargs, stage.device)
 
     @property
-    def _passage(self) -> _Passage | None:
+    def _position(self) -> _StagePosition | None:
         """Of this thread."""
-        return getattr(self._here, "passage", None)
+        return getattr(self._here, "position", None)
 
 
-class _Passage:
+class _StagePosition:
     """Where one forward is. It never holds two stages, nor Python's turn while it waits, so none waits in a circle."""
 
     def __init__(self, python: FairLock | None) -> None:
         self._stage: Stage | None = None
-        self._turn = ExitStack()
+        self._stage_lock = ExitStack()
         self._python = python
-        self._python_turn = ExitStack()
+        self._python_lock = ExitStack()
 
     def enter(self, stage: Stage) -> None:
         if stage is self._stage:
             return
         self.leave()
-        self._turn.enter_context(stage.turns.turn())
+        self._stage_lock.enter_context(stage.lock)
         self._stage = stage
         # Not before: a model's inputs go to its first device, where they wait for the rows that are there.
         if self._python is not None:
-            self._python_turn.enter_context(self._python.turn())
+            self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
         """Lets the next one in, once the device is done: what is queued on it would be in the next one's way."""
         stage, self._stage = self._stage, None
-        self._python_turn.close()
-        with self._turn.pop_all():
+        self._python_lock.close()
+        with self._stage_lock.pop_all():
             if stage is not None:
                 stage.finish()
 

@@ -30,7 +30,7 @@ class Stage:
     device: torch.device
     modules: tuple[nn.Module, ...]
     finish: Callable[[], None]
-    turns: FairLock = field(default_factory=FairLock)
+    lock: FairLock = field(default_factory=FairLock)
 
 
 def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:

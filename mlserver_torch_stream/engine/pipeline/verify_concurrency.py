@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.device_sync import count_waits
-from mlserver_torch_stream.engine.forward.model_forward import Forward, ModelForward
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.comparison import logits_tolerance
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
@@ -33,7 +34,7 @@ def take_pipeline(model: PreTrainedModel, threads: int) -> Pipeline | None:
     stages = read_stages(model)
     if len(stages) < 2:
         return None
-    pipeline = Pipeline(stages, threads, python_turns=not waits_midway(model))
+    pipeline = Pipeline(stages, threads, serial_python=not waits_midway(model))
     problem = check_pipeline(model, pipeline)
     if problem is None:
         return pipeline
@@ -78,15 +79,15 @@ def _worst(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> tupl
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     trials = range(_ROUNDS * pipeline.depth)
     alone = [_logits(layout, forward, trial, vocabulary) for trial in trials]
-    flights: InFlightForwards[int, torch.Tensor] = InFlightForwards(len(trials), pipeline.threads)
+    in_flight: InFlightForwards[int, torch.Tensor] = InFlightForwards(len(trials), pipeline.threads)
     try:
         for trial in trials:
-            flights.launch(trial, lambda trial=trial: _logits(layout, forward, trial, vocabulary))  # type: ignore[misc]
+            in_flight.launch(trial, lambda trial=trial: _logits(layout, forward, trial, vocabulary))  # type: ignore[misc]
         errors = []
-        while flights:
-            errors += [logits_error(alone[trial], flight.result()) for trial, flight in flights.landed()]
+        while in_flight:
+            errors += [logits_error(alone[trial], future.result()) for trial, future in in_flight.completed()]
     finally:
-        flights.close()
+        in_flight.close()
     return max(errors), logits_tolerance(alone[0].dtype)
 
 

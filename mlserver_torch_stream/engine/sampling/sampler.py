@@ -5,7 +5,7 @@ Knows nothing of sequences, text or the model: a row is its sampling state, its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +30,9 @@ class SampledToken:
 class RowSampler:
     """One sequence's sampling state.
 
-    ``eos_token_ids``: the ids that end this sequence, as resolved by the caller; ``seed``: any integer, taken modulo
-    2**64; ``sample_index``: which of the request's n sequences, so that they differ under one seed; ``max_tokens``: of
-    the answer, for the model's ``rules``.
+    ``end_ids`` end the sequence, and are not chosen before ``min_tokens``. ``seed`` is any integer, taken modulo 2**64.
+    ``sample_index`` is the sequence's number among the n of its request, so that they differ under one seed.
+    ``max_tokens`` bounds the generated tokens; the model's ``rules`` need it.
     """
 
     def __init__(
@@ -41,14 +41,13 @@ class RowSampler:
         *,
         prompt_ids: Sequence[int],
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
+        end_ids: Iterable[int],
         seed: int,
         sample_index: int,
         bad_words_ids: Sequence[Sequence[int]] = (),
         rules: GenerationRules | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        end_ids = params.stop_token_ids if params.ignore_eos else eos_token_ids + params.stop_token_ids
         self.vocab_size = vocab_size
         self.adjuster = LogitAdjuster(
             params,

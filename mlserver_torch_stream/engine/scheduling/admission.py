@@ -19,14 +19,14 @@ Refusal = Callable[[int, int, int], str | None]
 class Admission:
     """Raises InvalidInput, which names the field, or QueueFull."""
 
-    def __init__(self, info: ModelInfo, bounds: QueueLimits) -> None:
+    def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
         self._info = info
-        self._bounds = bounds
+        self._queue_limits = queue_limits
 
     def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
-        if len(requests) > self._bounds.max_queue:
+        if len(requests) > self._queue_limits.max_queue:
             raise InvalidInput(
-                "text_input", f"{len(requests)} prompts are more than the queue's {self._bounds.max_queue}"
+                "text_input", f"{len(requests)} prompts are more than the queue's {self._queue_limits.max_queue}"
             )
         for request in requests:
             self.check_length(len(request.prompt_ids), open_ended=request.open)
@@ -57,17 +57,20 @@ class Admission:
 
     def check_open(self, count: int, retry_after: int) -> None:
         """Of prompts whose end has not come, before another one is opened."""
-        if count >= self._bounds.max_queue:
+        if count >= self._queue_limits.max_queue:
             raise QueueFull(
-                f"{count} prompts are being sent in pieces already, of {self._bounds.max_queue} allowed", retry_after
+                f"{count} prompts are being sent in pieces already, of {self._queue_limits.max_queue} allowed",
+                retry_after,
             )
 
     def check_queue(
         self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int
     ) -> None:
-        bounds = self._bounds
-        if waiting + len(requests) > bounds.max_queue:
-            raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)
+        queue_limits = self._queue_limits
+        if waiting + len(requests) > queue_limits.max_queue:
+            raise QueueFull(f"{waiting} prompts are waiting already, of {queue_limits.max_queue} allowed", retry_after)
         tokens = waiting_tokens + sum(len(request.prompt_ids) for request in requests)
-        if bounds.max_queue_tokens is not None and waiting and tokens > bounds.max_queue_tokens:
-            raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queue_tokens} allowed", retry_after)
+        if queue_limits.max_queue_tokens is not None and waiting and tokens > queue_limits.max_queue_tokens:
+            raise QueueFull(
+                f"{tokens} prompt tokens would wait, of {queue_limits.max_queue_tokens} allowed", retry_after
+            )

@@ -144,14 +144,6 @@ class Scheduler:
         need = bytes_alone(self.limits.cost, rows, final_length, prompt)
         return rows <= self.limits.max_rows and need <= self.limits.cache_bytes
 
-    def longest_row(self, max_context: int) -> int:
-        """The most tokens that a single row can hold, prompt and answer together."""
-        low, high = 0, max_context
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits_alone(1, middle, middle) else (low, middle - 1)
-        return low
-
     def add(self, request: RequestState) -> None:
         if request.sealed:
             self.waiting.add(request)
@@ -299,6 +291,16 @@ class Scheduler:
         empty = [group for group in self.groups if not group.rows and not group.expected]
         self.groups = [group for group in self.groups if group.rows or group.expected]
         return empty
+
+
+def longest_sequence(cost: Cost, cache_bytes: int, max_context: int) -> int:
+    """The most tokens, prompt included, of a single sequence that ``cache_bytes`` of cache have room for."""
+    low, high = 0, max_context
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = bytes_alone(cost, 1, middle, middle) <= cache_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
 
 
 def bytes_alone(cost: Cost, rows: int, final_length: int, prompt: int) -> int:

@@ -31,9 +31,6 @@ class LaunchedModel:
     layout: MirroredLayout
     forward: MirroredForward
 
-    def __str__(self) -> str:
-        return f"{self.leader.size} ranks, "
-
 
 def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings) -> LaunchedModel:
     """Blocks while all ranks load. Raises LoadFailed, with no rank left behind."""
@@ -42,18 +39,18 @@ def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings) -> LaunchedMode
     if place.gguf_file is not None:
         raise LoadFailed(f"{KEY}: needs the converted {place.gguf_file.name}: set a writable cache_dir")
     check_model(_config(place, resolved), settings.tensor_parallel_size)
-    group, crew = form(settings.tensor_parallel_size, os.environ)
+    group, other_ranks = form(settings.tensor_parallel_size, os.environ)
     try:
         group.tell(write_order(resolved))
         shard = load_shard(resolved, group)
     except BaseException as error:
-        fate = crew.fate(0 if isinstance(error, LoadFailed) else 1)
-        crew.end(0)
+        fate = other_ranks.fate(0 if isinstance(error, LoadFailed) else 1)
+        other_ranks.end(0)
         group.leave()
         if isinstance(error, RuntimeError):
             raise LoadFailed(f"{KEY}: the ranks lost each other while loading: {fate or error}") from error
         raise
-    leader = Leader(group, crew)
+    leader = Leader(group, other_ranks)
     model = shard.weights.model
     return LaunchedModel(shard, leader, MirroredLayout(model, leader), MirroredForward(model, leader))
 

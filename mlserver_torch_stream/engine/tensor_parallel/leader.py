@@ -37,19 +37,19 @@ class RanksLost(RuntimeError):
 class Leader:
     """Collects what the followers are to do and sends it with the next forward, or with the next sign of life."""
 
-    def __init__(self, group: RankGroup, crew: OtherRanks) -> None:
+    def __init__(self, group: RankGroup, other_ranks: OtherRanks) -> None:
         self.size = group.size
         self.lost: str | None = None
         self._group = group
-        self._crew = crew
-        self._turn = threading.RLock()
+        self._other_ranks = other_ranks
+        self._speaking_lock = threading.RLock()
         self._fate_lock = threading.Lock()
         self._notes: deque[list[Any]] = deque()
         self._names = count(1)
         self._over = threading.Event()
         self._left = False
         self._listeners: list[weakref.WeakMethod[OnLoss]] = []
-        crew.watch(self.lose)
+        other_ranks.watch(self.lose)
         threading.Thread(target=self._live, name="ranks-pulse", daemon=True).start()
         atexit.register(self.stop)
 
@@ -68,7 +68,7 @@ class Leader:
 
         Whatever it raises has not happened on all ranks alike, so the group is lost.
         """
-        with self._turn:
+        with self._speaking_lock:
             self.check()
             if self._over.is_set():
                 raise RanksLost("the ranks were let go")
@@ -95,7 +95,7 @@ class Leader:
         if self.lost is not None:
             raise RanksLost(f"the ranks have lost each other: {self.lost}")
 
-    def tell_of_loss(self, on_loss: OnLoss) -> None:
+    def watch_loss(self, on_loss: OnLoss) -> None:
         """Calls ``on_loss`` once, on any thread, if its object still lives; at once if the ranks are lost already."""
         with self._fate_lock:
             self._listeners = [each for each in self._listeners if each() is not None]
@@ -110,10 +110,10 @@ class Leader:
             if self._over.is_set():
                 return
             self._over.set()
-            self.lost = self._crew.fate(_FATE) or why
+            self.lost = self._other_ranks.fate(_FATE) or why
             listeners = self._listeners
         logger.error("The ranks have lost each other: %s", self.lost)
-        self._crew.kill()
+        self._other_ranks.kill()
         for listener in listeners:
             if (on_loss := listener()) is not None:
                 on_loss(RanksLost(self.lost), PATIENCE)
@@ -124,15 +124,15 @@ class Leader:
             orderly = not self._over.is_set()
             self._over.set()
         atexit.unregister(self.stop)
-        if orderly and self._turn.acquire(timeout=_LEAVE):
+        if orderly and self._speaking_lock.acquire(timeout=_LEAVE):
             try:
                 self._notes.append(["stop"])
                 self._send()
             except RuntimeError as error:
                 logger.warning("the other ranks did not hear that they may go: %s", error)
             finally:
-                self._turn.release()
-        self._crew.end(_LEAVE if orderly else 0)
+                self._speaking_lock.release()
+        self._other_ranks.end(_LEAVE if orderly else 0)
         if not self._left:
             self._left = True
             self._group.leave()

@@ -81,26 +81,26 @@ def _form_here(size: int, module: str) -> tuple[RankGroup, OtherRanks]:
         _HOST, port, is_master=True, timeout=_CHILDREN, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     try:
-        crew = RankProcesses(size, port, module)
+        other_ranks = RankProcesses(size, port, module)
     except OSError as error:
         raise LoadFailed(f"{KEY}: a rank could not be started: {error}") from error
     try:
         for rank in range(1, size):
-            _wait_for(store, rank, crew)
-        return RankGroup(store, 0, size), crew
+            _wait_for(store, rank, other_ranks)
+        return RankGroup(store, 0, size), other_ranks
     except BaseException as error:
-        fate = crew.fate(1) if isinstance(error, RuntimeError) else None
-        crew.end(0)
+        fate = other_ranks.fate(1) if isinstance(error, RuntimeError) else None
+        other_ranks.end(0)
         if isinstance(error, RuntimeError):
             raise LoadFailed(f"{KEY}: the ranks did not find each other: {fate or error}") from error
         raise
 
 
-def _wait_for(store: dist.Store, rank: int, crew: OtherRanks) -> None:
+def _wait_for(store: dist.Store, rank: int, other_ranks: OtherRanks) -> None:
     for _ in range(int(_CHILDREN / _LOOK)):
         if store.check([_here(rank)]):
             return
-        if fate := crew.fate(_LOOK.total_seconds()):
+        if fate := other_ranks.fate(_LOOK.total_seconds()):
             raise LoadFailed(f"{KEY}: {fate}")
     raise LoadFailed(f"{KEY}: rank {rank} did not come within {_CHILDREN.total_seconds():.0f} s")
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: prompts of every kind, chat templates, whole decodes.
+"""Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
 
 Knows nothing of the model or the engine; wraps one transformers tokenizer.
 """
@@ -13,16 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
-_HOLD_AT_LEAST = 4  # tokens at the end of a piece of text that later text could still change
+_HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
 _HOLD_AT_MOST = 64
-_TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
-_RESERVED = frozenset({"conversation", "messages", "tools", "chat_template", "tokenize", "return_dict"}) | frozenset(
-    {"return_tensors", "padding", "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-)
 
 
 class TextCodec:
-    """One tokenizer, with the chat template in force: ``chat_template`` if given, else the tokenizer's own."""
+    """One tokenizer and its chat template: ``chat_template`` if given, else the tokenizer's own.
+
+    The messages of a ``ChatPrompt`` are at least one, and the content of each is one string.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +47,7 @@ class TextCodec:
         return self._silent_ids
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's ids. Raises InvalidInput for what the tokenizer or the chat template refuses."""
+        """Returns the prompt's ids. Raises InvalidInput if the tokenizer or the chat template refuses the prompt."""
         if isinstance(prompt, TokensPrompt):
             return prompt.token_ids
         if isinstance(prompt, TextPrompt):
@@ -56,23 +55,23 @@ class TextCodec:
         return self._encode_chat(prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ``ids``, spaces as the tokens have them."""
+        """Returns the text of ``ids``, with the spaces that the tokens have."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The id sequences of each word as it is written at the start of a text and after a space."""
+        """Returns the ids of each word, as it is tokenized at the start of a text and after a space."""
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
-        """Ids at the start of the prompt that further text will hardly change, for prefilling ahead.
+        """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
 
-        Holds back the last word and the whitespace before it, at least 4 and at most 64 tokens. Not a guarantee:
-        compare with the ids of the whole prompt in the end.
+        They leave out the last word and the whitespace before it, at least 4 and at most 64 tokens. Further text can
+        still change the rest, so the caller compares them with the ids of the whole prompt.
         """
         encoded = self._tokenize(text_so_far, "text_input", return_offsets_mapping=self._tokenizer.is_fast)
         ids = _ids(encoded)
@@ -82,7 +81,7 @@ class TextCodec:
         return ids[: max(0, len(ids) - min(max(hold, _HOLD_AT_LEAST), _HOLD_AT_MOST))]
 
     def _tokenize(self, text: str, field: str, **options: Any) -> Mapping[str, Any]:
-        """The tokenizer's output for a raw prompt; one that brings its own BOS gets no special tokens added."""
+        """Tokenizes a raw prompt. A prompt that begins with BOS gets no special tokens added."""
         _require_unicode(text, field)
         bos = self._tokenizer.bos_token
         add_special_tokens = not (bos and text.startswith(str(bos)))
@@ -90,21 +89,23 @@ class TextCodec:
         return encoded
 
     def _plain(self, text: str, field: str) -> tuple[int, ...]:
-        """The ids of the text alone."""
+        """Returns the ids of the text without special tokens added."""
         _require_unicode(text, field)
         return _ids(self._tokenizer(text, add_special_tokens=False))
 
     def _encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        if not self.has_chat_template:
-            raise InvalidInput("messages", "this model has no chat template; send a raw prompt instead")
-        if not prompt.messages:
-            raise InvalidInput("messages", "must hold at least one message")
-        messages = [_flatten(message) for message in prompt.messages]
-        options = _template_options(messages[-1], prompt.template_kwargs)
+        # The template either opens a new assistant message or continues the last one.
+        continues = prompt.messages[-1].get("role") == "assistant"
         tools = [dict(tool) for tool in prompt.tools] if prompt.tools is not None else None
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self._chat_template, tokenize=False, **options
+                [dict(message) for message in prompt.messages],
+                tools=tools,
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **prompt.template_kwargs,
             )
         except Exception as error:  # a template is a program that runs on the client's data: whatever it raises
             raise InvalidInput("messages", f"the chat template refused them: {_reason(error)}") from error
@@ -116,43 +117,14 @@ def _ids(encoded: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _last_word(text: str) -> int:
-    """Where the whitespace before the last word begins, in characters."""
+    """Returns the position of the whitespace before the last word, in characters."""
     words = text.rsplit(maxsplit=1)
     return len(words[0]) if len(words) == 2 else 0
 
 
 def _tokens_before(end: int, offsets: Sequence[tuple[int, int]]) -> int:
-    """How many leading tokens lie before character ``end``."""
+    """Counts the leading tokens that lie before character ``end``."""
     return next((i for i, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
-
-
-def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the message whose content is one string, if it was a list of text parts."""
-    flat = dict(message)
-    content = flat.get("content")
-    if isinstance(content, list | tuple):
-        flat["content"] = "\n".join(_part_text(part) for part in content)
-    return flat
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidInput("messages", f"a content part of type {kind!r} is not supported: this model takes text only")
-
-
-def _template_options(last: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The template's arguments: the client's, and whether to open a new answer or go on with the last message."""
-    reserved = sorted(_RESERVED.intersection(given))
-    if reserved:
-        raise InvalidInput("chat_template_kwargs", f"{', '.join(reserved)} cannot be set by a request")
-    going_on = last.get("role") == "assistant" and isinstance(last.get("content"), str)
-    defaults = {"add_generation_prompt": not going_on, "continue_final_message": going_on}
-    switched = any(name in given for name in _TEMPLATE_SWITCHES)
-    return {**(dict.fromkeys(_TEMPLATE_SWITCHES, False) if switched else defaults), **given}
 
 
 def _require_unicode(text: str, field: str) -> None:

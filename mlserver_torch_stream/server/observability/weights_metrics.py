@@ -15,8 +15,8 @@ from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResou
 
 
 class WeightsMetrics(Collector):
-    def __init__(self, shares: ProcessResources) -> None:
-        self._shares = shares
+    def __init__(self, resources: ProcessResources) -> None:
+        self._resources = resources
         self._shown = False
 
     def show(self) -> None:
@@ -26,7 +26,7 @@ class WeightsMetrics(Collector):
             REGISTRY.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        weights, engines = self._shares.weights, self._shares.engines
+        weights, engines = self._resources.weights, self._resources.engines
         text = "Copies of weights in memory, each shared by all models that name the same files and devices"
         yield GaugeMetricFamily("torch_stream_loaded_weights", text, value=len(weights))
         yield GaugeMetricFamily("torch_stream_engines", "Engines that take requests", value=len(engines))
