@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 from mlserver.grpc import dataplane_pb2 as pb
@@ -29,6 +30,14 @@ _MARK = "_torch_stream_messages"
 _RAW = "raw_input_contents"
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedMessage:
+    """A message on a stream that is refused without a look at its inputs, in the place of that message."""
+
+    error: InvalidInput
+    id: str
+
+
 def install() -> None:
     """Wraps the conversion of messages to and answers from our models. Idempotent."""
     if getattr(InferenceServicer._InsertHeaders, _MARK, False):
@@ -40,8 +49,10 @@ def install() -> None:
 def _reading(original: Callable[..., InferenceRequest]) -> Callable[..., InferenceRequest]:
     @functools.wraps(original)
     def convert(
-        servicer: InferenceServicer, request: pb.ModelInferRequest, context: grpc.ServicerContext
+        servicer: InferenceServicer, request: pb.ModelInferRequest | RefusedMessage, context: grpc.ServicerContext
     ) -> InferenceRequest:
+        if isinstance(request, RefusedMessage):
+            return Unreadable.because(request.error, request.id)
         if not _is_ours(servicer, request.model_name, request.model_version):
             return original(servicer, request, context)
         try:

@@ -1,7 +1,8 @@
 """How a refused gRPC call ends: with a status, and without a traceback in the log.
 
 MLServer logs one for every error that a method raises, also for a client's mistake, and it fails itself where a stream
-ends without a message. Knows nothing of why a call is refused. Calls to other models stay MLServer's own affair.
+ends without a message or sends bytes that are none. Knows nothing of why a call is refused. What other models raise
+stays MLServer's own affair.
 """
 
 from __future__ import annotations
@@ -12,17 +13,29 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-from mlserver.errors import MLServerError
+from google.protobuf.message import DecodeError
+from mlserver.errors import MLServerError, ModelNotFound
 from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc import model_repository_pb2 as repository_pb
 from mlserver.grpc import utils
+from mlserver.grpc.model_repository import ModelRepositoryServicer
 from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.status import RefusedCall
+from mlserver_torch_stream.server.grpc_messages import RefusedMessage
+from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall
+
+
+class _NoMessage(MLServerError):  # type: ignore[misc]
+    """A stream whose first message is missing or cannot be read."""
+
 
 _MARK = "_torch_stream_refusals"
-Unary = Callable[[InferenceServicer, Any, grpc.ServicerContext], Awaitable[Any]]
+# What models of ours raise, and names and versions that no model has.
+_REFUSALS = (RefusedCall, ModelNotLoaded, ModelNotFound, _NoMessage)
+Unary = Callable[[Any, Any, grpc.ServicerContext], Awaitable[Any]]
 Stream = Callable[
     [InferenceServicer, AsyncIterator[pb.ModelInferRequest], grpc.ServicerContext], AsyncIterator[pb.ModelInferResponse]
 ]
@@ -33,8 +46,15 @@ def install() -> None:
     if getattr(InferenceServicer, _MARK, False):
         return
     setattr(InferenceServicer, _MARK, True)
-    _wrap_inside(InferenceServicer.ModelInfer, functools.partial(_unary, "model_name", pb.ModelInferResponse))
-    _wrap_inside(InferenceServicer.ModelMetadata, functools.partial(_unary, "name", pb.ModelMetadataResponse))
+    for method, response in (
+        (InferenceServicer.ModelInfer, pb.ModelInferResponse),
+        (InferenceServicer.ModelMetadata, pb.ModelMetadataResponse),
+        (InferenceServicer.RepositoryModelLoad, pb.RepositoryModelLoadResponse),
+        (InferenceServicer.RepositoryModelUnload, pb.RepositoryModelUnloadResponse),
+        (ModelRepositoryServicer.RepositoryModelLoad, repository_pb.RepositoryModelLoadResponse),
+        (ModelRepositoryServicer.RepositoryModelUnload, repository_pb.RepositoryModelUnloadResponse),
+    ):
+        _wrap_inside(method, functools.partial(_unary, response))
     _wrap_inside(InferenceServicer.ModelStreamInfer, _stream)
 
 
@@ -47,13 +67,11 @@ def _wrap_inside(method: Any, wrap: Callable[[Any], Any]) -> None:
     cell.cell_contents = functools.wraps(cell.cell_contents)(wrap(cell.cell_contents))
 
 
-def _unary(name: str, response: Callable[[], Any], original: Unary) -> Unary:
-    async def answer(servicer: InferenceServicer, request: Any, context: grpc.ServicerContext) -> Any:
+def _unary(response: Callable[[], Any], original: Unary) -> Unary:
+    async def answer(servicer: Any, request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return await original(servicer, request, context)
-        except MLServerError as error:
-            if not _is_ours(servicer, getattr(request, name), error):
-                raise
+        except _REFUSALS as error:
             _refuse(context, error)
             return response()  # it is not sent beside a status
 
@@ -65,41 +83,54 @@ def _stream(original: Stream) -> Stream:
         servicer: InferenceServicer, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.ServicerContext
     ) -> AsyncIterator[pb.ModelInferResponse]:
         messages = aiter(requests)
-        first = await anext(messages, None)
-        if first is None:
-            empty = InvalidInput("inputs", "the stream ended before its first message")
-            _refuse(context, MLServerError(empty.message, empty.status))
-            return
         try:
-            async with aclosing(original(servicer, _with_first(first, messages), context)) as responses:  # type: ignore[type-var]
+            first = await _first(messages)
+            async with aclosing(original(servicer, _with_first(servicer, first, messages), context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response
-        except MLServerError as error:
-            if not _is_ours(servicer, first.model_name, error):
-                raise
+        except _REFUSALS as error:
             _refuse(context, error)
 
     return answer
 
 
+async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInferRequest:
+    """Raises MLServerError where the stream has none."""
+    try:
+        return await anext(messages)
+    except StopAsyncIteration:
+        error = InvalidInput("inputs", "the stream ended before its first message")
+    except DecodeError as undecoded:
+        error = InvalidInput("inputs", str(undecoded))
+    raise _NoMessage(error.message, error.status)
+
+
 async def _with_first(
-    first: pb.ModelInferRequest, others: AsyncIterator[pb.ModelInferRequest]
-) -> AsyncIterator[pb.ModelInferRequest]:
+    servicer: InferenceServicer, first: pb.ModelInferRequest, others: AsyncIterator[pb.ModelInferRequest]
+) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage]:
+    """A later message that is none, or that names another model than the first, is refused alone."""
     yield first
-    async for message in others:
-        yield message
-
-
-def _is_ours(servicer: InferenceServicer, name: str, error: MLServerError) -> bool:
-    """What a model of ours has refused, and names that no model has."""
-    if isinstance(error, RefusedCall):
-        return True
-    return name not in servicer._data_plane._model_registry._models
+    registry = servicer._data_plane._model_registry
+    ours = bool(getattr(find_model(registry, first.model_name, first.model_version), "streams_tokens", False))
+    try:
+        async for message in others:
+            model = find_model(registry, message.model_name, message.model_version)
+            if ours and message.model_name and model is not find_model(registry, first.model_name, first.model_version):
+                other = InvalidInput(
+                    "model_name", "differs from that of the stream's first message, or its version does"
+                )
+                yield RefusedMessage(other, message.id)
+            else:
+                yield message
+    except DecodeError as error:
+        if not ours:
+            raise
+        yield RefusedMessage(InvalidInput("inputs", str(error)), "")
 
 
 def _refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
     code = utils._grpc_status_code(error)
     if not isinstance(error, RefusedCall):  # else the request has its line in the log
-        logger.info(f"A gRPC call was refused with {code.name}: {error}")
+        logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have lines
     context.set_code(code)
     context.set_details(str(error))

@@ -6,6 +6,7 @@ an archive claims.
 
 from __future__ import annotations
 
+import gzip
 import re
 import shutil
 import stat
@@ -24,7 +25,7 @@ BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
 _MOST_RATIO = 100
 _LEAST_BYTES = 1 << 30  # that any archive may unpack to, however small it is
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # bytes of one read: also what a long name or other headers of one member may have
 _DRIVE = re.compile(r"[A-Za-z]:/")
 
 
@@ -62,7 +63,7 @@ def unpack(archive: Path, folder: Path, bounds: UnpackBounds) -> None:
         with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
             target.write(members)
     else:
-        with tarfile.open(archive, mode="r:gz") as tar:
+        with _BoundedReads(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
             target.write(_of_tar(tar))
 
 
@@ -80,6 +81,15 @@ def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
         plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
         with archive.open(info) as content:
             yield _Member(info.filename, info.file_size, plain, None if info.is_dir() else content)
+
+
+class _BoundedReads(gzip.GzipFile):
+    """A packed archive as tarfile reads it: the headers of a member, such as a long name, in one piece."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _CHUNK:
+            raise LoadFailed(f"{self.name}: the headers of a member have {size} bytes, more than {_CHUNK}")
+        return super().read(size)
 
 
 def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:

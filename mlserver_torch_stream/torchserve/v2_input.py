@@ -106,7 +106,7 @@ def _timeout(given: Any, config: HandlerConfig) -> float | None:
         return bound
     try:
         seconds = int(given) / _MICROSECONDS
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidInput("timeout", "must be a number of microseconds") from None
     if seconds <= 0:
         raise InvalidInput("timeout", "must be above 0")

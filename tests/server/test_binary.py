@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server import v2
+from tests.server import raw, v2
 from tests.server.harness import Server
 
 _INFER = "/v2/models/tiny/infer"
@@ -137,10 +137,19 @@ def test_sizes_that_do_not_fit_are_422_and_name_the_input(
     assert (response.status_code, said in response.json()["error"]) == (422, True), response.text
 
 
-@pytest.mark.parametrize("length", ["0", "-1", "1000000", "9" * 5000, "ten", ""])
+@pytest.mark.parametrize("length", ["0", "-1", "1000000", "9" * 5000, "0" * 19 + "1" + "9" * 5000, "ten", ""])
 def test_a_length_that_the_body_has_not_is_422(server: Server, length: str) -> None:
     response = _post(server, v2.rest_body("Hello"), **{_LENGTH: length})
     assert response.status_code == 422 and _LENGTH in response.json()["error"]
+
+
+@pytest.mark.parametrize("spelling", ["{}", "0000000000000000000000{}", "{} ", "{}\t"])
+def test_a_length_counts_without_its_zeros_and_white_space(server: Server, spelling: str) -> None:
+    spelled = json.dumps(v2.rest_body("Hello", max_tokens=3)).encode()
+    length = f"{_LENGTH}: {spelling.format(len(spelled))}"
+    with raw.connected(server) as connection:
+        connection.sendall(raw.post(_INFER, spelled, length, "Connection: close"))
+        assert raw.read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_size_without_bytes_is_422(server: Server) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -40,6 +41,16 @@ def refusal(stub: Stub, streaming: bool, *requests: pb.ModelInferRequest) -> grp
         else:
             stub.ModelInfer(requests[0], timeout=v2.TIMEOUT_S)
     return caught.value
+
+
+def _ends(responses: Iterable[pb.ModelInferResponse]) -> dict[Any, str]:
+    """How each request of a stream has ended, by its number."""
+    ends = {}
+    for reply in map(v2.grpc_reply, responses):
+        if reply.final:
+            error = reply.parameters.get("error")
+            ends[reply.parameters["request_index"]] = f"error: {error}" if error else str(reply.finish_reason)
+    return ends
 
 
 class _Log:
@@ -84,6 +95,68 @@ def test_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub, stream
     assert refusal(stub, streaming, v2.grpc_request("nobody", _PROMPT)).code() is grpc.StatusCode.NOT_FOUND
     (line,) = log.settled(1)
     assert " INFO " in line and "nobody" in line
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_version_is_one_line_at_info(server: Server, stub: Stub, streaming: bool) -> None:
+    log = _Log(server)
+    request = v2.grpc_request("tiny", _PROMPT)
+    request.model_version = "v9"
+    assert refusal(stub, streaming, request).code() is grpc.StatusCode.NOT_FOUND
+    (line,) = log.settled(1)
+    assert " INFO " in line and "v9" in line
+
+
+def test_a_name_of_two_lines_is_one_line_in_the_log(server: Server, stub: Stub) -> None:
+    log = _Log(server)
+    refusal(stub, False, v2.grpc_request("nobody\n2026-01-01 ERROR - forged", _PROMPT))
+    (line,) = log.settled(1)
+    assert "forged" in line
+
+
+def test_a_load_and_an_unload_of_an_unknown_model_are_one_line_each(server: Server, stub: Stub) -> None:
+    log = _Log(server)
+    for call, request in (
+        (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name="nobody")),
+        (stub.RepositoryModelUnload, pb.RepositoryModelUnloadRequest(model_name="nobody")),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(request, timeout=v2.TIMEOUT_S)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert [" INFO " in line and "nobody" in line for line in log.settled(2)] == [True, True]
+
+
+def _raw_stream(server: Server, messages: list[bytes]) -> list[pb.ModelInferResponse]:
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        return [pb.ModelInferResponse.FromString(raw) for raw in call(iter(messages), timeout=v2.TIMEOUT_S)]
+
+
+def test_bytes_that_are_no_message_are_refused_without_a_traceback(server: Server) -> None:
+    log = _Log(server)
+    with pytest.raises(grpc.RpcError) as caught:
+        _raw_stream(server, [b"\xff\xff"])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    (line,) = log.settled(1)
+    assert " INFO " in line
+
+
+def test_bytes_that_are_no_message_behind_one_leave_its_answer_alone(server: Server) -> None:
+    log = _Log(server)
+    first = v2.grpc_request("tiny", _PROMPT, max_tokens=3, ignore_eos=True).SerializeToString()
+    reasons = _ends(_raw_stream(server, [first, b"\xff\xff"]))
+    assert (reasons[0], reasons[1].startswith("error: inputs: ")) == ("length", True)
+    assert not [line for line in log.settled(2) if "Traceback" in line]
+
+
+def test_a_message_that_names_another_model_than_the_first_is_refused_alone(server: Server, stub: Stub) -> None:
+    messages = [
+        v2.grpc_request(name, _PROMPT, max_tokens=3, ignore_eos=True) for name in ("tiny", "nobody", "tiny", "")
+    ]
+    messages[2].model_version = "v9"
+    reasons = _ends(list(stub.ModelStreamInfer(iter(messages), timeout=v2.TIMEOUT_S)))
+    refused = "error: model_name: differs from that of the stream's first message, or its version does"
+    assert reasons == {0: "length", 1: refused, 2: refused, 3: "length"}
 
 
 def test_metadata_of_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 import stat
@@ -100,6 +101,17 @@ def test_a_name_with_a_colon_is_a_name_like_any_other(tmp_path: Path) -> None:
         archive = open_archive(uri, None)
         assert (archive.folder / "layer:0.weight").read_text() == "w" and (archive.folder / "a:b/c").is_file()
         archive.close()
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.parametrize("size", [1 << 17, 1 << 40])
+def test_headers_of_a_tar_that_fill_the_memory_are_not_read(tmp_path: Path, kind: bytes, size: int) -> None:
+    header = tarfile.TarInfo("long")
+    header.type, header.size = kind, size
+    with gzip.open(tmp_path / "m.tar.gz", "wb") as packed:
+        packed.write(header.tobuf(format=tarfile.GNU_FORMAT) + b"a" * (1 << 17))
+    with pytest.raises(LoadFailed, match=f"the headers of a member have {size} bytes, more than"):
+        open_archive(str(tmp_path / "m.tar.gz"), None)
 
 
 _WRITERS = [("m.mar", write_mar), ("m.tar.gz", _as_tar)]

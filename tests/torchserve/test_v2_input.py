@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_the_shorter_of_two_time_limits_counts(timeout: Any, bound: int, seconds
     assert _read(parameters, clientTimeoutInMills=bound).timeout_s == seconds
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "soon", [1]])
+@pytest.mark.parametrize("timeout", [0, -1, "soon", [1], "9" * 400, "9" * 5000, math.inf, math.nan])
 def test_a_time_limit_that_is_none_is_refused(timeout: Any) -> None:
     with pytest.raises(InvalidInput, match="timeout"):
         _read({"timeout": timeout})

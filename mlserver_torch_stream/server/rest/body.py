@@ -7,6 +7,7 @@ Knows nothing of what the object says. How slowly a client may send is the HTTP 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -17,6 +18,7 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 
 JSON_LENGTH = "inference-header-content-length"
+_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space behind a header's value is no part of it
 _CODINGS = ("identity", "gzip", "x-gzip")
 
 
@@ -56,9 +58,16 @@ def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
 
 def _json_length(declared: str, size: int) -> int:
     """How many bytes of a body of this size are its JSON object."""
-    if not declared.isdecimal() or not 0 < int(declared[:20]) <= size:
+    length = _as_length(declared)
+    if length is None or not 0 < length <= size:
         raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {size} bytes, got {declared[:20]!r}")
-    return int(declared)
+    return length
+
+
+def _as_length(declared: str) -> int | None:
+    """None for what is no number of bytes. Python converts no number of thousands of digits."""
+    match = _LENGTH.fullmatch(declared)
+    return None if match is None else int(match[1])
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -88,8 +97,8 @@ def _is_text(raw: bytes) -> bool:
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
     """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
-    declared = headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > most_bytes:
+    declared = _as_length(headers.get("content-length", ""))
+    if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)
 
 
