@@ -121,7 +121,7 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
 
 
 @pytest.mark.parametrize(
-    ("request", "field"),
+    ("refused", "field"),
     [
         (EngineRequest(()), "text_input"),
         (EngineRequest(prompt_of(CONTEXT)), "text_input"),
@@ -133,13 +133,13 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
     ids=["empty", "as long as the context", "id beyond the vocabulary", "negative id", "n beyond the rows", "open n"],
 )
 def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
-    model: PreTrainedModel, watch: Watch, request: EngineRequest, field: str
+    model: PreTrainedModel, watch: Watch, refused: EngineRequest, field: str
 ) -> None:
     async def scenario(engine: EngineCore) -> None:
         running_one = engine.submit([EngineRequest(prompt_of(5), greedy(40))])
         await anext(running_one)
         with pytest.raises(InvalidInput) as caught:
-            engine.submit([EngineRequest(prompt_of(5), greedy(5)), request] if not request.open else [request])
+            engine.submit([EngineRequest(prompt_of(5), greedy(5)), refused] if not refused.open else [refused])
         assert caught.value.field == field
         tokens = [token async for event in running_one for token in event.token_ids]
         assert tokens == expected[-len(tokens) :]  # the one that runs noticed nothing

@@ -115,7 +115,7 @@ def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("piece", [1, 7, 100, 600])
+@pytest.mark.parametrize("chunk", [1, 7, 100, 600])
 def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(
     family: str, chunk: int, folder: Path
 ) -> None:
