@@ -24,7 +24,7 @@ class InFlightForwards(Generic[K, T]):
     """
 
     def __init__(self, most: int, threads: int) -> None:
-        """``threads`` is the number of torch's threads in each of ours; a new thread would use all of the host's cores."""
+        """``threads`` is the number of torch's threads in each of ours; a new thread would use all cores."""
         self._most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
