@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, EngineRequest, TokenStream
@@ -80,13 +80,13 @@ class Generator:
     async def start(self, request: GenerationRequest, opened: Opened) -> None:
         """Submits all prompts of a request. Raises RequestError."""
         n = request.sampling.n
-        jobs = []
+        submitted = []
         with self._watched(request) as watch:
             for position, prompt in enumerate(request.prompts):
                 ids = tuple(await _off_loop_if_long(self.codec.encode, prompt))
-                jobs.append(replace(self._job(request), prompt_ids=ids, first_index=position * n))
-            watch.prompted(request.prompts, sum(len(job.prompt_ids) for job in jobs))
-            opened(_ObservedStream(self.engine.submit(jobs), watch))
+                submitted.append(_engine_request(request, ids, first_index=position * n))
+            watch.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
+            opened(_ObservedStream(self.engine.submit(submitted), watch))
 
     async def assemble(
         self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
@@ -97,7 +97,7 @@ class Generator:
         ``timeout`` seconds (0: at any time). Raises RequestError.
         """
         with self._watched(request) as watch:
-            stream = _ObservedStream(self.engine.submit([replace(self._job(request), open=True)]), watch)
+            stream = _ObservedStream(self.engine.submit([_engine_request(request, open=True)]), watch)
             opened(stream)
             arrivals = Arrivals(pieces, stream, timeout)
             try:
@@ -142,15 +142,19 @@ class Generator:
             watch.failed(error)
             raise
 
-    @staticmethod
-    def _job(request: GenerationRequest) -> EngineRequest:
-        return EngineRequest(
-            prompt_ids=(),
-            sampling=request.sampling,
-            priority=request.priority or DEFAULT_PRIORITY,
-            client=request.client,
-            timeout_s=request.timeout_s,
-        )
+
+def _engine_request(
+    request: GenerationRequest, prompt_ids: tuple[int, ...] = (), *, first_index: int = 0, open: bool = False
+) -> EngineRequest:
+    return EngineRequest(
+        prompt_ids,
+        request.sampling,
+        first_index,
+        open,
+        priority=request.priority or DEFAULT_PRIORITY,
+        client=request.client,
+        timeout_s=request.timeout_s,
+    )
 
 
 class _ObservedStream:

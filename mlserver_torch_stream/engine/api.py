@@ -1,6 +1,6 @@
-"""What the rest of the project sees of an engine: submit prompts, read one stream of events, close it.
+"""Defines the interface of an engine: submit requests, read one stream of their events, close the stream.
 
-Knows no tensor: the modules on either side of it meet here.
+Imports no torch, so that the rooms outside the engine can import it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DEFAULT_PRIORITY = 100
 class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
-    ``open``: more ids follow through ``TokenStream.extend``; decoding starts when ``TokenStream.seal`` is called.
-    ``priority``: lower ones are admitted first; ``client``: whose backlog counts when requests wait; ``timeout_s``:
-    from submit to the last token, after which the sequences end with what they have.
+    The prompt of an ``open`` request grows by ``TokenStream.extend``; decoding starts after ``TokenStream.seal``.
+    The scheduler admits requests with a lower ``priority`` first. Waiting requests of one ``client`` share its place in
+    the queue. ``timeout_s`` after the submit, the sequences end with the tokens that they have.
     """
 
     prompt_ids: tuple[int, ...]
@@ -36,24 +36,24 @@ class EngineRequest:
 class EngineStats:
     """A snapshot of counters and gauges; counters only ever grow."""
 
-    running_sequences: int = 0  # decoding now
-    waiting_requests: int = 0  # queued
-    waiting_tokens: int = 0  # of their prompts
+    running_sequences: int = 0  # that decode
+    waiting_requests: int = 0  # in the queue
+    waiting_tokens: int = 0  # of the prompts of waiting requests
     prefilling_requests: int = 0
-    open_prompts: int = 0  # whose end has not come: they hold no row
-    kv_cache_bytes: int = 0  # reserved by running and prefilling rows, and by what is prefilled of open prompts
+    open_prompts: int = 0  # that are not whole yet: they hold no slot
+    kv_cache_bytes: int = 0  # reserved by running and prefilling sequences, and by open prompts
     kv_cache_budget: int = 0
-    prefix_cache_bytes: int = 0  # of prompts that are kept for later ones that begin alike
+    prefix_cache_bytes: int = 0  # used by the prefix cache
     decode_steps: int = 0
     prefill_tokens: int = 0
-    prefix_hit_tokens: int = 0  # of prompts, copied instead of prefilled
+    prefix_hit_tokens: int = 0  # prompt tokens copied from the prefix cache instead of prefilled
     generated_tokens: int = 0
-    cancelled_sequences: int = 0  # their stream was closed
+    cancelled_sequences: int = 0  # whose stream was closed
     timed_out_sequences: int = 0
-    zombie_steps: int = 0  # rows decoded in a step that began after their stream was closed
+    zombie_steps: int = 0  # sequences decoded in a step that began after their stream was closed
 
     def counting_on(self, before: EngineStats) -> EngineStats:
-        """With the counts of what was in this one's place before."""
+        """Returns these stats with the counters of ``before``, a batcher that this one has replaced, added."""
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
 
 
@@ -69,10 +69,9 @@ COUNTERS = (
 
 
 class TokenStream(Protocol):
-    """The events of one submit, in order within each sequence; ends after the last event of every sequence.
+    """Yields the events of one submit, in order within each sequence, and ends after the last event of all sequences.
 
-    A reader that lags gets fewer, larger events, none of which is larger than ``MOST_PER_EVENT``: the engine never
-    waits for it.
+    The engine never waits for a reader. A slow reader gets fewer, larger events, of at most ``MOST_PER_EVENT``.
     """
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
@@ -80,48 +79,48 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvent: ...
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Appends ids to the (single, open) request. They are prefilled as they come where the memory is free.
+        """Appends ids to the open request, which is the only one of its stream.
 
-        Raises InvalidInput when the prompt has become too long.
+        The engine prefills them at once if it has free memory. Raises InvalidInput when the prompt is too long.
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
-        """Ends an open request with its whole prompt; what was prefilled and is no prefix of it is prefilled anew."""
+        """Gives an open request its whole prompt. If the prefilled ids are no prefix of it, prefill starts anew."""
 
     def close(self) -> None:
         """Cancels what still runs. Synchronous, idempotent, safe from any task: call it in a ``finally``."""
 
 
 class Engine(Protocol):
-    """A loaded model that generates. All methods are called on the event loop's thread."""
+    """A loaded model that generates. Callers use it on the event loop's thread."""
 
     info: ModelInfo
 
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
-        """Queues the requests of one request.
+        """Queues requests whose events share one stream.
 
-        Raises InvalidInput (a prompt that can never fit the context or the cache), QueueFull or NotServing.
+        Raises InvalidInput (a prompt can never fit the context or the cache), QueueFull or NotServing.
         """
 
     def stats(self) -> EngineStats: ...
 
     @property
     def load(self) -> int:
-        """Prompts that wait or are prefilled, and rows that are decoded."""
+        """The number of requests that wait or are prefilled, and of sequences that decode."""
 
     @property
     def alive(self) -> bool:
-        """False once the engine's thread has died, or was shut down."""
+        """False once the engine's thread has died or the engine was shut down."""
 
     @property
     def trouble(self) -> str | None:
-        """Why new requests had better go elsewhere: it is dead, or does not come back from a step; None if neither."""
+        """Why new requests should go elsewhere: the engine is dead, or its step does not return. None if neither."""
 
     def drain(self, why: str) -> None:
-        """From now on ``submit`` raises NotServing with the reason ``why``; what runs goes on."""
+        """Makes ``submit`` raise NotServing with the reason ``why`` from now on. Submitted requests go on."""
 
     def abort_all(self, why: str) -> None:
-        """Ends every stream with the finish reason ``abort``, the text it has, and the reason ``why``."""
+        """Ends every stream with the finish reason ``abort``, the text that it has, and the reason ``why``."""
 
     def shutdown(self) -> None:
         """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""

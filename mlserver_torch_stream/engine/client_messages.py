@@ -1,7 +1,7 @@
-"""What a client is told of an exception of a model's or a device's: its kind, never its text.
+"""Describes an exception of a model or a device to a client: by its kind, never by its text.
 
-The text may hold paths of source files, addresses of other machines or a part of another prompt: it is for the log, and
-whoever calls this has written it there. Knows nothing of who asks.
+The text can hold paths of source files, addresses of other machines or a part of another prompt, so the caller writes
+it to the log. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 
 
 class StepTimeout(RuntimeError):
-    """A step has not come back in time. Its thread cannot be ended, so the process has to be."""
+    """A step did not return in time. Its thread cannot be stopped, so the process has to end."""
 
 
 def in_short(error: BaseException) -> str:
-    """The end of a sentence such as ``decode failed: …``. What the engine itself says is told in full."""
+    """Returns the end of a sentence such as ``decode failed: …``. A ``StepTimeout`` keeps its full text."""
     if isinstance(error, StepTimeout):
         return str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -1,6 +1,6 @@
-"""The one thread that owns a model: it takes requests from the event loop, steps a backend and delivers what comes out.
+"""Runs the engine's thread, which owns a model: it takes in requests, steps a batcher and delivers the events.
 
-Knows nothing of how a backend generates, nor of who reads the streams.
+Knows nothing of how a batcher generates, nor of the readers of the streams.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mlserver_torch_stream.types import FinishReason, ModelInfo
 
 logger = logging.getLogger(__name__)
 
-# An engine that dies more often than this is not started anew: something is wrong that a fresh start does not mend.
+# An engine that dies more often than this stays dead: its trouble is one that a new batcher does not mend.
 _MOST_DEATHS = 3
 _DEATHS_WITHIN = 600.0  # seconds
 
@@ -74,12 +74,12 @@ class EngineCore:
         self._open: dict[Mailbox, list[RequestState]] = {}
         self._deaths: list[float] = []
         self._service_rate = ServiceRate()
-        self._submitted = self._submitted_tokens = 0  # requests and their prompts, written by the loop's thread
-        self._accepted = self._accepted_tokens = 0  # of them, handed to the backend
-        self._cancelled = 0  # sequences
+        self._submitted = self._submitted_tokens = 0  # requests and prompt tokens; the loop's thread writes them
+        self._accepted = self._accepted_tokens = 0  # those that the batcher has
+        self._cancelled = 0  # sequences, as ``_timed_out``
         self._timed_out = 0
-        self._stats_before = EngineStats()  # what backends counted that died
-        self._draining: str | None = None  # why
+        self._stats_before = EngineStats()  # of the batchers that have died
+        self._draining: str | None = None  # the reason
         self._stopping = False
         self._death_lock = threading.Lock()
         self._dead: BaseException | None = None
@@ -123,7 +123,7 @@ class EngineCore:
         tokens = sum(len(request.prompt_ids) for request in requests)
         self._submitted += len(accepted)
         self._submitted_tokens += tokens
-        self._open[mailbox] = accepted  # at once: the watchdog ends it too, should the thread not come to take it in
+        self._open[mailbox] = accepted  # at once: the watchdog must find it if the thread never takes it in
         self._watchdog.watch(accepted, timeouts)
         if not self._inbox.post(lambda: self._accept(mailbox, accepted, timeouts, tokens)):
             self._open.pop(mailbox, None)
@@ -155,7 +155,6 @@ class EngineCore:
 
     @property
     def load(self) -> int:
-        """Prompts that wait or are prefilled, and rows that are decoded."""
         stats = self._batcher.stats()
         return (
             self._submitted
@@ -179,9 +178,9 @@ class EngineCore:
             self._watchdog.asked(end)
 
     def fail(self, error: BaseException, patience: float | None = None) -> None:
-        """Has the engine's thread die of ``error`` before its next step. From any thread.
+        """Makes the engine's thread die of ``error`` before its next step. From any thread.
 
-        ``patience``: seconds after which the streams are told without it, should it not come back from a device.
+        If the current step does not return within ``patience`` seconds, the watchdog ends the streams.
         """
         self.pending_death = PendingDeath(error, None if patience is None else time.monotonic() + patience)
         self._inbox.post(lambda: None)
@@ -194,7 +193,7 @@ class EngineCore:
         self._watchdog.stop()
         self._watchdog.join()
 
-    # --- what its watchdog asks and does ---
+    # --- for the watchdog ---
 
     def works(self) -> Sequence[Work]:
         return self._batcher.progress.works()
@@ -204,7 +203,7 @@ class EngineCore:
 
     def give_up(self, error: BaseException) -> None:
         if self._mark_dead(error):
-            logger.error("The engine's thread is not waited for any more, its streams end without it: %s", error)
+            logger.error("The engine's thread is given up, its streams end without it: %s", error)
             failure = GenerationFailed(f"the engine died: {in_short(error)}")
             end_for_readers(self._all_requests(), FinishReason.ERROR, failure)
             self._report_death(error)
@@ -224,7 +223,7 @@ class EngineCore:
         self._accepted_tokens += tokens
         if mailbox.closed_at is not None:
             self._open.pop(mailbox, None)
-        elif mailbox in self._open:  # and has not ended with all others
+        elif mailbox in self._open:  # otherwise it has ended with all others
             now = time.monotonic()
             for request, timeout in zip(requests, timeouts, strict=True):
                 self._batcher.add(request)
@@ -242,9 +241,9 @@ class EngineCore:
         self._end(end.requests, end.reason, end.error)
 
     def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
-        """Ends requests wherever they are, with the text they have.
+        """Ends requests, with the text that they have.
 
-        Delivers also the ends of sequences that had finished when the engine died.
+        Sequences that had ended when the engine died get their last event here.
         """
         sequences = [
             sequence for request in requests for sequence in request.sequences if not sequence.last_event_taken
@@ -267,13 +266,13 @@ class EngineCore:
                 return
             except BaseException as error:
                 if self._dead is not None:
-                    return  # it was given up before it came back
+                    return  # the watchdog has given this thread up
                 logger.exception("the engine's thread failed; every stream ends with an error")
                 if not self._revive(error):
                     return
 
     def _revive(self, error: BaseException) -> bool:
-        """Ends every stream and starts anew with a fresh backend; False if the engine stays dead."""
+        """Ends every stream and goes on with a new batcher. Returns False if the engine stays dead."""
         now = time.monotonic()
         self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
         batcher = None
@@ -298,11 +297,11 @@ class EngineCore:
         return batcher is not None
 
     def _mark_dead(self, error: BaseException) -> bool:
-        """Makes this the end, once: True for the first of the engine's thread and its watchdog."""
+        """Marks the engine dead. Returns True to the first caller, the engine's thread or its watchdog."""
         with self._death_lock:
             if self._dead is not None:
                 return False
-            self._dead = error  # before the streams end: who is told of it finds `alive` false
+            self._dead = error  # before the streams end: their readers find `alive` false
         self._inbox.close()
         return True
 
@@ -319,18 +318,19 @@ class EngineCore:
     def _loop(self) -> None:
         busy = False
         while True:
-            if not busy and not self._stopping:  # whose wake-up may have been taken in since it was looked at
+            if not busy and not self._stopping:  # shutdown's wake-up may have been taken in already
                 self._inbox.wait()
             if self._poll():
                 return
             busy = self._step()
 
     def _poll(self) -> bool:
-        """Takes in what has arrived: requests, closed streams, deadlines that are over; True if it was the end."""
-        stopping = self._stopping  # read once: who posts after the last look must be told that it was the last
+        """Takes in new requests, closed streams and passed deadlines. Returns True after a shutdown."""
+        stopping = self._stopping  # read once: the inbox refuses what is posted after the last look
         self._inbox.take_in(last=stopping)
         if self._dead is not None:
-            self._end_all(FinishReason.ERROR, GenerationFailed("the engine died"))  # its readers know: it frees rows
+            # The readers have their last events already: this frees the slots.
+            self._end_all(FinishReason.ERROR, GenerationFailed("the engine died"))
             return True
         if (pending_death := self.pending_death) is not None and not stopping:
             self.pending_death = None
@@ -352,7 +352,7 @@ class EngineCore:
             return busy
 
     def _between_tokens(self) -> None:
-        """In a long step: takes in what has arrived, and lets other engines on these cores have their turn."""
+        """Runs between the tokens of a long step: takes in news, and lets other engines use the cores."""
         self._poll()
         self._batcher.progress.rest()
         if self._fair_lock is not None:
@@ -360,7 +360,7 @@ class EngineCore:
         self._batcher.progress.at("the next token of an answer alone")
 
     def _deliver(self, sequences: Sequence[SequenceState]) -> None:
-        """Posts what the answers have to say, and forgets streams that ended."""
+        """Posts the new events of the sequences and forgets the streams that have ended."""
         post_events(sequences)
         for sequence in sequences:
             if sequence.finish_reason is not None:

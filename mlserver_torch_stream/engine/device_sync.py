@@ -1,4 +1,4 @@
-"""Operations that wait for their device, as Python has to know their result before it goes on.
+"""Detects operations that wait for their device, as Python needs their result before it goes on.
 
 Knows nothing of models.
 """
@@ -32,15 +32,15 @@ _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
 class DeviceSyncs(Exception):
-    """An operation waits where none may."""
+    """An operation waits for its device in a place where none may."""
 
 
 Saw = Callable[[Any, tuple[Any, ...], Any], None]
-"""Is told of an operation, its arguments and its result."""
+"""Gets an operation, its arguments and its result."""
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Sees what operations are made of, also in inference mode, where torch hands them over whole."""
+    """Sees the basic operations of composite ones, also in inference mode, where torch passes them on whole."""
 
     def __init__(self, saw: Saw) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What an operation calls that is made of others: torch's own, and those that a package has written in Python."""
+    """Returns the implementation of a composite operation: of torch's own, or of a package's in Python."""
     keys = [DispatchKey.CompositeImplicitAutograd]
     if operation.namespace != "aten":
         device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
@@ -72,9 +72,9 @@ def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 def no_waits() -> AbstractContextManager[object]:
-    """Within it, on this thread, Waits is raised by what no device repeats by itself.
+    """Inside it, on this thread, an operation that no device can replay by itself raises DeviceSyncs.
 
-    That is a wait, or a fetch from the host's memory.
+    Such an operation waits for the device, or copies from the host's memory.
     """
     return _Operations(_refuse)
 
@@ -85,7 +85,7 @@ def _refuse(operation: Any, args: tuple[Any, ...], result: Any) -> None:
 
 
 def count_waits(forward: Callable[[], object]) -> int:
-    """Of one call, on this thread."""
+    """Counts the waits of one call, on this thread."""
     seen: list[bool] = []
     with _Operations(lambda *operation: seen.append(is_wait(*operation))):
         forward()
@@ -93,7 +93,7 @@ def count_waits(forward: Callable[[], object]) -> int:
 
 
 def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Of one operation, as a ``TorchDispatchMode`` sees it."""
+    """Whether an operation, as a ``TorchDispatchMode`` sees it, waits for its device."""
     return (
         operation in _WAITING
         or _selects_by_mask(operation, args)
@@ -109,7 +109,7 @@ def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
-    """A product of experts: the host reads how many rows each has, but for where torch has a kernel that does."""
+    """Whether a product of experts waits: the host reads the rows of each, unless torch has a kernel that does."""
     if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
         return False
     return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)

@@ -1,4 +1,4 @@
-"""Devices with memory of their own: names, whether they answer, what goes there, how large a cache over several can be.
+"""Handles devices with memory of their own: their names, health, copies, and the size of a cache over several.
 
 Knows nothing of models.
 """
@@ -13,37 +13,37 @@ from torch import nn
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
-    """Raises what a device raises that is lost: after an illegal access CUDA answers every call with that error.
+    """Raises the device's own error if one is lost: after an illegal access CUDA returns that error from every call.
 
-    Allocates nothing: a device that is merely full is not lost.
+    Allocates nothing, as a full device is not lost.
     """
     for device in devices:
-        if device.type == "cuda":  # not the device as a whole: that breaks recordings of other models
+        if device.type == "cuda":  # not the whole device: that would break CUDA graph captures of other models
             torch.cuda.current_stream(device).synchronize()
         elif device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
 
 
 def from_host(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """A tensor of these numbers, however nested. Does not wait for what the device has still to do.
+    """Returns a tensor of these numbers, however nested. Does not wait for the device's queued work.
 
-    They go through pinned memory, which torch gives out again only when they have gone.
+    The copy goes through pinned memory, which torch reuses only after the copy.
     """
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:
-    """Bytes in all, of which each device holds its share: the one with the least room for its share decides."""
+    """Returns the bytes of which each device has room for its share."""
     return int(min(room[device] / share for device, share in shares.items() if share > 0))
 
 
 def device_name(place: str | int | torch.device) -> str:
-    """Of a value of a device map."""
+    """Returns the name of a device map's value."""
     return f"cuda:{place}" if isinstance(place, int) else str(place)
 
 
 def execution_device(module: nn.Module) -> str | int | torch.device | None:
-    """Where accelerate's hooks have the module compute; None without one."""
+    """Returns the device on which accelerate's hooks run the module; None without hooks."""
     for each in module.modules():
         hook = getattr(each, "_hf_hook", None)
         for part in getattr(hook, "hooks", (hook,)):

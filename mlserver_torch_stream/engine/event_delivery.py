@@ -1,6 +1,6 @@
-"""From an engine's threads to the event loops of its readers, with one wake-up for each.
+"""Delivers events from an engine's threads to the event loops of the readers, with one wake-up for each loop.
 
-Knows nothing of engines: it is given answers, or requests that are to end without one.
+Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def post_events(sequences: Sequence[SequenceState]) -> None:
-    """What the answers have to say since they were last asked. On the thread that they belong to."""
+    """Posts the new events of the sequences. On the engine's thread, which owns them."""
     posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
     for sequence in sequences:
         events = sequence.take_events()
@@ -29,7 +29,7 @@ def post_events(sequences: Sequence[SequenceState]) -> None:
 
 
 def end_for_readers(requests: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
-    """Tells the readers of an end that the engine's thread does not come to tell; what has ended stays as it is."""
+    """Gives readers their last events in place of the engine's thread. Sequences that have ended stay as they are."""
     by_loop: dict[asyncio.AbstractEventLoop, list[RequestState]] = {}
     for request in requests:
         by_loop.setdefault(request.mailbox.loop, []).append(request)
@@ -40,7 +40,7 @@ def end_for_readers(requests: Sequence[RequestState], reason: FinishReason, erro
 def _call(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *arguments: object) -> None:
     try:
         loop.call_soon_threadsafe(what, *arguments)
-    except RuntimeError:  # the loop was closed: there is no reader left
+    except RuntimeError:  # the loop is closed: there is no reader left
         logger.debug("an event loop went away")
 
 

@@ -1,6 +1,6 @@
-"""Faults on demand, for tests of a real server: a forward that fails at a chosen call.
+"""Injects faults for tests of a real server: a forward fails at a chosen call.
 
-Knows nothing of who is hurt. Off unless the environment says otherwise, and then said loudly at load.
+Knows nothing of requests. Only an environment variable turns it on, and the load logs a warning then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """What happens at the ``call``-th forward (from 1) of a phase; ``slow`` happens at every one from there on."""
+    """A fault at the ``call``-th forward (from 1) of a phase. ``slow`` also holds for every later one."""
 
     phase: str
     call: int
@@ -33,8 +33,8 @@ class InjectedFault:
 class FaultInjector:
     """All faults of one engine, as in ``decode:5:raise,prefill:2:oom,decode:9:nan,decode:20:death,decode:1:slow=0.1``.
 
-    ``raise``: an exception; ``oom``: torch's out-of-memory error; ``nan``: the first row's logits; ``death``: the end
-    of the thread; ``slow``: seconds of sleep.
+    ``raise`` raises an exception, ``oom`` torch's out-of-memory error. ``nan`` sets the first row's logits. ``death``
+    ends the thread. ``slow`` sleeps for seconds.
     """
 
     def __init__(self, faults: Sequence[InjectedFault]) -> None:
@@ -45,7 +45,7 @@ class FaultInjector:
 
 
 def read_faults(environ: Mapping[str, str]) -> FaultInjector | None:
-    """Raises LoadFailed for what is no fault."""
+    """Reads the faults of the environment; None without any. Raises LoadFailed for an unknown fault."""
     text = environ.get(VARIABLE, "")
     if not text:
         return None

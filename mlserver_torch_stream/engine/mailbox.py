@@ -1,7 +1,7 @@
-"""The asyncio side of one submit: events wait here for their reader, merged to as few as ``MOST_PER_EVENT`` allows.
+"""Holds the events of one submit for their reader on the event loop, merged as far as ``MOST_PER_EVENT`` allows.
 
-Knows nothing of how events come about. The engine never waits for a reader, and what waits for one that lags is bounded
-by the length of the answers.
+Knows nothing of how events are made. The engine never waits for a reader; the length of the sequences bounds what a
+mailbox holds for a slow one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlserver_torch_stream.types import TokenEvent, add_event
 
 @dataclass(slots=True)
 class Delivered:
-    """What has been delivered of one sequence."""
+    """Summarises the events that were delivered of one sequence."""
 
     tokens: int = 0
     first_at: float | None = None
@@ -33,7 +33,7 @@ class Delivered:
 
 
 class Mailbox:
-    """A ``TokenStream``. ``deliver`` and the reader run on the loop's thread; ``closed_at`` is read by the engine's."""
+    """A ``TokenStream``. All of it runs on the loop's thread; the engine's thread reads ``closed_at``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, wake: Callable[[Mailbox], None]) -> None:
         self.loop = loop
@@ -46,14 +46,14 @@ class Mailbox:
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
 
     def feed_prompt_to(self, extend: Callable[[Sequence[int], bool], None]) -> None:
-        """Where the ids of an open request go: ``extend(prompt_ids, whole)``."""
+        """Sets the callback that gets the ids of an open request: ``extend(prompt_ids, whole)``."""
         self._on_extend = extend
 
     def delivered(self, index: int) -> Delivered:
         return self._delivered.setdefault(index, Delivered())
 
     def deliver(self, event: TokenEvent) -> None:
-        """Whatever comes after a sequence's last event is dropped: it has been ended without the engine's thread."""
+        """Drops events after a sequence's last one: the watchdog may have ended it before the engine's thread does."""
         delivered = self.delivered(event.index)
         if self.closed_at is not None or delivered.ended:
             return
@@ -67,7 +67,7 @@ class Mailbox:
 
     async def __anext__(self) -> TokenEvent:
         if self._pending:
-            # A real suspension per event: a generator that never waits starves the server and misses disconnects.
+            # This suspends once per event: a generator that never waits starves the server and misses disconnects.
             await asyncio.sleep(0)
         while not self._pending:
             if self._unfinished == 0 or self.closed_at is not None:
@@ -80,7 +80,7 @@ class Mailbox:
         waiting = self._pending.pop(next(iter(self._pending)))
         event = waiting.popleft()
         if waiting:
-            self._pending[event.index] = waiting  # behind the other sequences: all of them move on
+            self._pending[event.index] = waiting  # behind the other sequences, so that all of them advance
         if event.finish_reason is not None:
             self._unfinished -= 1
         return event

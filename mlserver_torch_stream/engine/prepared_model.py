@@ -1,6 +1,6 @@
-"""Weights on their devices, with all that is found out about them once, whoever shares them.
+"""Loads weights onto their devices and checks them, once for all engines that share them.
 
-Knows nothing of requests or of the engines over them. Blocks for as long as loading takes.
+Knows nothing of requests or of the engines. Blocks for as long as loading takes.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """Weights with all that is found out about them once, whoever shares them. ``fair_lock``: for who steps them."""
+    """Weights, the results of their checks, and their forward. Engines take turns on them with ``fair_lock``."""
 
     weights: LoadedWeights
     findings: SelfCheckResult
     forward: Forward | None
     packed: int  # linear layers of the model that oneDNN has laid out
     device: torch.device  # of the token ids
-    fair_lock: FairLock | None  # None: its devices have turns of their own
+    fair_lock: FairLock | None  # None: the pipeline's stages have locks of their own
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
-    no_kernels: str | None = None  # why our own kernels, which would be faster, do not run
+    no_kernels: str | None = None  # why our own kernels, which are faster, do not run
 
     def check_devices(self) -> None:
-        """Raises what a device raises that is lost."""
+        """Raises the device's own error if a device is lost."""
         if self.ranks is not None:
             self.ranks.leader.check()
         check_devices({self.device, *self.findings.costs})
 
 
-def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
+def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
     """Raises LoadFailed."""
     settings = resolved.settings
     if settings.tensor_parallel_size > 1:
-        return _prepare_ranks(place, resolved, resources)
+        return _prepare_ranks(files, resolved, resources)
     if launched(os.environ):
         waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
     with torch.inference_mode():
-        weights = load_weights(place, resolved)
+        weights = load_weights(files, resolved)
         placement = read_placement(weights.model)
         if moved_bytes(placement):
             slowness = describe_moves(placement, seconds_per_step(weights.model))
@@ -101,7 +101,7 @@ def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
             with resources.capture_lock:
                 forward = take_graphs(weights.model, settings.max_num_seqs, pipeline)
     device = input_device(weights.model)
-    trim_heap()  # of what the conversion and the packing of the weights have left
+    trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
     fair_lock = None if pipeline is not None else resources.cpu_lock if device.type == "cpu" else FairLock()
     return PreparedModel(
@@ -112,8 +112,8 @@ def prepare(place: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
     )
 
 
-def _prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
-    ranks = prepare_ranks(place, resolved)
+def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
+    ranks = prepare_ranks(files, resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
     fair_lock = resources.cpu_lock if device.type == "cpu" else FairLock()

@@ -1,6 +1,6 @@
-"""Several engines with the same model behind one: each prompt goes to the one with the least to do.
+"""Puts several engines with the same model behind one ``Engine``, which sends each request to the least loaded.
 
-Knows nothing of weights or tensors; to everybody else it is an engine.
+Knows nothing of weights or tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _NEEDS = {"device_map": None, "max_memory": None, "offload_folder": None, "tenso
 
 
 def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
-    """One replica's settings each. Raises LoadFailed where there are not enough GPUs; on CPUs they share them."""
+    """Returns the settings of each replica, which has a GPU of its own; on a CPU they share the cores.
+
+    Raises LoadFailed if there are too few GPUs.
+    """
     for key, needed in _NEEDS.items():
         if (value := getattr(settings, key)) != needed:
             raise LoadFailed(f"{_KEY}: {settings.replicas} do not go with {key}: {value!r}")
@@ -38,11 +41,11 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
 
 
 class ReplicatedEngine:
-    """An ``Engine``: alive while one of ``replicas`` is; what it counts is the sum of what they do."""
+    """An ``Engine`` that is alive while one of ``replicas`` is. Its stats are their sums."""
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
-        self._taken = [0] * len(self._replicas)  # submits, so that idle ones are given work in turn
+        self._taken = [0] * len(self._replicas)  # submits of each: idle replicas get work in turn
         self.info = min(replicas, key=lambda replica: replica.info.max_context).info
 
     @property
@@ -51,14 +54,14 @@ class ReplicatedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """One that is fine serves for all."""
+        """None while one replica has no trouble."""
         troubles = [replica.trouble for replica in self._replicas]
         return None if None in troubles else troubles[0]
 
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
-        """All requests of a request go to one replica: the least loaded that lives and has room for them.
+        """Submits the requests to one replica: the least loaded that is alive and accepts them.
 
-        Their caches can differ in size, with what else is on their devices.
+        The replicas' caches can differ in size, as other models can share their devices.
         """
         refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
@@ -72,7 +75,7 @@ class ReplicatedEngine:
         raise refusal or NotServing("the engine is not running")
 
     def _by_load(self) -> list[int]:
-        """Those that live, or all, for what the dead have to say, if none does."""
+        """Returns the replicas that are alive; if none is, all of them, as their errors say why."""
         numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
         numbers = numbers or list(range(len(self._replicas)))
         return sorted(numbers, key=self._rank)
@@ -105,10 +108,10 @@ class ReplicatedEngine:
 
 
 class Deaths:
-    """Of ``count`` replicas: tells only of the last one's, for until then there is one that serves.
+    """Reports the death of the last of ``count`` replicas; until then there is a replica that serves.
 
-    A thread that hangs in a step is told of at once: only the end of the process ends it, and on CPUs the others wait
-    for the cores that it holds.
+    It reports a thread that hangs in a step at once: only the end of the process ends the thread, and on CPUs the other
+    replicas wait for its cores.
     """
 
     def __init__(self, count: int, on_death: OnDeath | None) -> None:

@@ -1,4 +1,4 @@
-"""One answer in the making, and the request it belongs to: tokens in, text events out, and when it ends.
+"""Holds the state of a request and of its sequences: their tokens, their text events, and when they end.
 
 Knows nothing of tensors, batches or caches.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.sampling.sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
-# A text that was held back may be long: it is said in parts, the first of which has room for a token and all about it.
+# Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
 _MOST_TEXT = MOST_PER_EVENT // 2
 
 
 class SequenceState:
-    """One row: its tokens so far, its text, and the events that wait to be delivered."""
+    """One sequence: its tokens so far, its text, and the events that are not delivered yet."""
 
     def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
         params = request.params
@@ -41,7 +41,7 @@ class SequenceState:
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.last_event_taken = False  # its last event was taken
+        self.last_event_taken = False  # by ``take_events``
         self.sampler: RowSampler | None = None
         self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
@@ -52,15 +52,11 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens in the row when the next one has been decoded: the prompt's and the answer's."""
+        """Tokens of the prompt and of the sequence: as many are in the cache after the next decode step."""
         return len(self.request.prompt) + len(self.tokens)
 
-    @property
-    def final_length(self) -> int:
-        return self.request.final_length
-
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Takes the next token; afterwards ``finish_reason`` tells whether it was the last."""
+        """Adds the next token. If it was the last, ``finish_reason`` is set afterwards."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
         self.tokens.append(token_id)
@@ -76,9 +72,9 @@ class SequenceState:
             self.finish(FinishReason.LENGTH)
 
     def _push(self, token_ids: Ids[int]) -> str:
-        """The text that is known now."""
+        """Returns the text that the ids complete and that cannot become part of a stop string."""
         text = self._detokenizer.push(token_ids)
-        if len(self.tokens) > self.request.params.min_tokens:  # as with the tokens that end an answer
+        if len(self.tokens) > self.request.params.min_tokens:  # stop strings count from there on, as end ids do
             text = self._stops.push(text)
         return text
 
@@ -99,16 +95,16 @@ class SequenceState:
         self.finish_reason = reason
         self._error = error
         if reason is FinishReason.ERROR:
-            return  # it may be the text that failed
+            return  # the failure may be in the text
         if self._stops.hit is None:
             self._emit(self._stops.push(self._detokenizer.flush()))
         if self._stops.hit is None:
             self._emit(self._stops.flush())
 
     def take_events(self) -> Ids[TokenEvent]:
-        """What there is to say since the last call, nothing after the last event.
+        """Returns the events since the last call, and nothing after the last event.
 
-        Nothing also while a character or a possible stop string is held back.
+        While a character or a possible stop string is held back, it returns nothing either.
         """
         if self.last_event_taken or (
             self.finish_reason is None and not any(event.text for event in self._pending_events)
@@ -131,7 +127,7 @@ class SequenceState:
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """One prompt on its way to ``params.n`` rows; ``prefilled`` of its ids are in a cache."""
+    """One prompt and its ``params.n`` sequences. A cache holds the first ``prefilled`` ids of the prompt."""
 
     prompt: list[int]
     params: SamplingParameters
@@ -142,10 +138,10 @@ class RequestState:
     priority: int = DEFAULT_PRIORITY
     client: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
-    whole_at: float = 0.0  # since when it can wait for a row
+    whole_at: float = 0.0  # since then the request waits in the queue
     started_at: float | None = None
     prefilled: int = 0
-    ahead: bool = True  # while it is open, its ids may be prefilled in memory that it gives up to others
+    ahead: bool = True  # whether an open prompt may be prefilled before it is whole
     sequences: list[SequenceState] = field(default_factory=list)
 
     @classmethod
@@ -177,7 +173,7 @@ class RequestState:
 
     @property
     def work(self) -> int:
-        """Tokens that it may need, prompt and answers."""
+        """The most tokens that the request can need: of its prompt and of all its sequences."""
         return len(self.prompt) + self.rows * self.max_tokens
 
     @property
@@ -187,16 +183,16 @@ class RequestState:
 
     @property
     def final_length(self) -> int:
-        """The most tokens that one of its rows can come to hold."""
+        """The most tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
     @property
     def ready_ids(self) -> int:
-        """Ids that may be prefilled now. An open prompt keeps its last one, for the logits at its end."""
+        """How many ids can be prefilled now. An open prompt keeps its last id, for the logits at its end."""
         return len(self.prompt) - self.prefilled - (0 if self.sealed else 1)
 
     def grow(self, prompt_ids: Ids[int], whole: bool) -> bool:
-        """Takes more of an open prompt, or all of it; False if what was prefilled is no prefix of it."""
+        """Extends an open prompt, or sets it as a whole. Returns False if the prefilled ids are no prefix of it."""
         if not whole:
             self.prompt.extend(prompt_ids)
             return True
@@ -213,9 +209,9 @@ class RequestState:
             sequence.finish(reason, error)
 
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
-        """Ends what has no end yet for its reader alone, with the tokens that were delivered. On the loop's thread.
+        """Gives the reader the last events of the sequences, with the tokens delivered so far. On the loop's thread.
 
-        The sequences are the engine's thread's, which does not come back to end them.
+        The sequences stay as they are: they belong to the engine's thread, whose step does not return.
         """
         for sequence in self.sequences:
             delivered = self.mailbox.delivered(sequence.index)

@@ -1,6 +1,6 @@
-"""What an engine is at and since when: written by its own threads, read by any.
+"""Records the work that an engine does and when it began. The engine's threads write it, any thread reads it.
 
-Knows nothing of what the work is, nor of how long it may take.
+Knows nothing of the kinds of work, nor of how long they may take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work, in words, with the tokens that go into its forward."""
+    """Describes some work in words, with the number of tokens in its forward."""
 
     what: str
     tokens: int
@@ -20,28 +20,28 @@ class Work:
 
 
 class StepProgress:
-    """The engine's thread is at one piece of work, or at none; forwards in threads of their own are told by a key."""
+    """Holds the work of the engine's thread, if any, and of forwards in other threads, each under a key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._here: Work | None = None
-        self._away: dict[Hashable, Work] = {}
+        self._current: Work | None = None
+        self._in_flight: dict[Hashable, Work] = {}
 
     def at(self, what: str, tokens: int = 1) -> None:
-        """The engine's thread begins this; what it was at before has come to its end."""
-        self._here = Work(what, tokens, self._clock())
+        """The engine's thread begins this work and has ended its previous work."""
+        self._current = Work(what, tokens, self._clock())
 
     def rest(self) -> None:
-        """The engine's thread is at nothing, or waits for what is told elsewhere."""
-        self._here = None
+        """The engine's thread is idle, or waits for forwards in other threads."""
+        self._current = None
 
     def launched(self, key: Hashable, what: str, tokens: int = 1) -> None:
-        self._away[key] = Work(what, tokens, self._clock())
+        self._in_flight[key] = Work(what, tokens, self._clock())
 
     def completed(self, key: Hashable) -> None:
-        self._away.pop(key, None)
+        self._in_flight.pop(key, None)
 
     def works(self) -> list[Work]:
-        """All that is under way. From any thread."""
-        here = self._here
-        return [*list(self._away.values()), *([here] if here is not None else [])]
+        """Returns all work that is not complete. From any thread."""
+        current = self._current
+        return [*list(self._in_flight.values()), *([current] if current is not None else [])]

@@ -1,6 +1,6 @@
-"""Sees to what the engine's thread owes its clients while that does not come back from a step.
+"""Keeps deadlines while the engine's thread is in a step that does not return, and in the end gives the thread up.
 
-Knows nothing of backends: it is told what the thread is at, and asks it before it does without it.
+Knows nothing of batchers: it reads the work that the engine reports. It asks the thread first, and then acts itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the engine's thread to end a request itself, with the text that it holds back. Most steps are shorter.
 PATIENCE = 0.5
-_LEAST = 0.01  # seconds between two looks, whatever was set
+_LEAST = 0.01  # seconds between two looks, at the least
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """Jobs that are to end, as the engine's thread was asked at that time."""
+    """Asks the engine's thread to end these requests; ``asked_at`` is the time of asking."""
 
     requests: tuple[RequestState, ...]
     reason: FinishReason
@@ -40,7 +40,7 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeath:
-    """What the engine's thread is to die of, and until when it is waited for; None: as long as it takes."""
+    """An error that ends the engine's thread, and the time at which the watchdog gives the thread up; None: never."""
 
     error: BaseException
     until: float | None
@@ -48,10 +48,10 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``ask``: the engine's thread is to end these. ``without``: it was asked and has not, so they end without it.
+    """The engine's thread shall end the requests of ``ask``. It has not ended those of ``without``: the watchdog does.
 
-    ``overdue``: work of which that is to be said, once. ``lost``: why the thread is given up. ``seconds``: until there
-    can be something new to decide.
+    The watchdog logs ``overdue`` work, once. ``lost`` is the reason for which it gives the thread up. The next decision
+    is due in ``seconds``.
     """
 
     ask: Sequence[EndRequest]
@@ -62,7 +62,7 @@ class Decision:
 
 
 class WatchdogState:
-    """Decides. All of it follows from what it was told and from the time that it is given."""
+    """Decides what the watchdog does, from the calls of its methods and the ``now`` that they give."""
 
     def __init__(self, queue_limits: QueueLimits) -> None:
         self._queue_limits = queue_limits
@@ -71,27 +71,27 @@ class WatchdogState:
         self._overdue: list[Work] = []
 
     def watch(self, requests: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
-        """``timeouts``: of each whole request. The bound of its wait is the settings', once its prompt is whole."""
+        """Adds the requests' ``timeouts``, and for whole requests the settings' limit of the time in the queue."""
         for request, timeout in zip(requests, timeouts, strict=True):
             if request.sealed:
                 self.watch_wait(request)
             self._deadlines.add(request, timeout, while_waiting=False)
 
     def watch_wait(self, request: RequestState) -> None:
-        """The request's prompt is whole, so its time in the queue counts from now on."""
+        """Starts the request's time in the queue: its prompt is whole now."""
         self._deadlines.add(request, self._queue_limits.queue_timeout, while_waiting=True)
 
     def asked(self, end: EndRequest) -> None:
-        """The engine's thread has been asked to end these."""
+        """Records that the engine's thread was asked to end requests."""
         self._asked.append(end)
 
     def next_deadline(self, now: float) -> float:
-        """Seconds until then."""
+        """Returns the seconds until the next deadline."""
         left = self._deadlines.seconds_left(now)
         return math.inf if left is None else left
 
     def due(self, now: float) -> list[EndRequest]:
-        """Takes out the requests whose time is over."""
+        """Removes and returns the requests whose deadline has passed."""
         return [out_of_time(request, waited, now) for request, waited in self._deadlines.due(now)]
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
@@ -100,8 +100,8 @@ class WatchdogState:
         without = [end for end in self._asked if end.asked_at + PATIENCE <= now]
         self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
         overdue = [work for work in works if is_overdue(work, self._queue_limits, now)]
-        said, self._overdue = self._overdue, overdue
-        fresh = [work for work in overdue if work not in said]
+        logged, self._overdue = self._overdue, overdue
+        fresh = [work for work in overdue if work not in logged]
         return Decision(
             ask, without, fresh, self._lost(now, works, pending_death), self._seconds(now, works, pending_death)
         )
@@ -115,7 +115,7 @@ class WatchdogState:
         return None
 
     def _seconds(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> float:
-        """Work that begins from now on is looked at before it can be overdue."""
+        """Returns the seconds until the next decision, which is before work that begins now can be overdue."""
         queue_limits = self._queue_limits
         moments = [end.asked_at + PATIENCE for end in self._asked]
         moments += [now + _overdue_limit(1, queue_limits)]
@@ -135,7 +135,7 @@ def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
 
 
 def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str | None:
-    """Why an engine that is at this is not ready, in words; None if it is."""
+    """Returns why an engine that does this work is not ready; None if it is."""
     return next((not_back(work, now) for work in works if is_overdue(work, queue_limits, now)), None)
 
 
@@ -144,7 +144,7 @@ def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Half of what ends the process, so that routers look away before; or when no request could be in time."""
+    """Returns half of the step limit, so that routers turn away before the process ends; or the request timeout."""
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,
@@ -156,7 +156,7 @@ def not_back(work: Work, now: float) -> str:
 
 
 class Watched(Protocol):
-    """An engine, as far as its watchdog has to do with it. Called by the watchdog's thread."""
+    """The part of an engine that its watchdog calls, on the watchdog's thread."""
 
     def works(self) -> Sequence[Work]: ...
 
@@ -164,14 +164,14 @@ class Watched(Protocol):
     def pending_death(self) -> PendingDeath | None: ...
 
     def ask(self, end: EndRequest) -> None:
-        """The engine's thread is to end these requests when it comes back."""
+        """Asks the engine's thread to end these requests when its step returns."""
 
     def give_up(self, error: BaseException) -> None:
-        """The engine's thread is not waited for any more."""
+        """Gives the engine's thread up: nothing waits for it any more."""
 
 
 class Watchdog:
-    """Does what a ``WatchdogState`` decides, in a thread of its own. Its methods may be called from any thread."""
+    """Carries out the decisions of a ``WatchdogState`` in a thread of its own. Any thread may call its methods."""
 
     def __init__(self, engine: Watched, queue_limits: QueueLimits, name: str) -> None:
         self._engine = engine
@@ -188,38 +188,38 @@ class Watchdog:
         with self._changed:
             self._state.watch(requests, timeouts)
             if self._state.next_deadline(now := time.monotonic()) < self._wakes_at - now:
-                self._tell()
+                self._wake()
 
     def watch_wait(self, request: RequestState) -> None:
         with self._changed:
             self._state.watch_wait(request)
-            self._tell()
+            self._wake()
 
     def due(self) -> Sequence[EndRequest]:
-        """For the engine's thread, which ends these now."""
+        """Removes and returns the requests that the engine's thread ends now."""
         with self._changed:
             return self._state.due(time.monotonic())
 
     def asked(self, end: EndRequest) -> None:
         with self._changed:
             self._state.asked(end)
-            self._tell()
+            self._wake()
 
     def look(self) -> None:
-        """Something that the engine says of itself has changed."""
+        """Wakes the watchdog: the engine's state has changed."""
         with self._changed:
-            self._tell()
+            self._wake()
 
     def stop(self) -> None:
         """Idempotent."""
         with self._changed:
             self._over = True
-            self._tell()
+            self._wake()
 
     def join(self) -> None:
         self._thread.join()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self._news = True
         self._changed.notify()
 

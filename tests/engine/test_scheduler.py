@@ -147,7 +147,7 @@ class Engine:
                 rows, columns = self.allocated[group]
                 assert len(group.rows) <= rows
                 # Nobody outgrows the slab, and there is some slack, or it would be moved at every step.
-                assert max(sequence.final_length for sequence in group.rows) * 1.06 <= columns
+                assert max(sequence.request.final_length for sequence in group.rows) * 1.06 <= columns
 
     @property
     def idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker steps: the interface of the batched and the serial engine, and what is left of a dead one.
+"""Defines the interface of a batcher, which the engine's thread steps, and the batcher of a dead engine.
 
 Knows nothing of threads or event loops.
 """
@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step_progress import StepProgress
 
-_WORK = (
+_GAUGES = (
     "running_sequences",
     "waiting_requests",
     "waiting_tokens",
@@ -26,33 +26,33 @@ Deliver = Callable[[Sequence[SequenceState]], None]
 
 
 class Batcher(Protocol):
-    """What a worker steps. All methods run on its thread, but for ``refusal`` and ``stats``."""
+    """Generates the tokens of its requests. All methods but ``refusal`` and ``stats`` run on the engine's thread."""
 
     progress: StepProgress
-    """It says here what its steps are at."""
+    """The batcher reports here the work that its steps do."""
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
-        """Why a request of this size could never run; None if it can."""
+        """Returns why a request of this size could never run; None if it can."""
 
     def add(self, request: RequestState) -> None: ...
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Frees all that these requests hold, before it returns or (for what runs in a long step) at the next token."""
+        """Frees all memory of these requests: before it returns or, in a long step, at the next token."""
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        """Does a piece of work; False if there was nothing to do. A long piece calls ``poll`` once per token."""
+        """Does some work; returns False if there was none. A long step calls ``poll`` once per token."""
 
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None:
-        """Returns when nothing of it runs any more; it is not stepped again."""
+        """Returns when no forward of it runs any more. It is not stepped again."""
 
 
 class DeadBatcher:
-    """Stands for a backend that died: it does nothing, lets go of all memory and keeps the counters."""
+    """Replaces a batcher that died: it does nothing, holds no memory and keeps the counters."""
 
     def __init__(self, last: EngineStats) -> None:
-        gone = dict.fromkeys(_WORK, 0)
+        gone = dict.fromkeys(_GAUGES, 0)
         self._stats = replace(last, **gone)
         self.progress = StepProgress()
 

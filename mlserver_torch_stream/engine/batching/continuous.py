@@ -1,6 +1,6 @@
-"""Continuous batching: prompts are prefilled in pieces, join a running batch, decode together and leave it.
+"""Batches continuously: prompts are prefilled in chunks, join a running batch, decode together and leave it.
 
-Knows nothing of threads, event loops or requests; it does what the scheduler decides.
+Knows nothing of threads, event loops or requests; it carries out the scheduler's decisions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COPIED_PER_PREFILLED = 16
 
 
 class ContinuousBatcher(SequenceBatches):
-    """Steps: prefill what the scheduler says, one forward for all rows of each batch, sample, drop the finished."""
+    """A step prefills the scheduler's chunks, decodes all batches, samples, and drops the sequences that ended."""
 
     @cached_property
     def _joint(self) -> JointForward | None:
@@ -41,17 +41,17 @@ class ContinuousBatcher(SequenceBatches):
         return prefilled or bool(groups)
 
     def _prefill_chunks(self, deliver: Deliver) -> bool:
-        """As many prompt tokens as one step may take; those found in kept prompts leave room for the next in line."""
+        """Prefills as many tokens as a step may. Tokens that the prefix cache holds leave room for the next prompts."""
         charge = self._scheduler.limits.prefill_charge
         spent = 0
         while chunks := self._next_chunks(spent=spent):
-            self._gauge()  # who was admitted does not wait any more, however long the step takes
+            self._gauge()  # an admitted request no longer waits, however long the step takes
             for chunk in chunks:
                 spent += charge(self._prefill(chunk, deliver))
         return spent > 0
 
     def _prefill(self, chunk: PrefillChunk, deliver: Deliver) -> int:
-        """Returns how many prefilled tokens the work was worth."""
+        """Returns to how many prefilled tokens the work amounts."""
         request, known = chunk.request, chunk.request.prefilled
         try:
             ids = self._begin_chunk(chunk)

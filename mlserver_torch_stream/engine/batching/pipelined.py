@@ -1,7 +1,7 @@
-"""Continuous batching over several devices: as many groups of rows are under way as there are stages.
+"""Batches continuously over several devices: as many batches are in a forward as there are pipeline stages.
 
-Knows nothing of how a forward passes from stage to stage. The engine's thread decides, samples and delivers; forwards
-run in threads of their own, and what is under way is left alone until it lands.
+Knows nothing of how a forward passes from stage to stage. The engine's thread decides, samples and delivers. Forwards
+run in threads of their own, and the engine's thread does not touch their caches until they complete.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from mlserver_torch_stream.errors import GenerationFailed
 
 @dataclass(frozen=True, slots=True)
 class _PrefillInFlight:
-    """A prefill under way: these ids, from this place of the prompt."""
+    """The ids of a prefill that is in a forward, and where they start in the prompt."""
 
     start: int
     ids: list[int]
 
 
 class PipelinedBatcher(SequenceBatches):
-    """Steps wait for one forward to land, where those of ``BatchedBackend`` run all of them in turn.
+    """A step waits for one forward to complete, where a step of ``ContinuousBatcher`` runs all of them in turn.
 
-    Rows do not change groups: groups that have grown unequal cost no more than one group would.
+    Sequences stay in their batch: batches of unequal sizes cost no more than one batch.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PipelinedBatcher(SequenceBatches):
         forward: Forward | None = None,
         **options: Any,
     ) -> None:
-        """``options``: as of ``SequenceBatches``."""
+        """``options`` are those of ``SequenceBatches``."""
         staged = StagedForward(forward or ModelForward(model), pipeline)
         super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth
@@ -62,7 +62,7 @@ class PipelinedBatcher(SequenceBatches):
         )
         self._chunks: dict[RequestState, _PrefillInFlight] = {}
         self._began: dict[DecodeBatch, float] = {}
-        self._ready_to_join: list[RequestState] = []  # whose batches are under way
+        self._ready_to_join: list[RequestState] = []  # prefilled requests whose batches are in a forward
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         self._launch_prefills(deliver)
@@ -72,7 +72,7 @@ class PipelinedBatcher(SequenceBatches):
         self._gauge()
         if not self._in_flight:
             return False
-        self.progress.rest()  # while it waits for what is under way
+        self.progress.rest()  # while it waits for a forward
         completed = self._in_flight.completed()
         self.progress.at("a step of the pipeline")
         for key, future in completed:
@@ -86,7 +86,7 @@ class PipelinedBatcher(SequenceBatches):
         return True
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """What is under way goes where it lands, which is at most one forward later."""
+        """Requests that are in a forward leave when that completes."""
         super().evict([request for request in requests if request not in self._in_flight])
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class PipelinedBatcher(SequenceBatches):
     def _choose(
         self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: Sequence[int] | None = None
     ) -> list[SampledToken | GenerationFailed]:
-        """Beside the group that the last stage has let in meanwhile: behind it, the groups would go through in step."""
+        """Samples on another stream than the last stage, which computes the next batch already."""
         with self._aside(logits.device):
             return super()._choose(logits, sequences, rows)
 
@@ -106,7 +106,7 @@ class PipelinedBatcher(SequenceBatches):
     # --- prefill ---
 
     def _launch_prefills(self, deliver: Deliver) -> None:
-        """As many at once as there are stages, so that rows wait for no more than a whole piece's forward."""
+        """Starts as many prefills as there are stages, so that sequences wait for one chunk's forward at most."""
         while len(self._chunks) < self._depth and (chunks := self._next_chunks(self._chunks, most=1)):
             self._launch_prefill(chunks[0], deliver)
 
@@ -123,18 +123,18 @@ class PipelinedBatcher(SequenceBatches):
         self._in_flight.launch(request, lambda: self._prefill_forward([ids], cache))
 
     def _complete_prefill(self, request: RequestState, future: Future[torch.Tensor], deliver: Deliver) -> None:
-        away = self._chunks.pop(request)
-        if request.finished:  # closed meanwhile
+        prefill = self._chunks.pop(request)
+        if request.finished:  # its stream was closed in the meantime
             self._drop(request)
             return
         try:
             logits = future.result()
-            end = away.start + len(away.ids)
-            stale = request.prefilled != away.start or request.prompt[away.start : end] != away.ids
+            end = prefill.start + len(prefill.ids)
+            stale = request.prefilled != prefill.start or request.prompt[prefill.start : end] != prefill.ids
             if stale or (end == len(request.prompt) and not self._scheduler.is_admitted(request)):
-                request.prefilled = 0  # an open prompt that was sealed with other ids, or fewer: it begins anew
+                request.prefilled = 0  # an open prompt became whole with other ids, or fewer: prefill starts anew
                 return
-            self._advance(request, away.ids)
+            self._advance(request, prefill.ids)
             if request.sealed and request.ready_ids == 0:
                 self._choose_first_tokens(request, logits)
         except Exception as error:
@@ -144,7 +144,7 @@ class PipelinedBatcher(SequenceBatches):
         deliver(request.sequences)
 
     def _choose_first_tokens(self, request: RequestState, logits: torch.Tensor) -> None:
-        """The prompt is in: its first tokens are chosen at once, also where its batch is under way."""
+        """Chooses the first tokens of a prefilled request, at once even if its batch is in a forward."""
         self._samplers.begin(request)
         choices = self._choose(logits.expand(request.rows, -1), request.sequences)
         self._take(request.sequences, choices)
@@ -155,10 +155,10 @@ class PipelinedBatcher(SequenceBatches):
             self._ready_to_join.append(request)
 
     def _join_ready(self, deliver: Deliver) -> None:
-        """Has the prompts that are in join their batches, where those have landed."""
+        """Joins prefilled requests to the batches whose forwards have completed."""
         waiting, self._ready_to_join = self._ready_to_join, []
         for request in waiting:
-            if request not in self._prefills:  # closed meanwhile
+            if request not in self._prefills:  # its stream was closed in the meantime
                 continue
             if self._scheduler.target(request) in self._in_flight:
                 self._ready_to_join.append(request)

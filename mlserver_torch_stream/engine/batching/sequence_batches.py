@@ -1,6 +1,6 @@
-"""Rows from their prompt's first piece to their last token: caches, batches, sampling, failures, what is kept.
+"""Takes sequences from the first chunk of their prompt to their last token: caches, batches, sampling, failures.
 
-Knows nothing of threads or event loops, nor in which order forwards run: a backend's step decides that.
+Knows nothing of threads or event loops, nor of the order of forwards: the step of a subclass decides that.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-# Rows whose keys and values are copied when they end, so that many ends at once do not hold up the other rows.
+# Sequences that end in one step and go into the prefix cache: copying more would hold up the others.
 _MOST_CACHED_PER_STEP = 2
 
 
 class SequenceBatches:
-    """Prompts on their way into caches, batches of rows, and what becomes of each; its subclasses run the forwards.
+    """Holds the caches of prompts that are prefilled, and the batches. Its subclasses run the forwards.
 
-    ``prefix_bytes``: the part of ``cache_bytes`` that kept prompts may take, if the model can go on from one.
-    ``check_devices`` raises if one is lost, which no request is to blame for: that ends the thread.
+    ``prefix_bytes`` of ``cache_bytes`` are for the prefix cache, if the model can go on from a prefix.
+    ``check_devices`` raises if a device is lost. No request is to blame for that, so the error ends the thread.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SequenceBatches:
         self._decode_forward = faults.wrap("decode", forward) if faults else forward
         self._layout = layout or CacheLayout(model.config)
         self._samplers = samplers
-        # A row with states cannot be cut to a prefix; a model that takes prompts whole does not go on from one.
+        # States cannot be cut to a prefix, and a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
         limits = SchedulerLimits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
@@ -120,7 +120,7 @@ class SequenceBatches:
     def _next_chunks(
         self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
     ) -> list[PrefillChunk]:
-        """What the scheduler has prefilled next; the caches that it gives up for that are gone."""
+        """Returns the scheduler's next chunks, and drops the caches that it frees for them."""
         chunks = self._scheduler.chunks(busy, most, spent)
         for request in self._scheduler.open_prompts.take_given_up():
             self._prefills.pop(request, None)
@@ -134,14 +134,14 @@ class SequenceBatches:
         deliver(request.sequences)
 
     def _begin_chunk(self, chunk: PrefillChunk) -> list[int]:
-        """The piece's ids, and a cache for them where it is the prompt's first."""
+        """Returns the chunk's ids, and makes the cache of a prompt at its first chunk."""
         request = chunk.request
         if request.started_at is None and request.sealed:
             request.started_at = time.monotonic()
         columns = self._scheduler.open_prompts.columns(request)
         if request.prefilled == 0:
             self._prefills[request] = self._begin(request, columns)
-        elif self._prefills[request].allocated != (1, columns):  # it was begun when less had come of the prompt
+        elif self._prefills[request].allocated != (1, columns):  # the open prompt has grown since
             self._prefills[request].resize(1, columns)
         return request.prompt[request.prefilled : request.prefilled + chunk.count]
 
@@ -150,7 +150,7 @@ class SequenceBatches:
         self._count(prefill_tokens=len(ids))
 
     def _begin(self, request: RequestState, columns: int) -> RowCache:
-        """The cache of a new prompt: empty, or with the beginning that an earlier one has left."""
+        """Makes the cache of a new prompt: empty, or with the prefix that the prefix cache has of it."""
         found = self._prefixes.begin(request.prompt) if self._prefixes.wanted and request.sealed else None
         if found is not None:
             cache, request.prefilled = found
@@ -163,7 +163,7 @@ class SequenceBatches:
     def _start(
         self, request: RequestState, logits: torch.Tensor
     ) -> tuple[DecodeBatch, list[SampledToken | GenerationFailed]]:
-        """The prompt is in: samples the first token of each of its sequences and joins them to a batch, at its end."""
+        """Samples the first tokens of a prefilled request and joins its sequences to the end of their batch."""
         self._samplers.begin(request)
         choices = self._choose(logits.expand(request.rows, -1), request.sequences)
         cache = self._prefills[request]
@@ -172,7 +172,7 @@ class SequenceBatches:
         return group, choices
 
     def _join_batch(self, request: RequestState) -> DecodeBatch:
-        """Joins the sequences of a prefilled request to their batch, or raises and leaves that as it was."""
+        """Joins the sequences of a prefilled request to their batch. If it raises, the batch is as it was."""
         group = self._scheduler.place(request)
         first = len(group.rows) - request.rows
         try:
@@ -193,7 +193,7 @@ class SequenceBatches:
     # --- decode ---
 
     def _finish_decode(self, group: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
-        """What a decode step that began then has brought; rows that have ended meanwhile take no more of it."""
+        """Samples from the logits of a decode step. Sequences that ended during the step get no token."""
         rows = [row for row, sequence in enumerate(group.rows) if sequence.finish_reason is None]
         choices = self._choose(logits, [group.rows[row] for row in rows], rows)
         zombies = sum(1 for sequence in group.rows if (sequence.request.mailbox.closed_at or began) < began)
@@ -201,7 +201,7 @@ class SequenceBatches:
         self._accept(group, rows, choices, deliver)
 
     def _drop_ended(self, group: DecodeBatch) -> None:
-        """Drops the rows that have ended, or whose streams were closed, since they were last looked at."""
+        """Drops the sequences that have ended, or whose streams were closed, since the last step."""
         gone = {
             row
             for row, sequence in enumerate(group.rows)
@@ -217,7 +217,7 @@ class SequenceBatches:
         choices: Sequence[SampledToken | GenerationFailed],
         deliver: Deliver,
     ) -> None:
-        """Gives these rows of a batch their next tokens, and drops all of its rows that have ended."""
+        """Gives these rows of a batch their next tokens, and drops all its sequences that have ended."""
         sequences = [group.rows[row] for row in rows]
         for row, choice in zip(rows, choices, strict=True):
             if isinstance(choice, GenerationFailed):
@@ -227,7 +227,7 @@ class SequenceBatches:
         if finished:
             self._cache_conversations(group, finished)
             self._remove(group, finished)
-            self._retire()  # before the last events: who reads them finds the gauges true
+            self._retire()  # before the last events, so that their readers find correct gauges
         deliver(sequences)
 
     def _take(self, sequences: Sequence[SequenceState], choices: Sequence[SampledToken | GenerationFailed]) -> None:
@@ -246,7 +246,7 @@ class SequenceBatches:
         self._count(generated_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
 
     def _cache_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
-        """Keeps what ended rows hold for the next turn, which will begin with their prompt and answer."""
+        """Puts ended sequences into the prefix cache: the next turn of a chat begins with their prompt and text."""
         batch = self._batches[group]
         for row in sorted(finished)[:_MOST_CACHED_PER_STEP]:
             sequence = group.rows[row]
@@ -257,15 +257,15 @@ class SequenceBatches:
     def _cache_prompt(
         self, request: RequestState, cache: RowCache, choices: Sequence[SampledToken | GenerationFailed]
     ) -> None:
-        if not any(isinstance(choice, GenerationFailed) for choice in choices):  # else there may be NaN in it
+        if not any(isinstance(choice, GenerationFailed) for choice in choices):  # otherwise the cache may hold NaN
             self._prefixes.offer(request.prompt, cache, 0, cache.compact)
 
     def _choose(
         self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: Sequence[int] | None = None
     ) -> list[SampledToken | GenerationFailed]:
-        """The next token of each; where sampling raises, of each alone, so that only the culprit fails.
+        """Samples the next token of each sequence; if that raises, of each alone, so that only the culprit fails.
 
-        ``rows``: theirs among the logits', None: all.
+        ``rows`` are the sequences' rows of the logits; None: all rows.
         """
         if rows is not None and len(rows) < len(logits):
             logits = logits[rows]
@@ -279,14 +279,14 @@ class SequenceBatches:
             return [GenerationFailed(f"sampling failed: {in_short(error)}")]
 
     def _isolate(self, group: DecodeBatch, error: Exception, deliver: Deliver) -> None:
-        """A decode step raised: finds the rows that raise alone and ends those; the others go on with the next step."""
+        """Ends the sequences whose forward raises alone, after a decode step raised. The others go on."""
         logger.error("a decode step of %d rows failed: %s", len(group.rows), error)
         self._check_devices()
         batch = self._batches[group]
         failures = dict.fromkeys(range(len(group.rows)), error)
         if not self._layout.has_states and len(group.rows) > 1:
             failures = {row: failure for row in failures if (failure := self._try_alone(group, batch, row))}
-        # A failure that no row shows alone is of the batch itself (memory, say): retried once per step, it would loop.
+        # If no row fails alone, the batch itself does (for memory, say): it ends, as each retry would fail again.
         failures = failures or dict.fromkeys(range(len(group.rows)), error)
         sequences = [group.rows[row] for row in failures]
         for sequence, (row, failure) in zip(sequences, failures.items(), strict=True):
@@ -303,7 +303,7 @@ class SequenceBatches:
             return error
         return None
 
-    # --- leaving ---
+    # --- the end of sequences ---
 
     def _drop(self, request: RequestState) -> None:
         self._scheduler.drop(request)
@@ -314,14 +314,14 @@ class SequenceBatches:
         order = batch.leave(leaving)
         shrink = self._scheduler.keep(group, order)
         if not order:
-            del self._batches[group]  # those on their way get a new one
+            del self._batches[group]  # expected requests get a new cache
         elif shrink:
             self._shrink(group, batch)
 
     def _shrink(self, group: DecodeBatch, batch: RowCache) -> None:
         try:
             batch.resize(group.row_capacity, group.column_capacity)
-        except RuntimeError as error:  # the smaller copy found no memory beside the old one: it shrinks another time
+        except RuntimeError as error:  # no memory for the smaller copy beside the old one: it shrinks later
             logger.warning("a cache could not be made smaller: %s", error)
 
     def _retire(self) -> None:
@@ -330,7 +330,7 @@ class SequenceBatches:
         self._gauge()
 
     def _count(self, **more: int) -> None:
-        """Replaces the snapshot: readers on other threads see whole ones."""
+        """Replaces the snapshot, so that readers on other threads see a whole one."""
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
     def _gauge(self) -> None:

@@ -1,6 +1,6 @@
-"""The engine for families that cannot be batched here: transformers' own ``generate``, one answer after another.
+"""Serves model families that cannot be batched here: runs transformers' ``generate`` for one sequence at a time.
 
-Knows nothing of caches; the model keeps its state where it likes.
+Knows nothing of caches; the model keeps its state itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class SerialBatcher:
-    """First come, first served; the sampling, the stops and the events are those of the batched engine."""
+    """Runs one request after another. Sampling, stops and events are those of the batched engine."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SerialBatcher:
     ) -> None:
         """A call of a model with a ``pipeline`` goes through the stages that other engines may share."""
         self._model = model
-        # Its defaults have gone into the requests' parameters; here they would apply a second time.
+        # Requests have its defaults in their parameters; here they would apply a second time.
         model.generation_config = GenerationConfig(pad_token_id=0)
         self._device = input_device(model)
         self._samplers = samplers
@@ -53,7 +53,7 @@ class SerialBatcher:
         self._check_devices = check_devices
         self._pipeline = pipeline
         self._waiting = FairQueue()
-        self._open: list[RequestState] = []  # prompts whose end has not come: nobody waits for them
+        self._open: list[RequestState] = []  # open prompts
         self._running = 0
         self._stats = EngineStats()
         self.progress = StepProgress()
@@ -69,7 +69,7 @@ class SerialBatcher:
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Those that wait are gone at once; the one that runs sees at its next token that it has ended."""
+        """Removes waiting requests at once. The running one notices at its next token that it has ended."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -126,7 +126,7 @@ class SerialBatcher:
             generate = partial(
                 self._model.generate,
                 prompt,
-                attention_mask=torch.ones_like(prompt),  # else every id that equals the padding's is masked
+                attention_mask=torch.ones_like(prompt),  # otherwise every id that equals the padding is masked
                 max_new_tokens=request.max_tokens,
                 logits_processor=[_Chooser(self, sequence, sampler, deliver)],
                 stopping_criteria=[_Ended(sequence, poll)],
@@ -144,11 +144,11 @@ class SerialBatcher:
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the token as the batched engine does, delivers it, and leaves ``generate`` no other choice."""
+    """Chooses the token as the batched engine does, delivers it, and forces it on ``generate``."""
 
     def __init__(self, batcher: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._batcher = batcher
-        self._generate = sequence
+        self._sequence = sequence
         self._sampler = sampler
         self._deliver = deliver
 
@@ -157,24 +157,24 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
         if isinstance(choice, GenerationFailed):
             raise choice
         self._sampler.accept(choice.token_id)
-        self._generate.accept(choice.token_id, choice.logprob)
+        self._sequence.accept(choice.token_id, choice.logprob)
         self._batcher.count(decode_steps=1, generated_tokens=1)
-        self._deliver([self._generate])
+        self._deliver([self._sequence])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0
         return forced
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Looks, after each token, at what has arrived meanwhile: closed streams, deadlines, shutdown."""
+    """Polls the engine after each token, for closed streams, deadlines and shutdown."""
 
     def __init__(self, sequence: SequenceState, poll: Callable[[], object]) -> None:
-        self._generate = sequence
+        self._sequence = sequence
         self._poll = poll
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self._poll()
-        return torch.full((1,), _ended(self._generate), device=input_ids.device)
+        return torch.full((1,), _ended(self._sequence), device=input_ids.device)
 
 
 def _ended(sequence: SequenceState) -> bool:

@@ -1,1 +1,1 @@
-"""Keys, values and states of rows, and those kept of earlier prompts."""
+"""Holds the keys, values and states of sequences, and the prefix cache."""

@@ -1,4 +1,4 @@
-"""What a row of a model costs in bytes, in all and on each device that layers are on.
+"""Computes the bytes of a sequence's cache, in all and on each device that has layers.
 
 Knows nothing of budgets.
 """
@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.kv_cache.slab import SlabLayer
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """What a row costs, in bytes: constant states, a column of every full layer, and of every windowed one."""
+    """Bytes of a row: constant states, a column of all full layers, and a column of each windowed one."""
 
     per_row: int = 0
     per_column: int = 0
@@ -37,12 +37,12 @@ class CacheCost:
 
 
 def window_capacity(window: int) -> int:
-    # Twice the window: what has left it is moved out once in `window` steps instead of at every step.
+    # Twice the window: columns that have left it are moved out once in `window` steps instead of at each step.
     return 2 * window
 
 
 def cost_by_device(layers: Iterable[object]) -> dict[torch.device, CacheCost]:
-    """Read off layers that have been written to."""
+    """Reads the costs off layers that a forward has written to."""
     costs: dict[torch.device, CacheCost] = {}
     for layer in layers:
         for device, cost in _costs_of(layer):
@@ -61,9 +61,9 @@ def _costs_of(layer: object) -> Iterable[tuple[torch.device, CacheCost]]:
 
 
 def device_shares(costs: Mapping[torch.device, CacheCost], columns: int) -> dict[torch.device, float]:
-    """The most that each device can hold of any cache of rows up to so many columns, 0 to 1.
+    """Returns the largest part, 0 to 1, that each device holds of any cache up to so many columns.
 
-    Where layers with windows and without stand apart, a device's share depends on how long rows are.
+    If layers with and without windows are on different devices, the parts depend on the length of the rows.
     """
     total = sum(costs.values(), CacheCost())
     return {

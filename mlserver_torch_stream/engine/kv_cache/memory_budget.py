@@ -1,6 +1,6 @@
-"""How many bytes of KV cache an engine gets, and which part of them kept prompts may take.
+"""Computes how many bytes of KV cache an engine gets, and the part of them for the prefix cache.
 
-Knows nothing of models: it is told which part of a row's cache each device holds.
+Knows nothing of models: its callers say which part of a cache each device holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 # Of a GPU's free memory after loading; the rest is for activations and the allocator's fragments.
 GPU_CACHE_SHARE = 0.8
-# Of the host's memory, for kept prompts: what is used of it stays used.
+# The most of the host's memory for the prefix cache, which never shrinks.
 HOST_PREFIX_BYTES = 256 * 2**20
 HOST = torch.device("cpu")
 
@@ -32,10 +32,10 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> int:
-    """Bytes in all, of which the devices hold these parts.
+    """Returns the bytes of a cache of which the devices hold these ``parts``.
 
-    A GPU's own free memory already lacks what other engines on it have taken. ``engines``: so many share the host's
-    memory alike; ``most``: bytes that are free where there are the fewest, if this device has twins elsewhere.
+    A GPU's free memory excludes that of other engines already. ``engines`` share the host's memory equally. ``most`` is
+    the free memory of the fullest device of all ranks.
     """
     if asked is None:
         room = {
@@ -51,7 +51,7 @@ def cache_budget(
 
 
 def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:
-    """Of each device, now."""
+    """Returns the free bytes of each device now."""
     return {
         device: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host.available_bytes
         for device in devices
@@ -59,7 +59,7 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
-    """The part of the KV cache's memory that kept prompts may take."""
+    """Returns the part of the KV cache's memory for the prefix cache. Raises LoadFailed."""
     if asked is None:
         share = budget // 8
         return min(share, HOST_PREFIX_BYTES) if on_host else share

@@ -1,6 +1,6 @@
-"""Prompts whose keys and values are kept, so that a later prompt that begins alike is not prefilled twice.
+"""Caches the keys and values of prompts, so that the same prefix of a later prompt is copied instead of prefilled.
 
-Knows nothing of requests or batches; what is kept is never changed, only copied from.
+Knows nothing of requests or batches; an entry is never changed, only copied from.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int64]
 
-# A shorter beginning is prefilled faster than it is looked for and copied; chat templates share about that much.
+# A shorter prefix is prefilled faster than it is found and copied; chat templates share about as much.
 _LEAST = 16
-# Each is compared with every new prompt, which takes some 3 us.
+# Entries; each is compared with every new prompt, which takes some 3 us.
 _MOST = 512
 
 
 class PrefixCache:
-    """Caches of single rows by their token ids, the least recently used of them given up for newer ones.
+    """Holds caches of single sequences by their token ids, and evicts the least recently used for newer ones.
 
-    Bounded by bytes and in number.
+    The bytes and the number of entries are bounded.
     """
 
     def __init__(self, max_bytes: int, cost: CacheCost) -> None:
@@ -43,9 +43,9 @@ class PrefixCache:
         return self._max_bytes > 0
 
     def begin(self, prompt: Sequence[int]) -> tuple[RowCache, int] | None:
-        """A cache that begins as ``prompt`` does, for the caller to fill on, and how many of its ids are in it.
+        """Returns a cache with the longest known prefix of ``prompt``, which the caller extends, and its length.
 
-        At least one id is left out, for the logits at the end.
+        It leaves out at least one id, for the logits at the end.
         """
         ids = np.asarray(prompt, dtype=np.int64)
         best, shared = None, _LEAST - 1
@@ -59,18 +59,18 @@ class PrefixCache:
         return self._kept[best][1].head(shared, len(ids)), shared
 
     def offer(self, ids: Sequence[int], cache: RowCache, row: int, take: Callable[[], RowCache]) -> None:
-        """Keeps what a row of ``cache`` holds, if it can be cut to a prefix; without memory for it nobody is hurt."""
+        """Adds a row of ``cache``, if it can be cut to a prefix. A lack of memory only leads to a warning."""
         if not (self.wanted and cache.is_whole(row)):
             return
         try:
             self.keep(ids, take)
         except RuntimeError as error:
-            logger.warning("a prompt could not be kept: %s", error)
+            logger.warning("a prompt could not be cached: %s", error)
 
     def keep(self, ids: Sequence[int], take: Callable[[], RowCache]) -> None:
-        """Keeps what ``take`` returns: a cache of exactly these ids (``RowCache.is_whole``) that nobody writes to.
+        """Adds the cache that ``take`` returns: of exactly these ids (``RowCache.is_whole``), and no longer written to.
 
-        Called when there is room, and only if there is anything new in it.
+        It calls ``take`` when there is room, and only if the ids are new.
         """
         held = np.asarray(ids, dtype=np.int64)
         size = self._cost.of(1, len(held))
@@ -83,7 +83,7 @@ class PrefixCache:
         self.bytes += size
 
     def _holds(self, ids: Ids) -> bool:
-        """Whether these ids are the beginning of a kept prompt; drops those that are a beginning of them."""
+        """Whether these ids are a prefix of an entry. Drops the entries that are a prefix of these ids."""
         for key, (kept, _) in list(self._kept.items()):
             shared = _common(kept, ids)
             if shared == len(ids):
@@ -99,7 +99,7 @@ class PrefixCache:
 
 
 def _common(one: Ids, other: Ids) -> int:
-    """How many ids two sequences have in common at their beginnings."""
+    """Counts the ids of the common prefix of two sequences."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length

@@ -1,6 +1,6 @@
-"""What a file holds, in a few digits: tells apart files of unlike content, and a whole file from a damaged one.
+"""Computes checksums of files, which tell different contents apart, and a whole file from a damaged one.
 
-Knows nothing of what the files are.
+Knows nothing of the kinds of files.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _SAMPLE_BYTES = 4096
 
 
 def checksum(path: Path) -> str:
-    """Of the size and of evenly spaced samples, which are all bytes of a file of up to 1 MiB. Raises OSError.
+    """Returns the checksum of the size and of evenly spaced samples; these are all bytes up to 1 MiB. Raises OSError.
 
-    To read every byte of 40 GB takes a minute. Samples see a file that was cut, that ends in zeros after a power cut,
-    and fine-tunes, which differ everywhere; they miss a single wrong byte of a large file.
+    Reading every byte of 40 GB takes a minute. Samples detect a file that was cut or that ends in zeros after a power
+    cut, and fine-tunes, which differ everywhere. They miss a single wrong byte of a large file.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
@@ -29,7 +29,7 @@ def checksum(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Has the disk hold a file, or the names in a folder, before another name makes it count."""
+    """Writes a file, or the names in a folder, to the disk, before a rename makes it valid."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

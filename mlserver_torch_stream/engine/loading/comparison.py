@@ -1,6 +1,6 @@
-"""How far logits are from those they should be, and whether rounding explains it.
+"""Measures how far logits are from a reference, and decides whether rounding explains the difference.
 
-Knows nothing of what was run.
+Knows nothing of the forwards that computed them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _HALF_MEAN_TOLERANCE = 0.2
 
 
 def logits_tolerance(dtype: torch.dtype) -> float:
-    """The largest error of a logit that rounding explains, in standard deviations of the logits."""
+    """Returns the largest error of a logit that rounding explains, in standard deviations of the logits."""
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
 class Comparison:
-    """Logits of one vocabulary, ``[vocabulary]``, pair by pair."""
+    """Collects pairs of logits ``[vocabulary]``: the expected ones and those to check."""
 
     def __init__(self) -> None:
         self._tolerance = _HALF_TOLERANCE
@@ -41,12 +41,12 @@ class Comparison:
 
     @property
     def error(self) -> float | None:
-        """The largest error, if rounding in the same operations does not explain it."""
+        """The largest error, if rounding in the same operations does not explain it; otherwise None."""
         return None if self._worst <= self._tolerance else self._worst
 
     @property
     def error_of_kernels(self) -> float | None:
-        """The same where other operations computed: of halves, the mean error counts."""
+        """The same for logits of other operations, of which the mean error counts in half precision."""
         if self._tolerance != _HALF_TOLERANCE:
             return self.error
         mean = sum(self._means) / len(self._means)

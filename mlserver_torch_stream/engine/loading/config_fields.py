@@ -1,6 +1,6 @@
-"""What a model's config says by itself: the fields that its class declares, the keys of its rope, the lengths it names.
+"""Reads a model's config: the fields that its class declares, the keys of its rope, and the lengths that it names.
 
-Knows no family by name, nor what a field does.
+Knows no family by name, nor the meaning of a field.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# Names of lengths at which a position is treated in another way: windows, chunks, and what positions are scaled by.
+# Names of lengths at which the treatment of positions changes: windows, chunks, and scaling.
 _LENGTH = re.compile(r"window|chunk|block_size|original_max|context|floor_scale|local_attention")
 _NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
 
 
 def declared_fields(config_class: type) -> list[str]:
-    """As a dataclass declares them, as transformers' own configs are, or as the arguments of an ``__init__``."""
+    """Returns the fields of a dataclass, as transformers' own configs are, or the arguments of an ``__init__``."""
     names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []
     for each in config_class.__mro__:
         if "__init__" in vars(each) and issubclass(each, PreTrainedConfig):
@@ -29,7 +29,7 @@ def declared_fields(config_class: type) -> list[str]:
 
 
 def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
-    """Those of all layers; where kinds of layers have ropes of their own, these are the values."""
+    """Returns the keys of all ropes; the kinds of layers can have ropes of their own."""
     for name in ("rope_parameters", "rope_scaling"):
         given = getattr(config, name, None)
         if isinstance(given, Mapping):
@@ -37,7 +37,7 @@ def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_lengths(config: Any) -> set[int]:
-    """The lengths, in tokens, that the config of a decoder names."""
+    """Returns the lengths, in tokens, that the config of a decoder names."""
     declared = ((name, getattr(config, name, None)) for name in declared_fields(type(config)))
     return {length for name, value in (*declared, *rope_keys(config)) for length in _lengths(name, value)}
 

@@ -1,4 +1,4 @@
-"""How many tokens a model's positions reach, and up to where rows may share a batch.
+"""Reads how many tokens a model's positions reach, and up to which length sequences can share a batch.
 
 Knows nothing of memory.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Positions of models that know no limit (recurrent ones, alibi): they need a number for admission.
+# The context of models without a limit (recurrent ones, alibi): admission needs a number.
 UNLIMITED_CONTEXT = 32768
 _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
 
 
 def max_context(model: Any, asked: int | None) -> int:
-    """Tokens, prompt and answer together; ``asked``: the setting."""
+    """Returns the most tokens of a sequence, prompt included. ``asked`` is the setting."""
     own = _own_limit(model)
     if own is None:
         return asked or UNLIMITED_CONTEXT
@@ -35,23 +35,23 @@ def max_context(model: Any, asked: int | None) -> int:
 
 
 def comparable_context(model: Any) -> int:
-    """Tokens that a row of a batch can reach at all, whatever the settings ask for."""
+    """Returns the most tokens that a sequence in a batch can reach, whatever the settings ask for."""
     limits = (_own_limit(model), steady_positions(model))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 
 
 def _own_limit(model: Any) -> int | None:
-    """None: no limit. XLNet says that by a length of -1."""
+    """Returns None if there is no limit. XLNet's config expresses that by a length of -1."""
     config = model.config.get_text_config(decoder=True)
     given = (getattr(config, key, None) for key in _LIMITS)
     return next((limit for limit in given if isinstance(limit, int) and limit > 0), None)
 
 
 def steady_positions(model: Any) -> int | None:
-    """Tokens up to which a position's embedding depends on nothing but the position; None: without end.
+    """Returns the length up to which a position's embedding depends on the position alone; None: there is no end.
 
-    Beyond them transformers scales the positions of all rows of a call by its longest one ("longrope"), and those of
-    the tokens in the cache no more: in a batch, and where a prompt goes in by pieces, that gives wrong tokens.
+    Beyond it transformers scales the positions of all rows of a call by the longest one ("longrope"), but not those of
+    the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
     """
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None) or {}

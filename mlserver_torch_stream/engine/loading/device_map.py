@@ -1,6 +1,6 @@
-"""Refuses a device map that names what a model does not have, before any weight is read.
+"""Refuses a device map that names modules which a model does not have, before any weight is read.
 
-transformers takes such a map with a warning, and places what was meant elsewhere. Knows nothing of devices.
+transformers accepts such a map with a warning, and places the modules elsewhere. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 
 def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
-    """Raises LoadFailed. ``options``: how the config is read, as for ``from_pretrained``."""
+    """Raises LoadFailed. ``options`` are those of ``from_pretrained`` for reading the config."""
     if not isinstance(device_map, Mapping) or set(device_map) == {""}:
         return
     if gguf_file is not None:

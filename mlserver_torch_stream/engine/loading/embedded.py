@@ -1,6 +1,6 @@
-"""The models that come as PyPI packages: where their GGUF files lie.
+"""Finds the GGUF files of the models that are PyPI packages.
 
-Knows nothing of how a GGUF file is loaded, and never imports those packages (they import llama_cpp).
+Knows nothing of loading a GGUF file, and never imports those packages, as they import llama_cpp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EMBEDDED = {
 
 
 def find_embedded(name: str) -> Path:
-    """The GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to get it."""
+    """Returns the GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to install it."""
     model = EMBEDDED.get(name)
     if model is None:
         raise LoadFailed(f"no embedded model {name!r}{did_you_mean_or_known(name, EMBEDDED)}")

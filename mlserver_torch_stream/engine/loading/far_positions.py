@@ -1,7 +1,7 @@
-"""The part of the checks at load that looks at far positions: just below and above each length that the config names.
+"""Checks far positions at load: just below and just above each length that the model's config names.
 
-Nothing that long is computed: both caches, transformers' own and ours, are filled with the keys and values of a short
-row over and over. The tokens that follow must get the same logits over both. Knows no family by name.
+Computes no long sequence: it fills transformers' own cache and ours with the keys and values of a short sequence, over
+and over. The next tokens must get the same logits over both. Knows no family by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # The oldest columns, which a window loses at the positions that are compared, are made to weigh as much as all others:
 # a window that is off by one is then off by 0.33 and more, rounding by up to 0.05 (in bfloat16, root mean square).
 _HEAVY = 3
-_AFTER = 5  # tokens that follow
+_AFTER = 5  # tokens after the filled ones
 # One row may take a quarter of the weights' bytes and of the free memory: a check holds three of them at a time.
 _PART = 4
 
@@ -40,9 +40,9 @@ _PART = 4
 def far_lengths(
     model: PreTrainedModel, layout: CacheLayout, costs: Mapping[torch.device, CacheCost], near: int, room: int | None
 ) -> list[int]:
-    """Those beyond ``near`` tokens and within the model's context whose caches are not too large to compare.
+    """Returns the lengths beyond ``near`` tokens and within the context whose caches are small enough to compare.
 
-    ``room``: bytes that are free for caches; None: what the devices have now.
+    ``room`` bytes are free for caches; None: as many as the devices have now.
     """
     config = model.config.get_text_config(decoder=True)
     named = named_lengths(config) | {window for window in layout.windows if window is not None}
@@ -65,10 +65,10 @@ def compare_far(
     ids: Sequence[int] | None,
     chunked: bool,
 ) -> dict[int, Comparison]:
-    """By position: of the last token below the length, of the first above it, and of a piece above it.
+    """Compares the last token below the length, the first above it and, if ``chunked``, a chunk above it.
 
-    Without the pieces if prompts do not go in by pieces. ``short``: a row that the forward has filled, whose keys and
-    values are taken. With its ``ids`` it is in the batch too.
+    The forward has filled ``short``, whose keys and values fill the far caches. With ``ids``, ``short`` is in the batch
+    too.
     """
     counts = [2, 1, 2] if chunked else [1, 1]
     if length + 3 > comparable_context(model):
@@ -100,7 +100,7 @@ def _expected(model: PreTrainedModel, cache: RowCache, tokens: Sequence[int], at
 
 
 def _stretched(short: RowCache, theirs: RowCache, columns: int) -> tuple[RowCache, RowCache]:
-    """A cache like ``short`` and transformers' own, of so many tokens. States know no positions: they stay."""
+    """Returns a cache like ``short`` and transformers' own, of so many tokens. States know no positions and stay."""
     ours = short.layout.cache(capacity=columns + _AFTER)
     for index, sample in enumerate(short.cache.layers):
         if not isinstance(sample, SlabLayer):
@@ -117,7 +117,7 @@ def _stretched(short: RowCache, theirs: RowCache, columns: int) -> tuple[RowCach
 
 
 def _repeated(row: torch.Tensor, columns: int) -> torch.Tensor:
-    """Of ``[kv_heads, columns, head_dim]``, in an order that is not theirs."""
+    """Repeats the columns of ``[kv_heads, columns, head_dim]``, in another order."""
     return row[None, :, (torch.arange(columns, device=row.device) * 5 + 3) % row.shape[1]]
 
 

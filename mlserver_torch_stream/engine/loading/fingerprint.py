@@ -1,6 +1,6 @@
-"""What tells loaded weights apart: the files as they are now, and the settings that shape what is made of them.
+"""Makes keys that tell loaded weights apart: by their files as they are now, and by the settings that shape them.
 
-Knows nothing of how they are loaded. Files count by name, size and time: forty gigabytes take a minute to hash.
+Knows nothing of loading. A file counts by name, size and time, as hashing forty gigabytes takes a minute.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SHAPING = {
 
 
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
-    """Equal for settings that may share one copy of the weights in memory.
+    """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    The kernels of the fast path keep weights of their own, made for a number of threads, and CUDA graphs are of so many
-    rows, up to a power of two; the serial engine has neither.
+    Our own kernels lay the weights out for a number of threads, and CUDA graphs are captured for a number of rows, up
+    to a power of two; the serial engine has neither.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
@@ -51,7 +51,7 @@ def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
 
 
 def engine_key(resolved: ResolvedSettings, owner: str, weights: Hashable) -> Hashable:
-    """Equal for settings under which ``owner`` needs no new engine."""
+    """Returns a key that is equal for settings under which ``owner`` needs no new engine."""
     tokenizer = resolved.settings.tokenizer
     return owner, weights, resolved.settings.model_dump_json(), _folder(tokenizer) if tokenizer else None
 
@@ -74,15 +74,15 @@ def _folder(location: str) -> Hashable:
 def _stamp(path: Path) -> tuple[str, int, int]:
     try:
         status = path.stat()
-    except OSError:  # loading says what is wrong with it
+    except OSError:  # the load reports the error
         return path.name, -1, -1
     return path.name, status.st_size, status.st_mtime_ns
 
 
 def _snapshot(hub_id: str, revision: str | None) -> str | None:
-    """The folder of the commit that loading would take now; it bears the commit's name."""
+    """Returns the folder of the commit that a load would use now, which is named after the commit."""
     try:
         file = cached_file(hub_id, "config.json", revision=revision or "main")
-    except OSError:  # loading says why
+    except OSError:  # the load reports the error
         return None
     return os.path.dirname(file) if file else None

@@ -1,6 +1,6 @@
-"""What a model's ``generation_config.json`` asks of its answers: as defaults of requests, as rules, or in vain.
+"""Reads a model's ``generation_config.json``: defaults of requests, rules of generation, fields without effect.
 
-Knows nothing of requests. What it does not know of the file, it names.
+Knows nothing of requests. It names the fields that it does not know.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _RENAMED = {
     "min_new_tokens": "min_tokens",
 }
 _RULES = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
-# What changes no token of an answer here. ``max_length`` and ``num_return_sequences`` say what a request says itself
-# (``max_tokens``, ``n``); without an encoder ``generate`` leaves its two fields out as well; one beam has no penalty.
+# Fields that change no token here. Requests have ``max_tokens`` and ``n`` for ``max_length`` and
+# ``num_return_sequences``; without an encoder ``generate`` ignores its two fields as well; one beam has no penalty.
 _HARMLESS = frozenset(
     (
         *("do_sample", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
@@ -50,10 +50,10 @@ _OFF: Mapping[str, Any] = {
 
 
 def generation_defaults(config: Any) -> dict[str, Any]:
-    """What a model's own generation config asks for, in request-parameter names.
+    """Returns the defaults of the model's own generation config, under the names of request parameters.
 
-    transformers' defaults for what the file leaves out (top-k 50, …) are not the model's wishes. Without ``do_sample``
-    the model wants greedy decoding, and the other values would only take effect behind the user's back.
+    transformers' defaults for absent fields (top-k 50, …) are not the model's. Without ``do_sample`` the model asks for
+    greedy decoding, so the other sampling fields have no effect.
     """
     given = _given(config)
     defaults: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def generation_rules(config: Any) -> GenerationRules:
 
 
 def not_honoured(config: Any) -> list[str]:
-    """Fields of ``generate`` that have a value which would change its answers and changes none here, with the value."""
+    """Returns the fields, with their values, that change the tokens of ``generate`` and have no effect here."""
     known = {*_SAMPLED, *_RENAMED, *_RULES, *_HARMLESS}
     declared = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - known
     given = _given(config)

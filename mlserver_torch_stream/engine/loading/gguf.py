@@ -1,7 +1,7 @@
-"""GGUF files: dequantised once into an ordinary model folder, which is kept for the next start.
+"""Loads GGUF files, and converts them once to an ordinary model folder, which later starts use.
 
-Knows nothing of settings or of where the file came from. A half-written folder is never seen: it is written under
-another name and renamed; of two processes that convert the same file one waits for the other.
+Knows nothing of settings or of the origin of a file. No process sees a half-written folder: it is written under another
+name and renamed. Of two processes that convert the same file, one waits for the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2  # of our folders; a new one orphans the old
 LOCK_SECONDS = 900.0
-UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is given up: a new version of transformers makes its own
+UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is deleted: a new version of transformers makes its own
 _SEAL = "checksums.json"  # of a folder's other files
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
 _SPECIAL_TOKENS = {
@@ -44,9 +44,9 @@ _SPECIAL_TOKENS = {
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> Path | None:
-    """The folder with the converted file, converting it first where it is not there yet, or damaged.
+    """Returns the folder with the converted file, and converts it first if the folder is absent or damaged.
 
-    None, after one warning, where the cache cannot be written: then load the file itself (``load_gguf``).
+    Returns None, after one warning, if the cache cannot be written: the caller loads the file itself (``load_gguf``).
     """
     target = cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, dtype)}"
     if _is_whole(target):
@@ -73,7 +73,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> P
 
 
 def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
-    """The model in a GGUF file, with dense weights unless ``packed``; ``options`` go to ``from_pretrained``."""
+    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``."""
     return AutoModelForCausalLM.from_pretrained(
         str(gguf_file.parent),
         gguf_file=gguf_file.name,
@@ -84,7 +84,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
 
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:
-    """The tokenizer in a GGUF file, with the special tokens that the file names.
+    """Loads the tokenizer in a GGUF file, with the special tokens that the file names.
 
     transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text; the file's own ids are right.
     """
@@ -102,7 +102,7 @@ def _dense_dtype(gguf_file: Path) -> torch.dtype:
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:
-    """Of the content, not of path and time: a new virtual environment finds what the old one converted."""
+    """Returns a key of the content, not of path and time, so that a new virtual environment finds old conversions."""
     described = f"{FORMAT} {transformers.__version__} {dtype} {checksum(gguf_file)}"
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
@@ -120,13 +120,13 @@ def _convert(gguf_file: Path, target: Path, dtype: str) -> None:
             _forget_quantization(model)
             model.save_pretrained(folder)
             _seal(Path(folder))
-        os.chmod(folder, 0o755)  # an image built as root is run as someone else
+        os.chmod(folder, 0o755)  # an image that root builds can run as another user
         os.rename(folder, target)
         flush(target.parent)
 
 
 def _seal(folder: Path) -> None:
-    """Notes what the files are, once the disk has them: after a power cut a file may be there, and empty."""
+    """Writes the checksums once the disk has the files: after a power cut a file can be empty."""
     sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
     (folder / _SEAL).write_text(json.dumps(sums), encoding="utf-8")
     for path in folder.iterdir():
@@ -144,7 +144,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Holds the lock of a conversion. Whoever waits for it says so."""
+    """Holds the lock of a conversion, and logs that it waits for it."""
     lock = FileLock(f"{target}.lock")
     try:
         lock.acquire(blocking=False)
@@ -158,7 +158,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that nobody has asked for in a long time; a lock beside a folder says that it is ours."""
+    """Removes conversions that no load has used for a long time. A lock beside a folder marks it as a conversion."""
     for lock in cache_dir.glob("*.lock"):
         folder = lock.with_suffix("")
         if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
@@ -167,7 +167,7 @@ def _forget_unused(cache_dir: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """The weights are dense now; what is saved must load as any other model."""
+    """Removes the quantisation from the config: the weights are dense now, and load as any others."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -175,7 +175,7 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """A folder beside ``target``, gone at the end; those that a killed process left behind go too."""
+    """Makes a folder beside ``target`` and removes it at the end, with those that killed processes have left."""
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

@@ -1,6 +1,6 @@
 """Gives the heap's free blocks back to the system, which glibc keeps below the highest block in use.
 
-Knows nothing of models. Measured on 2026-11-21: 80 MiB of the 841 of a process that has just loaded SmolLM2.
+Knows nothing of models. Measured on 2026-11-21: it frees 80 of the 841 MiB of a process that has loaded SmolLM2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def trim_heap() -> None:
-    """Without effect where the C library is not glibc. Takes milliseconds; meant for after a load and an unload."""
+    """Trims glibc's heap, in milliseconds, after a load or an unload. Has no effect with other C libraries."""
     if sys.platform != "linux":
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as the container's cgroup and its own limits grant them.
+"""Reads how many cores and how much memory this process may use: from the container's cgroup and its own limits.
 
 Knows nothing of models or torch; reads only files under a root that tests can set.
 """
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-KV_SHARE = 0.5  # of the available memory; the rest is for activations and for what others allocate
+KV_SHARE = 0.5  # of the available memory; the rest is for activations and for other allocations
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The share of the machine that this process has, and where each number comes from."""
+    """The share of the machine that this process has, and the origin of each number."""
 
     threads: int
     available_bytes: int
@@ -38,7 +38,7 @@ _V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 
 
 def read_host(root: Path | str = "/") -> Host:
-    """The cores and the memory of this process now; ``root`` holds ``proc`` and ``sys/fs/cgroup``."""
+    """Returns the cores and the memory of this process now. ``root`` holds ``proc`` and ``sys/fs/cgroup``."""
     root = Path(root)
     threads, threads_origin = _threads(root)
     available, memory_origin = _available_memory(root)
@@ -46,7 +46,7 @@ def read_host(root: Path | str = "/") -> Host:
 
 
 def default_kv_budget(available_bytes: int, models_sharing: int = 1) -> int:
-    """Bytes of KV cache for one of ``models_sharing`` models in this process."""
+    """Returns the bytes of KV cache for one of ``models_sharing`` models in this process."""
     return int(available_bytes * KV_SHARE / max(1, models_sharing))
 
 
@@ -101,7 +101,7 @@ def _meminfo_available(root: Path) -> int | None:
 
 
 def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
-    """What this process's own limits (``ulimit -v`` and ``-d``) let it map beyond what it has mapped."""
+    """Returns the bytes that this process can still map under its own limits (``ulimit -v`` and ``-d``)."""
     limits = (_read(root / "proc/self/limits") or "").splitlines()
     used = dict(line.split(":", 1) for line in (_read(root / "proc/self/status") or "").splitlines() if ":" in line)
     for name, mapped, option in _RLIMITS:
@@ -111,7 +111,7 @@ def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """This process's cgroup and all above it, each of which may set a limit; v2's, else the v1 controller's.
+    """Returns this process's cgroup and all above it, of v2 or else of the v1 controller; each can set a limit.
 
     Inside a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount,
     whose root is then the container's own group.

@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 
 # Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
 GPU_WEIGHT_SHARE = 0.7
-_PLACING = ("device_map", "max_memory", "offload_folder")  # named in what goes wrong with them
+_PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to generate, and what its files say of how.
+    """A model ready to generate, with its tokenizer and the defaults of its files.
 
-    ``default_sampling`` has request-parameter names: what ``generation_config.json`` sets, overlaid by the settings'.
+    ``default_sampling`` has names of request parameters; the settings override ``generation_config.json``.
     """
 
     model: Any
@@ -68,7 +68,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are: a folder or hub id, or a GGUF file that could not be converted."""
+    """The location of a model's files: a folder or hub id, or a GGUF file that is not converted."""
 
     location: str
     gguf_file: Path | None
@@ -76,7 +76,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What all may share who name the same files and devices; the engine may replace the model's own config later."""
+    """Weights that models with the same files and devices share. An engine can replace the model's own config later."""
 
     model: Any
     generation_config: Any
@@ -84,7 +84,7 @@ class LoadedWeights:
 
 
 def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds the files, converting a GGUF file if need be. Raises LoadFailed."""
+    """Finds the files, and converts a GGUF file if needed. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
     if source.kind not in ("embedded", "gguf"):
         return ModelFiles(source.location, None)
@@ -95,13 +95,13 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
     return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
 
 
-def load_weights(place: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
+def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
     """Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
     given = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
     model = _attempt(
-        f"{name} with {where}" if where else name, lambda: _load_weights(place.location, place.gguf_file, settings)
+        f"{name} with {where}" if where else name, lambda: _load_weights(files.location, files.gguf_file, settings)
     )
     model.eval()
     model.requires_grad_(False)
@@ -109,13 +109,13 @@ def load_weights(place: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     return LoadedWeights(model, model.generation_config, describe(name, model))
 
 
-def load_tokenizer(place: ModelFiles, resolved: ResolvedSettings) -> Any:
+def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     """Raises LoadFailed."""
-    return _load_tokenizer(resolved.source.name, place.location, place.gguf_file, resolved.settings)
+    return _load_tokenizer(resolved.source.name, files.location, files.gguf_file, resolved.settings)
 
 
 def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
-    """The weights with what one model's settings make of them."""
+    """Adds the tokenizer and the settings of one model to the weights."""
     settings = resolved.settings
     if ignored := not_honoured(weights.generation_config):
         logger.warning("The model's generation config asks for what is not done here: %s", ", ".join(ignored))
@@ -131,14 +131,14 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
 
 
 def set_threads(settings: EngineSettings, host: Host) -> int:
-    """Gives torch the settings' threads, else the container's share of the host's cores; says how many."""
+    """Sets and returns torch's threads: the settings', else the container's share of the host's cores."""
     threads = settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))
     torch.set_num_threads(threads)
     return threads
 
 
 def describe(name: str, model: Any) -> str:
-    """What is loaded, how large, and where."""
+    """Describes a loaded model: its name, size and devices."""
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
@@ -197,7 +197,7 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
 
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
-    """The kind of device that will compute with the weights, and in what."""
+    """Returns the kind of device that will compute with the weights, and the dtype."""
     given = settings.device_map
     places = given.values() if isinstance(given, dict) else (given,)
     gpu = torch.cuda.is_available() and not all(place in ("cpu", "disk") for place in places)
@@ -207,7 +207,7 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _placement(settings: EngineSettings) -> dict[str, Any]:
-    """Where the weights go: as the settings say, else onto the first GPU, spilling onto the next, else the CPU."""
+    """Returns the placement of the weights: the settings', else the first GPU, then the next ones, then the CPU."""
     options: dict[str, Any] = {}
     if settings.tensor_parallel_size > 1:
         return {"distributed_config": DistributedConfig(tp_size=settings.tensor_parallel_size)}
@@ -252,7 +252,7 @@ def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _attempt(what: str, load: Callable[[], Any]) -> Any:
-    """Runs ``load``; any failure becomes one line that says what the user can do."""
+    """Runs ``load`` and turns a failure into one line, which says what the user can do."""
     try:
         return load()
     except LoadFailed as error:

@@ -1,7 +1,7 @@
-"""Weights that lie on the host and are computed on a GPU, in pinned memory: from pageable memory they go by a detour.
+"""Pins the weights that are on the host and that a GPU computes with: copies from pageable memory are slower.
 
-Accelerate's hooks read a weight from a dictionary at every step; here its values are replaced. Knows nothing of how a
-map is chosen, and has never run beside a GPU: tests give it a CPU, ordinary memory and a host of their own.
+Accelerate's hooks read a weight from a dictionary at every step; this module replaces its values. Knows nothing of
+choosing a device map, and has never run beside a GPU: tests give it a CPU, ordinary memory and a host of their own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 # torch rounds pinned memory up to a power of two, to twice what a weight takes or nearly: so weights share blocks.
 _BLOCK = 2**30
 _ALIGNMENT = 256
-# Of the host's free memory, for all else: pinned memory cannot be swapped or dropped.
+# The part of the host's free memory that stays free: pinned memory cannot be swapped or dropped.
 _LEFT = 0.5
 
 Allocate = Callable[[int], torch.Tensor]
-"""Memory of so many bytes. Raises RuntimeError."""
+"""Allocates memory of so many bytes. Raises RuntimeError."""
 Room = Callable[[], int]
-"""Bytes that the host has free now."""
+"""Returns the bytes that the host has free now."""
 Place = tuple[dict[str, torch.Tensor], str]
-"""Where a hook finds a weight: the dictionary that it reads, and the key."""
+"""The place where a hook finds a weight: the dictionary that it reads, and the key."""
 
 
 def _pinned(count: int) -> torch.Tensor:
@@ -44,11 +44,11 @@ def _free() -> int:
 def pin_offloaded(
     model: nn.Module, kind: str = "cuda", allocate: Allocate = _pinned, room: Room = _free, block: int = _BLOCK
 ) -> int:
-    """Pins what is brought from the host to a device of this kind at every step, and returns how many bytes it pinned.
+    """Pins the weights that each step moves from the host to a device of this kind, and returns the bytes pinned.
 
-    Weights are copied into shared blocks of at most ``block`` bytes, or of one weight that is larger. As long as half
-    of what the host had free stays free; what it has no room for stays where it is, as does all that is left when
-    pinning fails. Tied weights stay tied.
+    Weights are copied into shared blocks of at most ``block`` bytes, or of one weight that is larger. Half of the host's
+    free memory stays free. Weights without room stay as they are, and so do the rest when pinning fails. Tied weights
+    stay tied.
     """
     weights = _moved(model, kind)
     if not weights:
@@ -73,14 +73,14 @@ def pin_offloaded(
 
 
 def release_pinned() -> None:
-    """Gives back what torch keeps of pinned memory that nobody uses any more; older ones know no way."""
+    """Frees the pinned memory that torch caches unused; older versions of torch cannot."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None:
         empty()
 
 
 def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
-    """Each weight once, with all places where hooks find it; tied ones have several."""
+    """Yields each weight once, with all places where hooks find it; a tied weight has several."""
     found: dict[tuple[Any, ...], list[Place]] = {}
     for module in model.modules():
         for hook in _offloading(module):
@@ -104,12 +104,12 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain(weight: Any) -> bool:
-    """Not quantised weights, which are several tensors inside."""
+    """Whether a weight can be pinned: quantised ones, which consist of several tensors, cannot."""
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
 
 
 def _resident(hook: Any, weight: torch.Tensor) -> bool:
-    """Whether it is tied to one that lies on the device, which then serves for both. Accelerate goes by its address."""
+    """Whether a weight is tied to one on the device, which serves for both. Accelerate compares their addresses."""
     return bool((hook.tied_params_map or {}).get(weight.data_ptr()))
 
 
@@ -119,7 +119,7 @@ def _tensor(places: list[Place]) -> torch.Tensor:
 
 
 class _Blocks:
-    """Copies of tensors, one behind another, in as few blocks as ``total`` bytes of them take."""
+    """Copies tensors one behind another, into as few blocks as ``total`` bytes of them need."""
 
     def __init__(self, total: int, allocate: Allocate, room: Room, most: int) -> None:
         self._ahead = total
@@ -130,7 +130,7 @@ class _Blocks:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """None where there is no room for it."""
+        """Returns None if there is no room for it."""
         count = bytes_of(tensor)
         if count > len(self._block):
             taken = max(_power(count), min(self._most, _power(self._ahead)))
@@ -143,5 +143,5 @@ class _Blocks:
 
 
 def _power(count: int) -> int:
-    """The smallest power of two that is not less."""
+    """Returns the smallest power of two that is not less."""
     return 1 << max(0, count - 1).bit_length()

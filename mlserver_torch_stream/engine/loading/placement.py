@@ -1,6 +1,6 @@
-"""What lies where: layers, bytes of weights and of KV cache on each device, and what has to be moved at every step.
+"""Reads the placement of a loaded model: layers and bytes on each device, and the weights that each step moves.
 
-Knows nothing of how a map is chosen; it reads the model as accelerate has left it.
+Knows nothing of choosing a device map; it reads the model after accelerate has placed it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OFFLOADED = ("cpu", "disk")
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one place of the map holds; ``brought_to``: the device that computes it, where that is another."""
+    """The contents of one place of the map. If another device computes them, that is ``brought_to``."""
 
     place: str
     layers: tuple[int, ...]
@@ -42,14 +42,14 @@ class DeviceShare:
 
 
 def check_tied(model: PreTrainedModel) -> None:
-    """Raises LoadFailed if the map takes a tensor for two: accelerate does not find what a tied weight has on disk."""
+    """Raises LoadFailed if one of two tied weights is offloaded and the other not: accelerate does not find it."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
             raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
 
 
 def read_placement(model: PreTrainedModel) -> tuple[DeviceShare, ...]:
-    """One for each place that the map names, in its order."""
+    """Returns the share of each place of the map, in its order."""
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     entries: dict[tuple[str, str | None], list[str]] = {}
     for name, place in device_map.items():
@@ -59,7 +59,7 @@ def read_placement(model: PreTrainedModel) -> tuple[DeviceShare, ...]:
 
 
 def _brought_to(model: PreTrainedModel, name: str, place: Any) -> str | None:
-    """Accelerate computes what is on no GPU on one of them; what is on disk on the CPU, if there is no GPU."""
+    """Returns the device that computes a place: for the host and the disk a GPU, or the CPU if there is none."""
     module = _module(model, name)
     device = None if module is None or str(place) not in _OFFLOADED else execution_device(module)
     return None if device is None or device_name(device) == str(place) else device_name(device)
@@ -72,7 +72,7 @@ def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str 
     for name in names:
         module = _module(model, name)
         tensors = [_tensor(model, name)] if module is None else [*module.parameters(), *module.buffers()]
-        # Tied weights are one tensor, and lie where they are met first.
+        # Tied weights are one tensor, and count where they are first.
         weights += sum(bytes_of(tensor) for tensor in tensors if id(tensor) not in seen)
         seen.update(map(id, tensors))
         paths = [name] if module is None else [path for path, _ in module.named_modules(prefix=name)]
@@ -98,7 +98,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """What a tensor takes where it lies; a quantised one is several inside."""
+    """Returns the bytes of a tensor; a quantised one consists of several."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(bytes_of(getattr(tensor, name)) for name in names)
@@ -107,12 +107,12 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def moved_bytes(placement: Sequence[DeviceShare]) -> int:
-    """Weights that are brought to a device at every step."""
+    """Returns the bytes of the weights that each step moves to a device."""
     return sum(held.weights for held in placement if held.brought_to is not None)
 
 
 def seconds_per_step(model: PreTrainedModel) -> float:
-    """What a forward of one token takes now, with all that it has to move: the faster one of two."""
+    """Measures the seconds of a forward of one token, moves included: the faster one of two."""
     token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     times = []
     for _ in range(2):
@@ -123,7 +123,7 @@ def seconds_per_step(model: PreTrainedModel) -> float:
 
 
 def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
-    """How slow a model will be that does not lie where it is computed."""
+    """Describes how slow a model is whose weights each step moves."""
     moved = moved_bytes(placement)
     ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
     return (
@@ -139,7 +139,7 @@ def describe_placement(
     parts: Mapping[torch.device, float],
     budget: int,
 ) -> str:
-    """Each place with its share of a KV cache of ``budget`` bytes, and what a token takes of it there."""
+    """Describes each place, with its share of a KV cache of ``budget`` bytes, and the bytes of a token in it."""
     caches = [
         f"{device}: {format_bytes(int(budget * parts[device]))}, "
         f"{format_bytes(cost.of(1, 1))} for the first token of a row"
@@ -154,7 +154,7 @@ def no_room(
     left: int,
     free: Mapping[torch.device, int],
 ) -> str:
-    """Why a model cannot be served that has no room for a row of two tokens, in numbers; ``left``: bytes for rows."""
+    """Describes, in numbers, why ``left`` bytes of cache have no room for a sequence of two tokens."""
     needs = [
         f"on {device} a row of two tokens takes {format_bytes(bytes_alone(cost.of, 1, 2, 2))} "
         f"and {format_bytes(free[device])} are free"
@@ -165,7 +165,7 @@ def no_room(
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 7``."""
+    """Returns the numbers as ranges, such as ``0-3, 7``."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""Quantised weights through transformers' own configs: whether one is valid, can run here, and has come about.
+"""Checks quantised weights of transformers' own configs: that a config is valid, can run here, and took effect.
 
-Knows nothing of our own int8 weights (the setting ``weights``). transformers passes over keys that it does not know,
-and dequantises where it has no kernel, with a warning at most: here both are refused, by the name of the setting.
+Knows nothing of our own int8 weights (the setting ``weights``). transformers ignores keys that it does not know, and
+dequantises if it has no kernel, with a warning at most: this module refuses both, by the name of the setting.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _TRIAL = 256
 
 
 def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """The settings' object as transformers' config for weights of ``dtype`` that will be on ``device``.
+    """Returns the settings' object as transformers' config for weights of ``dtype`` on ``device``.
 
-    Raises LoadFailed, which names the key, for what is unknown, not installed, or cannot run there.
+    Raises LoadFailed, which names the key, for a method that is unknown, not installed, or cannot run there.
     """
     method = quantisation_method(given)
     if method == "gguf":
@@ -52,7 +52,7 @@ def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: tor
 
 
 def quantisation_method(given: Mapping[str, Any]) -> str:
-    """As transformers names it. Raises LoadFailed."""
+    """Returns the method under transformers' name. Raises LoadFailed."""
     method = given.get("quant_method")
     width = next((width for width in ("4bit", "8bit") if given.get(f"load_in_{width}")), None)
     if width is not None:
@@ -68,7 +68,7 @@ def quantisation_method(given: Mapping[str, Any]) -> str:
 
 
 def quieten(method: str) -> None:
-    """LLM.int8 warns in each layer of each step that it rounds to float16 first what is not in it. It always does."""
+    """Silences LLM.int8, which warns in each layer of each step that it rounds other dtypes to float16, as always."""
     if method.startswith("bitsandbytes"):
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_no_cast)
 
@@ -78,7 +78,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """The packages of the methods that are tested here; of others transformers says itself what they need."""
+    """Checks the packages of the methods that are tested here; transformers checks those of the others itself."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():
@@ -86,7 +86,7 @@ def _require(method: str) -> None:
 
 
 def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A class of torchao by name, by name with arguments, or in transformers' own spelling under ``default``."""
+    """Reads a class of torchao: its name, its name with arguments, or transformers' own spelling under ``default``."""
     from torchao import quantization
     from torchao.core.config import AOBaseConfig, config_from_dict
 
@@ -119,7 +119,7 @@ def _is_kind(value: Any, base: type) -> bool:
 
 
 def quantised_as(location: str, revision: str | None) -> str | None:
-    """The method that a checkpoint's own config names; None for dense weights."""
+    """Returns the method that a checkpoint's own config names; None for dense weights."""
     config, _ = PretrainedConfig.get_config_dict(location, revision=revision or "main")
     nested = config.get("text_config") or {}
     own = config.get("quantization_config") or nested.get("quantization_config")
@@ -132,12 +132,12 @@ def quantised_as(location: str, revision: str | None) -> str | None:
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether its weights are packed by one of transformers' quantisers."""
+    """Whether one of transformers' quantisers has packed the model's weights."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None:
-    """Raises LoadFailed where a model that should be quantised is dense, unless that was asked for."""
+    """Raises LoadFailed if a model that should be quantised is dense, unless the settings ask for that."""
     if asked is not None and asked.get("dequantize") is True:
         return
     quantizer = getattr(model, "hf_quantizer", None)
@@ -154,7 +154,7 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
 
 
 def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
-    """Raises LoadFailed where a checkpoint that is quantised already has kept what it was quantised with instead."""
+    """Raises LoadFailed if a checkpoint that is quantised already keeps its own config instead of the settings'."""
     taken = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     for key in asked if taken is not None else ():
         own, wanted = getattr(taken, key, None), getattr(config, key, None)
@@ -163,7 +163,7 @@ def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
 
 
 def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
-    """Whether a GGUF file is to be used as it is. Raises LoadFailed where that cannot be."""
+    """Whether the settings ask for a GGUF file's packed weights. Raises LoadFailed if these cannot be used."""
     if given is None or given.get("quant_method") != "gguf":
         return False
     if set(given) != {"quant_method"}:

@@ -1,7 +1,7 @@
-"""The check, at load, that batching a model's rows gives the logits that the model gives each sequence alone.
+"""Checks at load that a batch gets the logits that the model gives each of its sequences alone.
 
-Knows no family by name: it runs the real model on a few tokens, with rows that join and leave, and compares. Then the
-same at the far positions that the model's config names (``far``).
+Knows no family by name: it runs the real model on a few tokens, with sequences that join and leave, and compares. Then
+it does the same at the far positions that the model's config names (``far_positions``).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mlserver_torch_stream.engine.loading.far_positions import compare_far, far_
 from mlserver_torch_stream.errors import LoadFailed
 
 _LENGTHS = (6, 9, 3)
-# Our own kernels work in blocks of 12 queries and of 16 and 32 keys: one row crosses all of them.
+# Our own kernels work in blocks of 12 queries and of 16 and 32 keys: one sequence crosses all of them.
 _KERNEL_LENGTHS = (6, 50, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckResult:
-    """``chunked``: a prompt may be prefilled in pieces. ``problem``: why rows cannot be batched, or None.
+    """``problem`` says why the model cannot be batched, None if it can; ``chunked`` whether prefill can be chunked.
 
-    ``costs``: of a row's cache, by the devices that it is on.
+    ``costs`` are those of a sequence's cache, by device.
     """
 
     problem: str | None
@@ -38,14 +38,14 @@ class SelfCheckResult:
 
     @property
     def cost(self) -> CacheCost | None:
-        """In all; None if rows cannot be batched."""
+        """The cost on all devices together; None if the model cannot be batched."""
         return sum(self.costs.values(), CacheCost()) if self.problem is None else None
 
 
 def check_batching(model: PreTrainedModel, room: int | None = None) -> SelfCheckResult:
-    """Runs the check in pieces, then with whole prompts if pieces fail. ``room``: as of ``far_lengths``.
+    """Checks prompts in chunks and, if those fail, whole prompts. ``room`` is that of ``far_lengths``.
 
-    Raises LoadFailed for a device that has no memory left or is lost, which says nothing of the model.
+    Raises LoadFailed if a device has no memory left or is lost, which says nothing of the model.
     """
     try:
         layout = CacheLayout(model.config)
@@ -58,7 +58,7 @@ def check_batching(model: PreTrainedModel, room: int | None = None) -> SelfCheck
             differing = trial.run(chunked, lambda each: each.error, room, beside=True)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
             raise LoadFailed(f"the check of the model at load failed: {_in_a_line(error)}") from error
-        except Exception as error:  # a model's code may raise anything for a cache that it does not know
+        except Exception as error:  # a model's code can raise any error for a cache that it does not know
             problem = _in_a_line(error)
             continue
         if differing is None:
@@ -68,9 +68,9 @@ def check_batching(model: PreTrainedModel, room: int | None = None) -> SelfCheck
 
 
 def check_generate(model: PreTrainedModel) -> None:
-    """Has a model that cannot be batched answer as the serial engine will have it; raises LoadFailed if it cannot.
+    """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error of the check above that has nothing to do with batches ends the load.
+    So an error of the check above that has nothing to do with batching ends the load.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
@@ -81,7 +81,7 @@ def check_generate(model: PreTrainedModel) -> None:
 
 
 def check_forward(model: PreTrainedModel, forward: Forward) -> str | None:
-    """Why ``forward`` must not stand in for the model's own; None if its logits are the model's."""
+    """Returns why ``forward`` must not replace the model's own; None if its logits are the model's."""
     trial = _Trial(model, CacheLayout(model.config), forward, _KERNEL_LENGTHS)
     differing = trial.run(True, lambda each: each.error_of_kernels)
     return None if differing is None else f"its logits differ from the model's by {differing}"
@@ -92,7 +92,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 class _Trial:
-    """Three sequences over one row cache: the second joins longer than the first, the third shorter, one leaves."""
+    """Runs three sequences over one cache: the second joins longer than the first, the third shorter, one leaves."""
 
     def __init__(self, model: PreTrainedModel, layout: CacheLayout, forward: Forward, lengths: tuple[int, ...]) -> None:
         self._model = model
@@ -107,7 +107,7 @@ class _Trial:
         self.costs: Mapping[torch.device, CacheCost] = {}
 
     def run(self, chunked: bool, error_of: ErrorOf, room: int | None = None, *, beside: bool = False) -> str | None:
-        """By how much logits differ and where, in words. ``beside``: with a short row beside a far one."""
+        """Returns by how much logits differ and where. ``beside`` adds a short sequence to the batch of a far one."""
         for length in self._lengths:
             self._admit(length, chunked)
             self._decode()

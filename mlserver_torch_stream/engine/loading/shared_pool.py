@@ -1,6 +1,6 @@
-"""Things that are costly to make, made once per key and shared by all who lease them.
+"""Shares objects that are costly to make: each is made once per key, and its users lease it.
 
-Knows nothing of models; what becomes of a thing when its last user has left is for that user to do.
+Knows nothing of models; the last user of an object disposes of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class SharedPool(Generic[V]):
-    """Any thread may lease. Who asks for what another thread is making waits for that."""
+    """Any thread may lease. A thread that asks for an object which another thread makes waits for it."""
 
     def __init__(self) -> None:
         self.made = 0  # ever, failures left out
@@ -25,7 +25,7 @@ class SharedPool(Generic[V]):
         return len(self._shared)
 
     def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
-        """Raises what ``make`` does, to all who wait for it; the next to ask tries again."""
+        """Leases the object of ``key``. All waiting threads get an error of ``make``; the next lease tries again."""
         with self._lock:
             shared = self._shared.get(key)
             mine = shared is None
@@ -56,14 +56,14 @@ class SharedPool(Generic[V]):
 
 
 class Lease(Generic[V]):
-    """One user's share of ``value``."""
+    """One user's lease of ``value``."""
 
     def __init__(self, value: V, give_back: Callable[[], bool]) -> None:
         self.value = value
         self._give_back: Callable[[], bool] | None = give_back
 
     def end(self) -> bool:
-        """True, once, for the last user: from now on nobody gets the same thing. Ending twice is harmless."""
+        """Returns True, once, to the last user: the pool has forgotten the object. Ending twice is harmless."""
         give_back, self._give_back = self._give_back, None
         return give_back is not None and give_back()
 

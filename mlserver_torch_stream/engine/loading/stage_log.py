@@ -1,6 +1,6 @@
-"""Tells in the log what a load is doing: when a stage begins, that it still runs, and how long it took.
+"""Logs the stages of a load: when a stage begins, that it still runs, and how long it took.
 
-Knows nothing of what a stage does.
+Knows nothing of the work of a stage.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a 
 
 @contextmanager
 def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
-    """``what`` is the beginning of a sentence, such as ``Compiling the kernels``. A stage that raises has no last line.
+    """``what`` begins a sentence, such as ``Compiling the kernels``. A stage that raises logs no last line.
 
-    A teller thread rather than steps of the work: most of a load is single calls of transformers and compilers.
+    A thread of its own writes the lines, as most of a load is single calls of transformers and compilers.
     """
     began = time.monotonic()
     over = threading.Event()

@@ -36,7 +36,7 @@ class NativeForward:
     device = torch.device("cpu")
 
     def __init__(self, model: Any, threads: int, cache_dir: Path, int8: bool = False) -> None:
-        """Copies the weights, on request rounded to int8. Raises NoKernels or Unsupported."""
+        """Copies the weights, on request rounded to int8. Raises NoKernels or UnsupportedLayout."""
         decoder = read_decoder(model)
         kernels = compiled_library(cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)

@@ -1,1 +1,1 @@
-"""Decoding over several devices at once: each holds a part of the layers, and each works on another group of rows."""
+"""Decodes over several devices at once: each has a part of the layers, and each computes another batch."""

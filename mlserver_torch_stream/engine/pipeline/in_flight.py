@@ -1,6 +1,6 @@
-"""Forwards under way in threads of their own, and those that have come back.
+"""Runs forwards in threads of their own and returns those that complete.
 
-Knows nothing of rows; a flight is told apart by what it is for.
+Knows nothing of batches; each forward has a key.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class InFlightForwards(Generic[K, T]):
-    """At most ``most`` at once, which the caller sees to. All methods are called by the thread that owns this.
+    """Runs at most ``most`` forwards at once, which the caller ensures. One thread calls all its methods.
 
-    Its threads are daemons: the interpreter would wait at its end for those of an executor, and one may hang.
+    Its threads are daemons: at its end the interpreter waits for the threads of an executor, and one can hang.
     """
 
     def __init__(self, most: int, threads: int) -> None:
-        """``threads``: of torch's, in each of ours; a new thread would take all of the host's cores."""
+        """``threads`` is the number of torch's threads in each of ours; a new thread would use all cores."""
         self._most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
@@ -48,7 +48,7 @@ class InFlightForwards(Generic[K, T]):
         self._waiting.put(lambda: self._completed.put((key, _future(work))))
 
     def completed(self) -> list[tuple[K, Future[T]]]:
-        """Waits for one, and takes all that are there."""
+        """Waits for a forward to complete, and returns all that have completed."""
         back = [self._completed.get()]
         while not self._completed.empty():
             back.append(self._completed.get())
@@ -56,7 +56,7 @@ class InFlightForwards(Generic[K, T]):
         return back
 
     def close(self) -> None:
-        """Waits for those that are under way."""
+        """Waits for the forwards that still run."""
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:

@@ -1,11 +1,11 @@
-"""How forwards in several threads pass through a model's stages: one in each stage at a time, in the order of asking.
+"""Passes forwards of several threads through a model's stages: one in each stage at a time, in the order of asking.
 
-Knows nothing of rows or caches. A thread runs the model's whole forward; hooks on the modules of the device map hand
-it from stage to stage, so that no model's code is cut.
+Knows nothing of batches or caches. A thread runs the model's whole forward; hooks on the modules of the device map take
+the locks of the stages, so that no model's code is cut.
 
-With ``serial_python`` only one of the threads runs Python in a stage at a time, until it waits for the next one or for
-its device. torch gives the interpreter lock away with every operation: threads that compete for it wake each other each
-time, and a stage's 1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
+With ``serial_python`` only one thread runs Python at a time, until it waits for the next stage or for its device. torch
+releases the interpreter lock in every operation: threads that compete for it wake each other each time, and a stage's
+1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """The stages of one copy of the weights, whichever engines use it.
+    """The stages of one copy of the weights, which several engines can use.
 
-    ``threads``: of torch's, in a thread. ``serial_python``: not for models whose code waits for a device midway, and
-    would have all others wait with it.
+    Each thread has ``threads`` of torch's. ``serial_python`` is not for models whose code waits for a device midway:
+    all other forwards would wait too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
@@ -50,7 +50,7 @@ class Pipeline:
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:
-        """What ``forward`` returns or raises; waits before each stage until it is free, and leaves the last one."""
+        """Runs ``forward``, which waits before each stage until that is free, and leaves the last stage afterwards."""
         position = self._here.position = _StagePosition(self._python)
         try:
             return forward()
@@ -59,17 +59,17 @@ class Pipeline:
             position.leave()
 
     def enter(self, stage: Stage) -> None:
-        """Waits for it in a ``run``; whoever calls otherwise has the model for himself: the checks at load."""
+        """Waits for the stage inside ``run``. Outside of it, in the checks at load, no other forward runs."""
         if self._position is not None:
             self._position.enter(stage)
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """What an earlier stage has left, where the next one is fastest to copy it from."""
+        """Copies an earlier stage's tensor to the next stage's device, on a stream for transfers."""
         brought = None if self._position is None else self._transfers.bring((tensor,), {}, device)
         return tensor if brought is None else brought[0][0]
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """For what is made of a forward that is through, while others are in its last stage."""
+        """Returns a stream for work on a complete forward's output, while others are in the last stage."""
         return self._transfers.aside(device)
 
     def _enter(
@@ -80,12 +80,12 @@ class Pipeline:
 
     @property
     def _position(self) -> _StagePosition | None:
-        """Of this thread."""
+        """The position of this thread's forward."""
         return getattr(self._here, "position", None)
 
 
 class _StagePosition:
-    """Where one forward is. It never holds two stages, nor Python's turn while it waits, so none waits in a circle."""
+    """The stage of one forward. It never holds two stages, nor the Python lock while it waits: none deadlocks."""
 
     def __init__(self, python: FairLock | None) -> None:
         self._stage: Stage | None = None
@@ -99,12 +99,12 @@ class _StagePosition:
         self.leave()
         self._stage_lock.enter_context(stage.lock)
         self._stage = stage
-        # Not before: a model's inputs go to its first device, where they wait for the rows that are there.
+        # Not before: a model's inputs go to its first device, where they wait for the batch that is there.
         if self._python is not None:
             self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
-        """Lets the next one in, once the device is done: what is queued on it would be in the next one's way."""
+        """Frees the stage for the next forward, once the device is done: queued work would delay the next forward."""
         stage, self._stage = self._stage, None
         self._python_lock.close()
         with self._stage_lock.pop_all():
@@ -113,7 +113,7 @@ class _StagePosition:
 
 
 class StagedForward:
-    """A ``Forward`` that passes through the stages."""
+    """A ``Forward`` that passes through the stages of a pipeline."""
 
     def __init__(self, forward: Forward, pipeline: Pipeline) -> None:
         self._forward = forward

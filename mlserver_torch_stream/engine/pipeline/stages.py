@@ -1,4 +1,4 @@
-"""The stages of a model that accelerate has laid out over several devices, read off its device map.
+"""Reads the pipeline stages of a model off its device map, after accelerate has laid it out over several devices.
 
 Knows no family by name and runs nothing.
 """
@@ -21,9 +21,9 @@ _OFFLOADED = ("cpu", "disk")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The modules that one device computes, not always one after another: a tied head is where the embedding is.
+    """The modules that one device computes. They need not follow each other: a tied head is with the embedding.
 
-    ``finish`` returns when the device has done what this thread asked of it.
+    ``finish`` returns when the device has completed this thread's work.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Stage:
 
 
 def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
-    """In the order of the map; at most one where there is nothing to overlap."""
+    """Returns the stages in the order of the map; at most one if one device computes everything."""
     found: dict[str, list[nn.Module]] = {}
     for name, place in (getattr(model, "hf_device_map", None) or {}).items():
         try:
@@ -55,13 +55,13 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _computed_on(module: nn.Module, place: str | int | torch.device) -> str:
-    """Weights that no device has room for are computed where their hook brings them."""
+    """Returns the device that computes a module. Offloaded weights are computed where their hook moves them."""
     hook_place = execution_device(module) if str(place) in _OFFLOADED else None
     return device_name(place if hook_place is None else hook_place)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or where it is a mere container, whose ``forward`` nobody calls, what it contains."""
+    """Yields the module, or the children of a mere container, whose ``forward`` is never called."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         for child in module.children():
             yield from _called(child)

@@ -1,6 +1,6 @@
-"""The checks, at load, of forwards that run at the same time: that each gives the logits that it gives alone.
+"""Checks at load that forwards which run at the same time give the logits that each gives alone.
 
-Knows no family by name: a model's code may keep something between its layers that is not the cache's, or wait for its
+Knows no family by name: a model's code can keep state between its layers that is not in the cache, or wait for its
 device in the middle of a stage.
 """
 
@@ -30,7 +30,7 @@ _MOST_WAITS = 1
 
 
 def take_pipeline(model: PreTrainedModel, threads: int) -> Pipeline | None:
-    """None where one device computes everything, and where forwards must not overlap: then one line says why."""
+    """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason."""
     stages = read_stages(model)
     if len(stages) < 2:
         return None

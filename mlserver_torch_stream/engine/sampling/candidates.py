@@ -1,7 +1,8 @@
 """Draws a token from each row's filtered distribution: temperature, then top-k, top-p, min-p, typical-p.
 
-Knows nothing of penalties or log-probabilities. A row sorts only its best few logits; the rare row that needs more is
-drawn again among more of them, and in the end among all. The widths are fixed, so no row sees its neighbours.
+Knows nothing of penalties or log-probabilities. A row sorts only its largest logits. A row that needs more, which is
+rare, is drawn again among more of them, and in the end among all. The widths are fixed, so a row does not depend on
+its neighbours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TAIL_COUNTER = 1 << 62  # a noise counter that is no token id
 
 
 class SampledRow(Protocol):
-    """What the draw needs to know of a row. 0 turns ``top_k`` and ``min_p`` off, 1 turns the other two off."""
+    """The sampling parameters of a row. 0 turns ``top_k`` and ``min_p`` off, 1 turns the other two off."""
 
     temperature: float
     top_k: int
@@ -37,10 +38,10 @@ class SampledRow(Protocol):
 
 
 def draw(work: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
-    """One token id for each row, or ``FAILED``.
+    """Returns one token id for each row, or ``FAILED``.
 
-    ``work``: float32 [n, V], adjusted logits before the temperature. The set that each filter keeps is transformers',
-    except that all values tied at a boundary are kept, so that it depends on nothing but the row.
+    ``work``, float32 [n, V], are the adjusted logits before the temperature. Each filter keeps the same set as that of
+    transformers, but keeps all values tied at a boundary, so that the set depends on the row alone.
     """
     vocab_size = work.shape[1]
     chosen = [_WIDER] * len(rows)
@@ -53,7 +54,7 @@ def draw(work: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
 
 
 def _resolve(work: torch.Tensor, rows: Sequence[SampledRow], chosen: list[int], width: int) -> None:
-    """Draws the open rows that may be decided by their ``width`` largest logits."""
+    """Draws the rows without a token for which the ``width`` largest logits can be enough."""
     everything = width == work.shape[1]
     todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
     if todo:
@@ -77,7 +78,7 @@ def _store(chosen: list[int], where: list[int], ids: torch.Tensor) -> None:
 
 
 def _draw_among(work: torch.Tensor, rows: Sequence[SampledRow], width: int) -> torch.Tensor:
-    """Token ids or markers, int64 [n], drawn among the ``width`` largest logits of each row."""
+    """Draws among the ``width`` largest logits of each row. Returns token ids or markers, int64 [n]."""
     values, ids = work.topk(width, dim=-1)
     top = values[:, :1]
     temperature = _column(work, [row.temperature for row in rows])
@@ -90,7 +91,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[SampledRow], width: int) -> t
 
     free = torch.tensor([_unfiltered(row) for row in rows], device=work.device)
     if width < work.shape[1]:
-        head = values > values[:, -1:]  # values tied with the last candidate belong to the tail, whichever were picked
+        head = values > values[:, -1:]  # values tied with the last candidate belong to the tail
         keep = torch.where(free[:, None], head, keep)
         open_ended = open_ended & ~free
     keys = [row.noise_key for row in rows]
@@ -111,7 +112,7 @@ def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
 def _rest(
     work: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
-    """Weight beyond the candidates, float32 [n], relative to the largest; zero for rows that need not know it."""
+    """Returns the weight beyond the candidates, float32 [n], relative to the largest; zero for rows that ignore it."""
     rest = torch.zeros(len(rows), device=work.device)
     needing = [i for i, row in enumerate(rows) if not row.top_k and (row.top_p < 1.0 or _unfiltered(row))]
     if not needing or ids.shape[1] == work.shape[1]:
@@ -124,7 +125,7 @@ def _rest(
 
 
 def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
-    """The smallest scaled logit that top-k, top-p and min-p keep, float32 [n, 1]; ``scaled`` is sorted, largest 0."""
+    """Returns the smallest scaled logit that top-k, top-p and min-p keep, [n, 1]. ``scaled`` is sorted from 0 down."""
     floor = _column(scaled, [row.min_p for row in rows]).log_()
     if any(row.top_k for row in rows):
         last = torch.tensor([row.top_k - 1 for row in rows], device=scaled.device)[:, None]
@@ -152,13 +153,13 @@ def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[Sampl
 
 
 def _tail_score(keys: list[int], weight: torch.Tensor) -> torch.Tensor:
-    """The perturbed log-weight of everything beyond the candidates taken as one choice, float32 [n]."""
+    """Returns the perturbed log-weight of all tokens beyond the candidates, as if they were one token, float32 [n]."""
     counter = torch.tensor([_TAIL_COUNTER], device=weight.device)
     return weight.log() + gumbel(keys, counter)[:, 0]
 
 
 def _draw_tail(work: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
-    """Token ids, int64 [n], for unfiltered rows whose choice lies beyond the head."""
+    """Returns token ids, int64 [n], for unfiltered rows whose token lies beyond the head."""
     last = work.topk(_HEAD, dim=-1).values[:, -1:]
     temperature = _column(work, [row.temperature for row in rows])
     noise = gumbel([row.noise_key for row in rows], torch.arange(work.shape[1], device=work.device))

@@ -1,6 +1,6 @@
-"""What a model's own generation config demands of every answer: tokens that are never said, or must be.
+"""Applies a model's own generation config to each sequence: tokens that are suppressed, and tokens that are forced.
 
-Knows nothing of requests, nor where the rules come from.
+Knows nothing of requests, nor of the source of the rules.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """In transformers' terms: ``suppress_tokens``, ``begin_suppress_tokens``, ``bad_words_ids``, ``forced_…``."""
+    """The fields are transformers' ``suppress_tokens``, ``begin_suppress_tokens``, ``bad_words_ids``, ``forced_…``."""
 
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     forced_bos: tuple[int, ...] = ()  # after a prompt of one token
-    forced_eos: tuple[int, ...] = ()  # as the last token that an answer may have
+    forced_eos: tuple[int, ...] = ()  # as the last token that a sequence may have
 
 
 class RowRules:
-    """The rules for one answer, in the order of transformers' ``generate``."""
+    """The rules for one sequence, in the order of transformers' ``generate``."""
 
     def __init__(self, rules: GenerationRules, prompt: int, max_tokens: int | None, vocab_size: int) -> None:
-        """``prompt``: its tokens; ``max_tokens``: None if the answer has no last token."""
+        """``prompt`` counts the prompt's tokens. ``max_tokens`` is None if the sequence has no last token."""
 
         def known(ids: Sequence[int]) -> list[int]:
             return [token_id for token_id in ids if 0 <= token_id < vocab_size]
@@ -37,14 +37,14 @@ class RowRules:
             self._forced[0] = known(rules.forced_bos)
         if rules.forced_eos and max_tokens is not None:
             self._forced[max_tokens - 1] = known(rules.forced_eos)
-        # After a prompt of one token the first is the forced one, and the answer begins behind it.
+        # After a prompt of one token the first token is the forced one, and the suppressed position is the next.
         self._suppressed = {1 if rules.forced_bos and prompt == 1 else 0: known(rules.suppressed_first)}
 
     def active(self, position: int) -> bool:
         return bool(self._always or self._forced.get(position) or self._suppressed.get(position))
 
     def apply(self, row: torch.Tensor, position: int) -> None:
-        """Changes the logits of the answer's token ``position`` in place."""
+        """Changes the logits of the sequence's token ``position`` in place."""
         if forced := self._forced.get(position):
             row.fill_(-torch.inf)
             row[forced] = 0.0

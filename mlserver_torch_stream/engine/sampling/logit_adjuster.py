@@ -1,6 +1,6 @@
-"""What one row does to its own logits before sampling: bias, penalties, forbidden words, minimum length.
+"""Adjusts the logits of one row before sampling: bias, penalties, forbidden words, minimum length.
 
-Knows nothing of the batch, the temperature or the random numbers; touches only the ids concerned, never the whole row.
+Knows nothing of the batch, the temperature or the random numbers. It changes only the ids concerned, never a whole row.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlserver_torch_stream.types import SamplingParameters
 
 
 class LogitAdjuster:
-    """The per-row changes of one sequence, in transformers' order; ``active`` is False when there is nothing to do.
+    """The adjustments of one sequence, in transformers' order; ``active`` is False when there are none.
 
-    Bias, repetition penalty (prompt and answer), presence and frequency penalties (answer), bad words, until
-    ``min_tokens`` are accepted no ``end_ids``, and the model's own ``rules``, for which ``max_tokens`` is. Ids at or
-    above ``vocab_size`` are ignored.
+    They are the bias, the repetition penalty (prompt and generated tokens), presence and frequency penalties (generated
+    tokens), bad words, no ``end_ids`` before ``min_tokens``, and the model's own ``rules``, which need ``max_tokens``.
+    Ids at or above ``vocab_size`` are ignored.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LogitAdjuster:
         return self._lasting or self._accepted < self._min_tokens or self._rules.active(self._accepted)
 
     def accept(self, token_id: int) -> None:
-        """Counts a token of the answer."""
+        """Counts a generated token."""
         self._accepted += 1
         if self._seen is not None:
             self._seen.add(token_id)
@@ -99,7 +99,7 @@ class _Bias:
 
 
 class _SeenTokens:
-    """The distinct ids seen so far, and how often the answer holds each."""
+    """The distinct ids so far, and how often the sequence has generated each."""
 
     def __init__(self, prompt_ids: Iterable[int], vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""Stateless random numbers for sampling: Gumbel noise as a hash of (seed, sample, position, token id).
+"""Makes stateless random numbers for sampling: Gumbel noise as a hash of (seed, sample, position, token id).
 
 Knows nothing of logits or requests. A row's noise depends on its own counters only, so it is the same alone, in any
 batch and on any device; the hash is splitmix64, whose finaliser passes the usual test batteries.
@@ -17,7 +17,7 @@ _LARGEST = 1.0 - 2.0**-24  # the float32 below 1: log1p(-u) stays finite
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as two's complement, which is all that torch has."""
+    """Returns the same 64 bits as two's complement, as torch has no unsigned type."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -29,14 +29,14 @@ def _mix(value: int) -> int:
 
 
 def derive_key(key: int, part: int) -> int:
-    """A 64-bit key for ``part`` (any integer, taken modulo 2**64) below ``key``."""
+    """Returns a 64-bit key for ``part`` (any integer, taken modulo 2**64) below ``key``."""
     return _mix((key ^ _mix(part + _GOLDEN)) + _GOLDEN)
 
 
 def gumbel(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise for each (key, id).
+    """Returns standard Gumbel noise for each (key, id).
 
-    ``keys``: n integers of 64 bits. ``ids``: int64 [n, c], or [c] for the same ids in every row. Returns float32
+    ``keys`` are n integers of 64 bits, ``ids`` int64 [n, c], or [c] for the same ids in every row. The noise is float32
     [n, c].
     """
     column = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=ids.device)[:, None]
@@ -50,5 +50,5 @@ def gumbel(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical right shift: torch's own copies the sign."""
+    """Shifts right logically: torch's own shift copies the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

@@ -1,6 +1,6 @@
-"""Chooses the next token of every row of a batch, and its log-probabilities.
+"""Chooses the next token of each row of a batch, and its log-probabilities.
 
-Knows nothing of sequences, text or the model: a row is its sampling state, its logits are a line of a tensor.
+Knows nothing of sequences, text or the model: a row has a sampling state, and its logits are a row of a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One chosen token; ``logprob`` is set for rows that ask for it."""
+    """A chosen token. ``logprob`` is set for rows that ask for it."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -81,11 +81,11 @@ class RowSampler:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[SampledToken | GenerationFailed]:
-    """The next token of each row, or why that row has none; ``rows`` are not changed (see ``RowSampler.accept``).
+    """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
-    ``logits``: [B, V], any float dtype and device, with V at or above every row's ``vocab_size`` (what lies beyond is
-    padding and never chosen); left as they are. All rows are of one model. A row whose logits hold NaN, or nothing to
-    choose, fails alone.
+    ``logits``, [B, V], have any float dtype and device, and stay as they are. V is at least the ``vocab_size`` of the
+    rows, which is that of one model; logits beyond are padding. A row whose logits hold NaN, or no token to choose,
+    fails alone.
     """
     if not rows:
         return []
@@ -103,7 +103,7 @@ _NOTHING_TO_CHOOSE = "the logits of this sequence are not finite (NaN, infinity,
 
 
 def _adjusted(raw: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """The logits as float32 after each row's own changes; a copy only where one is needed."""
+    """Returns the logits as float32 after the adjustments of each row; copies them only if that is needed."""
     work = raw.float()
     changing = [i for i, row in enumerate(rows) if row.adjuster.active]
     if changing and work.dtype == raw.dtype:
@@ -126,7 +126,7 @@ def _choose(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
 
 
 def _argmax(work: torch.Tensor) -> list[int]:
-    """The first of the greatest of each row; FAILED where that is NaN or infinite."""
+    """Returns the first of the largest logits of each row; FAILED if that is NaN or infinite."""
     if work.device.type == "cpu":  # numpy's is vectorised: 0.4 instead of torch's 0.8 ms for 32 rows of 49,152
         rows = work.numpy()
         best = [(row, int(row.argmax())) for row in rows]
@@ -137,7 +137,7 @@ def _argmax(work: torch.Tensor) -> list[int]:
 
 
 def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampler], token_ids: list[int]) -> list[TokenLogprob | None]:
-    """Log-probabilities under the raw logits, for the rows that ask and have a token."""
+    """Returns log-probabilities under the raw logits, for the rows that ask for them and have a token."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
     if not asking:

@@ -1,1 +1,1 @@
-"""Which request runs next: admission, the waiting queue, limits, and the work of each step. Imports no torch."""
+"""Decides which request runs next: admission, the fair queue, limits, and the work of each step. Imports no torch."""

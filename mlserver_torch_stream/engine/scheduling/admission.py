@@ -1,6 +1,6 @@
-"""What is refused before an engine sees it: requests that can never run, and requests that are too many.
+"""Refuses requests that can never run, and requests that are too many for the queue.
 
-Knows nothing of threads; the same checks hold for every backend.
+Knows nothing of threads; the same checks hold for every batcher.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import ModelInfo
 
 Refusal = Callable[[int, int, int], str | None]
-"""Why a request of (rows, prompt tokens, tokens at the end) could never run; None if it can."""
+"""Says why a request of (sequences, prompt tokens, tokens at the end) could never run; None if it can."""
 
 
 class Admission:
-    """Raises InvalidInput, which names the field, or QueueFull."""
+    """Its checks raise InvalidInput, which names the field, or QueueFull."""
 
     def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
         self._info = info
@@ -41,13 +41,13 @@ class Admission:
             raise InvalidInput("text_input", f"the prompt has {tokens} tokens, the context holds {context}")
 
     def check_ids(self, prompt_ids: Sequence[int]) -> None:
-        """A tokenizer may know more ids than the model has embeddings; a GPU does not survive such an id."""
+        """Refuses ids that have no embedding: a tokenizer can have more ids than the model, and a GPU fails on them."""
         size = self._info.vocab_size
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
             raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
 
     def check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
-        """Of a prompt that has so many tokens now."""
+        """Checks a request whose prompt has ``prompt`` tokens so far."""
         context, asked = self._info.max_context, request.sampling.max_tokens
         final = context if asked is None else min(context, prompt + asked)
         reason = refusal(request.sampling.n, prompt, final)
@@ -56,7 +56,7 @@ class Admission:
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def check_open(self, count: int, retry_after: int) -> None:
-        """Of prompts whose end has not come, before another one is opened."""
+        """Checks the number of open prompts before another one is opened."""
         if count >= self._queue_limits.max_queue:
             raise QueueFull(
                 f"{count} prompts are being sent in pieces already, of {self._queue_limits.max_queue} allowed",
@@ -66,11 +66,9 @@ class Admission:
     def check_queue(
         self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int
     ) -> None:
-        queue_limits = self._queue_limits
-        if waiting + len(requests) > queue_limits.max_queue:
-            raise QueueFull(f"{waiting} prompts are waiting already, of {queue_limits.max_queue} allowed", retry_after)
+        limits = self._queue_limits
+        if waiting + len(requests) > limits.max_queue:
+            raise QueueFull(f"{waiting} prompts are waiting already, of {limits.max_queue} allowed", retry_after)
         tokens = waiting_tokens + sum(len(request.prompt_ids) for request in requests)
-        if queue_limits.max_queue_tokens is not None and waiting and tokens > queue_limits.max_queue_tokens:
-            raise QueueFull(
-                f"{tokens} prompt tokens would wait, of {queue_limits.max_queue_tokens} allowed", retry_after
-            )
+        if limits.max_queue_tokens is not None and waiting and tokens > limits.max_queue_tokens:
+            raise QueueFull(f"{tokens} prompt tokens would wait, of {limits.max_queue_tokens} allowed", retry_after)

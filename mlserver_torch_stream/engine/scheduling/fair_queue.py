@@ -1,4 +1,4 @@
-"""The requests that wait, and the order in which they are tried: by priority, then by fair shares.
+"""Orders the waiting requests: by priority, then by fair shares between clients.
 
 Decides nothing about memory; it reads no clock and imports no torch.
 """
@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from mlserver_torch_stream.engine.request_state import RequestState
 
-# How often later requests may be admitted before one that does not fit yet; then everybody waits for it.
+# How many later requests may be admitted before one that does not fit yet; then all others wait for it.
 _MOST_OVERTAKEN = 16
-_MOST_TRIED = 16  # per admission, so that a long queue costs a step no more than a short one
+_MOST_TRIED = 16  # per admission: a long queue costs a step no more than a short one
 
 T = TypeVar("T")
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 class FairQueue:
     """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
 
-    A request's tag is the virtual time plus its work (tokens it may need) times the number of requests that its client
-    has waiting; the lowest tag goes first. So a short request passes long ones that came earlier, a client that floods
-    the queue passes nobody, and since the virtual time grows with every admission nobody waits for ever.
+    A request's tag is the virtual time plus its work (the tokens that it can need) times the number of requests that
+    its client has in the queue; the lowest tag goes first. So a short request passes earlier long ones, and a client
+    that floods the queue passes no other. The virtual time grows with each admission, so no request waits for ever.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FairQueue:
         return len(self._tags)
 
     def __iter__(self) -> Iterator[RequestState]:
-        """In the order in which they are tried."""
+        """Yields the requests in the order in which admission tries them."""
         return iter(sorted(self._tags, key=lambda request: (request.priority, self._tags[request])))
 
     def __contains__(self, request: RequestState) -> bool:
@@ -58,7 +58,10 @@ class FairQueue:
             del self._backlog[request.client]
 
     def admit(self, place: Callable[[RequestState], T | None]) -> tuple[RequestState, T] | None:
-        """Takes out the first request that ``place`` has a place for, unless one before it was overtaken too often."""
+        """Removes and returns the first request that ``place`` finds a place for, and the place.
+
+        Returns None if there is none, or if an earlier request was overtaken too often.
+        """
         passed: list[RequestState] = []
         for request in islice(self, _MOST_TRIED):
             found = place(request)

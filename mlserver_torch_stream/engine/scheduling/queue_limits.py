@@ -1,6 +1,6 @@
-"""What bounds the work of an engine: how much may wait, until when, and how long that will take.
+"""Bounds the work of an engine: how many requests may wait, until when, and how long they are likely to wait.
 
-Knows nothing of threads or devices; it is told the time.
+Knows nothing of threads or devices; its callers give it the time.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from itertools import count
 from mlserver_torch_stream.engine.request_state import RequestState
 
 _FEW = 64
-FAR = 3600.0  # seconds; a thread cannot wait for the 300 years that somebody may set
+FAR = 3600.0  # seconds; a thread cannot wait for a timeout of 300 years
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Times in seconds; None: no bound."""
+    """Times are in seconds. None means no limit."""
 
-    max_queue: int = 256  # prompts that wait
-    max_queue_tokens: int | None = None  # of the prompts that wait
+    max_queue: int = 256  # waiting requests
+    max_queue_tokens: int | None = None  # of the prompts of waiting requests
     queue_timeout: float | None = None  # from submit to the start of the prefill
-    request_timeout: float | None = None  # from submit to the last token, where the request says nothing
+    request_timeout: float | None = None  # from submit to the last token, for requests without a timeout of their own
     step_timeout: float | None = None  # for the forward of up to ``chunk`` tokens
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
-        """Seconds that the forward of so many tokens may take: a prompt that cannot be cut counts as its chunks."""
+        """Returns the seconds that a forward of so many tokens may take: the timeout for each ``chunk`` in it."""
         return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
 
 
 class Deadlines:
-    """When requests must have started, or ended."""
+    """Holds the times at which requests must have started, or ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestState, bool]] = []
@@ -42,7 +42,10 @@ class Deadlines:
         self._most = _FEW
 
     def add(self, request: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
-        """``while_waiting``: only counts for a request that has not started by then, since its prompt is whole."""
+        """Adds a deadline, ``seconds`` after the submit. A ``while_waiting`` one counts from when the prompt is whole.
+
+        A ``while_waiting`` deadline holds only for a request that has not started by then.
+        """
         if seconds is None:
             return
         since = request.whole_at if while_waiting else request.submitted_at
@@ -51,17 +54,17 @@ class Deadlines:
             self._forget_finished()
 
     def _forget_finished(self) -> None:
-        """Ended requests would otherwise be held, with all their text, until their deadline."""
+        """Drops the requests that have ended, which would otherwise stay in memory until their deadline."""
         self._heap = [entry for entry in self._heap if not entry[2].finished]
         heapq.heapify(self._heap)
         self._most = max(_FEW, 2 * len(self._heap))
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the next deadline, as far as it is worth planning; None without one."""
+        """Returns the seconds until the next deadline, at most ``FAR``; None if there is no deadline."""
         return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
-        """Takes out the unfinished requests whose time is over, each with whether it was still waiting."""
+        """Removes passed deadlines; yields the unfinished requests, each with whether it still waits."""
         while self._heap and self._heap[0][0] <= now:
             _, _, request, while_waiting = heapq.heappop(self._heap)
             if not request.finished and (not while_waiting or request.started_at is None):
@@ -69,7 +72,7 @@ class Deadlines:
 
 
 class ServiceRate:
-    """How fast requests have been done so far."""
+    """Estimates how long requests take, from those that have ended."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -82,7 +85,7 @@ class ServiceRate:
         self._requests += requests
 
     def seconds_for(self, requests: int) -> int:
-        """Whole seconds that this many requests will take, from 1 to 120."""
+        """Returns the whole seconds that this many requests are likely to take, from 1 to 120."""
         if not self._requests:
             return 1
         return min(120, max(1, math.ceil(requests * self._busy_s / self._requests)))

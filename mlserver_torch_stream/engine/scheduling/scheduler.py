@@ -1,6 +1,6 @@
-"""Who runs next: admission by rows and memory, prefill in pieces, and which batch a row joins.
+"""Schedules the work of each step: admission by slots and memory, prefill in chunks, and the batch of each sequence.
 
-Decides and returns what to do; it imports no torch, runs nothing and reads no clock.
+Decides and returns the work; it imports no torch, runs nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from mlserver_torch_stream.engine.open_prompts import OpenPrompts
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 
-_SHORT = 256  # columns below which rows count as equally long
-# Spare columns: what has left a batch at its old end is moved out once in `capacity / 9` steps.
+_SHORT = 256  # tokens: shorter sequences count as equally long
+# Spare columns: the columns that a batch no longer needs are moved out once in `capacity / 9` steps.
 _SLACK = 1.125
-_LEAST_SLACK = 1.0625  # with that much to spare nothing is moved for a newcomer
-# A cache is made smaller when this part of its rows or columns would do. These three rules hold 0.6 of what powers of
-# two, a quarter to spare and a quarter left did, and move rows about as often (benchmarks/results/cache_layout.md).
+_LEAST_SLACK = 1.0625  # a cache with as much to spare is not moved for a new request
+# A cache shrinks when this part of its rows or columns is enough. With these three constants it takes 0.6 of the memory
+# of powers of two with a quarter to spare, and moves rows about as often (benchmarks/results/cache_layout.md).
 _SHRINK = 1 / 2
 
 # On a CPU a forward of few tokens reads all weights for them. The embedded model takes 14 ms for one token, and 0.33 ms
-# for each token that a long piece of a prompt has more (benchmarks/LOG.md): 16 alone take as long as 45 to 60 of those.
+# for each further token of a long chunk (benchmarks/LOG.md): 16 alone take as long as 45 to 60 of those.
 _PREFILL_FLOOR = 64
 
 Cost = Callable[[int, int], int]
-"""Bytes of a cache of (rows, columns)."""
+"""Returns the bytes of a cache of (rows, columns)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """``prefill_tokens`` bounds the prompt tokens of one step, None: prompts are prefilled whole.
+    """``prefill_tokens`` bounds the prompt tokens of one step; None: each prompt is prefilled whole.
 
-    A prefill forward counts as ``prefill_floor`` tokens at least, so that one step never runs more than
+    A prefill forward counts as ``prefill_floor`` tokens at least, so one step runs at most
     ``ceil(prefill_tokens / prefill_floor)`` of them, however short the prompts are.
-    ``stages``: batches of rows of about one length that can be decoded at the same time. There are at most ``batches``
-    for each, and rows whose lengths differ more than ``spread`` times are in different ones as long as there are fewer:
-    every row of a batch pays for its longest, and every batch is a forward. ``joint``: one forward takes all of them,
-    and a new one is better than one that is moved because it grows.
+
+    ``stages`` batches of about one length can decode at the same time, with at most ``batches`` for each stage. A batch
+    pays for its longest sequence, and each batch is a forward: sequences whose lengths differ more than ``spread``
+    times are in different batches while there are fewer. With ``joint``, one forward takes all batches, and a new batch
+    is better than one that has to move because it grows.
     """
 
     max_rows: int
@@ -51,21 +52,22 @@ class SchedulerLimits:
     prefill_floor: int = _PREFILL_FLOOR
 
     def prefill_charge(self, tokens: int) -> int:
-        """What a forward of so many prompt tokens takes of a step's ``prefill_tokens``."""
+        """Returns how much of a step's ``prefill_tokens`` a forward of so many prompt tokens uses up."""
         return max(tokens, self.prefill_floor)
 
 
 def joint_limits(limits: SchedulerLimits) -> SchedulerLimits:
-    """Where one forward takes all batches, more of them, of rows more alike, cost little.
+    """Returns the limits for a joint forward, to which more batches of more equal lengths cost little.
 
-    Lengths of a public trace held 2.9 columns for each live one instead of 5.7 (benchmarks/results/cache_layout.md).
+    With the lengths of a public trace a cache has 2.9 columns for each live one instead of 5.7
+    (benchmarks/results/cache_layout.md).
     """
     return replace(limits, joint=True, batches=8, spread=2)
 
 
 @dataclass(eq=False, slots=True)
 class DecodeBatch:
-    """Rows that are decoded together, those that are expected, and how large their cache is."""
+    """Sequences that decode together, requests that will join them, and the capacity of their cache."""
 
     rows: list[SequenceState] = field(default_factory=list)
     expected: list[RequestState] = field(default_factory=list)
@@ -78,15 +80,15 @@ class DecodeBatch:
 
     @property
     def size(self) -> int:
-        """Rows that are here or expected."""
+        """Sequences in the batch, and those of the expected requests."""
         return len(self.rows) + sum(request.rows for request in self.expected)
 
     def wanted(self) -> tuple[int, int]:
-        """Rows and columns that everybody here can come to need."""
+        """Returns the rows and columns that its sequences can come to need."""
         return row_step(self.size), column_step(self._longest())
 
     def needed(self, request: RequestState | None = None) -> tuple[int, int]:
-        """The least capacity with ``job`` too, which is the present one as long as that has room."""
+        """Returns the capacity that the batch needs, with ``request`` if given: the present one while it has room."""
         rows, longest = self.size + (request.rows if request else 0), self._longest(request)
         fits = longest * _LEAST_SLACK <= self.column_capacity
         return (
@@ -95,31 +97,31 @@ class DecodeBatch:
         )
 
     def has_room(self, request: RequestState) -> bool:
-        """Whether nothing has to be moved for it."""
+        """Whether ``request`` can join without moving the cache."""
         return not self.rows or self.needed(request) == (self.row_capacity, self.column_capacity)
 
     def _longest(self, request: RequestState | None = None) -> int:
-        requests = [*self.expected, *([request] if request else [])]
-        return max([row.final_length for row in self.rows] + [each.final_length for each in requests], default=0)
+        requests = [*(row.request for row in self.rows), *self.expected, *([request] if request else [])]
+        return max((each.final_length for each in requests), default=0)
 
     def takes(self, length: int, spread: int) -> bool:
-        bounds = [max(_SHORT, each) for each in (*self.lengths, length)]
-        return max(bounds) <= spread * min(bounds)
+        lengths = [max(_SHORT, each) for each in (*self.lengths, length)]
+        return max(lengths) <= spread * min(lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The next ``count`` ids of a request's prompt, to be prefilled now."""
+    """The next ``count`` ids of a request's prompt, which the next forward prefills."""
 
     request: RequestState
     count: int
 
 
 class Scheduler:
-    """Admits waiting requests in their queue's order while rows and memory last, and keeps account of both.
+    """Admits waiting requests in the queue's order while there are slots and memory, and keeps account of both.
 
-    An open prompt is admitted when it is whole. What has come of it is prefilled ahead, in memory that no admitted
-    request needs: it is billed for what has come, and given up for the next request that it would keep out.
+    It admits an open prompt when that is whole. Until then its ids are prefilled in memory that no admitted request
+    needs; the scheduler frees this memory for the next request that would have no room otherwise.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -140,7 +142,7 @@ class Scheduler:
         return batches + self.open_prompts.bytes + sum(map(self._prefill_bill, self.prefilling))
 
     def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
-        """Whether a request could run on an idle engine."""
+        """Whether a request of this size could run on an idle engine."""
         need = bytes_alone(self.limits.cost, rows, final_length, prompt)
         return rows <= self.limits.max_rows and need <= self.limits.cache_bytes
 
@@ -153,10 +155,10 @@ class Scheduler:
     def chunks(
         self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
     ) -> list[PrefillChunk]:
-        """The prompt ids to prefill in this step: of those begun, of newcomers while they fit, then of open prompts.
+        """Returns the chunks to prefill in this step: of begun prompts, of new requests, then of open prompts.
 
-        At most ``most`` pieces, and none of requests that are ``busy``: their last piece is still under way. ``spent``:
-        what the forwards of this step have been charged already.
+        There are at most ``most``, and none of ``busy`` requests, whose last chunk is still in a forward. The forwards
+        of this step have used up ``spent`` tokens already.
         """
         left = self.limits.prefill_tokens
         if spent:
@@ -187,7 +189,7 @@ class Scheduler:
 
     def _take(self, request: RequestState, left: int | None, chunks: list[PrefillChunk]) -> int | None:
         if left is None:
-            # Prompts that cannot be cut: one per step, so that rows still decode between two of them.
+            # Prompts that cannot be cut: one per step, so that sequences decode between two of them.
             if request.sealed and request.ready_ids > 0 and not chunks:
                 chunks.append(PrefillChunk(request, request.ready_ids))
             return 0 if chunks else None
@@ -216,7 +218,7 @@ class Scheduler:
         return request
 
     def _choose(self, request: RequestState, free_rows: int, reserved: int) -> DecodeBatch | None:
-        """The batch that the request will join: one of its length, or a new one, whichever the memory allows."""
+        """Returns the batch that the request joins: one of its length, or a new one, as the memory allows."""
         if request.rows > free_rows:
             return None
         free = self.limits.cache_bytes - reserved - self._prefill_bill(request)
@@ -227,7 +229,7 @@ class Scheduler:
         return None
 
     def _candidates(self, request: RequestState, free_rows: int, free: int) -> Sequence[DecodeBatch]:
-        """Best first."""
+        """Returns the batches that the request can join, the best first."""
         stages = self.limits.stages
         alike = [group for group in self.groups if group.takes(len(request.prompt), self.limits.spread)]
         if stages > 1:
@@ -239,12 +241,12 @@ class Scheduler:
             return [*roomy, *new, *(group for group in alike if group not in roomy)] or self.groups
         if full:
             return alike or self.groups
-        # A batch for each stage before any gets a second row.
+        # Each stage gets a batch before any batch gets a second sequence.
         alike.insert(0 if len(alike) < stages else len(alike), DecodeBatch())
         return alike
 
     def _new_group(self, request: RequestState, alike: Sequence[DecodeBatch], free_rows: int, free: int) -> DecodeBatch:
-        """With room for those who wait too, or for as many as there are already, if half of the memory left does."""
+        """Returns a new batch. It has room for the waiting requests too, if half of the free memory is enough."""
         ahead = min(free_rows, max(request.rows + len(self.waiting) - 1, sum(group.size for group in alike)))
         capacity = row_step(max(request.rows, ahead)), column_step(request.final_length)
         return DecodeBatch([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else DecodeBatch()
@@ -256,11 +258,11 @@ class Scheduler:
         return request in self._targets
 
     def target(self, request: RequestState) -> DecodeBatch:
-        """The batch that an admitted request is on its way to."""
+        """Returns the batch that an admitted request will join."""
         return self._targets[request]
 
     def place(self, request: RequestState) -> DecodeBatch:
-        """Moves a prefilled request's sequences into their batch and sets how large its cache must be."""
+        """Moves a prefilled request's sequences into their batch and sets the capacity of its cache."""
         group = self._targets[request]
         group.row_capacity, group.column_capacity = group.needed()
         self.drop(request)
@@ -268,7 +270,7 @@ class Scheduler:
         return group
 
     def drop(self, request: RequestState) -> None:
-        """Forgets a request that has not been placed: cancelled, failed, or about to be placed."""
+        """Forgets a request that is not in a batch: it was cancelled, it failed, or ``place`` puts it there now."""
         if request in self._targets:
             group = self._targets.pop(request)
             group.expected.remove(request)
@@ -278,7 +280,7 @@ class Scheduler:
         self.open_prompts.remove(request)
 
     def keep(self, group: DecodeBatch, order: list[int]) -> bool:
-        """Keeps the rows at these old indices, in this order; True if the group's cache should shrink."""
+        """Keeps the sequences at these old indices, in this order. Returns True if the cache should shrink."""
         group.rows = [group.rows[row] for row in order]
         rows, columns = group.wanted()
         if rows > _SHRINK * group.row_capacity and columns > _SHRINK * group.column_capacity:
@@ -287,7 +289,7 @@ class Scheduler:
         return True
 
     def retire(self) -> list[DecodeBatch]:
-        """Removes and returns the groups that nobody is in or on the way to."""
+        """Removes and returns the batches without sequences and expected requests."""
         empty = [group for group in self.groups if not group.rows and not group.expected]
         self.groups = [group for group in self.groups if group.rows or group.expected]
         return empty
@@ -304,12 +306,12 @@ def longest_sequence(cost: Cost, cache_bytes: int, max_context: int) -> int:
 
 
 def bytes_alone(cost: Cost, rows: int, final_length: int, prompt: int) -> int:
-    """Of the batch that a request is the only one in, and of its prompt's cache until it joins that."""
+    """Returns the bytes of a batch with one request only, and of its prompt's cache until it joins the batch."""
     return cost(row_step(rows), column_step(final_length)) + cost(1, prompt)
 
 
 def row_step(rows: int) -> int:
-    """Rows of a cache: four sizes from a power of two to the next, so that a growing batch is not copied each time."""
+    """Rounds up the rows of a cache to one of four sizes per power of two, so that a growing batch is copied rarely."""
     step = max(1, (1 << max(0, rows - 1).bit_length()) // 8)
     return -(-rows // step) * step
 

@@ -69,7 +69,7 @@ class Parts:
         self._caches: dict[int, RowCache] = {}
 
     def do(self, operation: str, arguments: list[Any]) -> None:
-        """What ``ranks.mirror`` has noted."""
+        """Repeats an operation that ``mirrored_cache`` has noted on rank 0."""
         name, *rest = arguments
         if operation == "cache":
             self._caches[name] = self._layout.cache(*rest)

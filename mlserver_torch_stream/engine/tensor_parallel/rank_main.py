@@ -1,4 +1,4 @@
-"""``python -m …ranks.child RANK SIZE PORT PARENT``: a rank that rank 0 has started on its own machine.
+"""``python -m …tensor_parallel.rank_main RANK SIZE PORT PARENT``: a rank that rank 0 has started on its own machine.
 
 Knows nothing but where rank 0 is; what to load it is told there.
 """

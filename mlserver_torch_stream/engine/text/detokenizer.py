@@ -1,7 +1,7 @@
-"""Turns one sequence's token ids into text as they come, never splitting a character.
+"""Turns one sequence's token ids into text, one by one, and never splits a character.
 
-Knows nothing of stop strings or events. It decodes a short window of recent tokens and compares it with what it has
-already given: works for any tokenizer, never raises on odd ids, and costs the same for every token.
+Knows nothing of stop strings or events. It decodes a short window of recent tokens and compares the text with the text
+that it has returned: this works for any tokenizer, never raises on odd ids, and costs the same for every token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
 
 class TokenDecoder(Protocol):
-    """The part of TextCodec that is used here."""
+    """The part of TextCodec that a detokenizer uses."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -26,11 +26,11 @@ class TokenDecoder(Protocol):
 
 
 class Detokenizer:
-    """The pieces of text that ``push`` and ``flush`` return join to the decode of all ids.
+    """The texts that ``push`` and ``flush`` return join to the decode of all ids.
 
-    One exception: when bytes that tokenizers with byte fallback emit one by one turn out not to be UTF-8, or to spell
-    the replacement character itself, what was already complete stays as it was given, where a whole decode would
-    replace the entire run, and the number of replacement characters may differ.
+    There is one exception: tokenizers with byte fallback can emit, byte by byte, a run that is not UTF-8 or that spells
+    the replacement character. The characters that were complete stay as they were returned, where a whole decode
+    replaces the entire run, and the number of replacement characters can differ.
     """
 
     def __init__(self, codec: TokenDecoder, skip_special_tokens: bool) -> None:
@@ -38,34 +38,34 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._silent = codec.special_ids if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []
-        self._given = ""  # the text of the window that has been returned
+        self._returned = ""  # the text of the window that has been returned
         self._complete = 0  # tokens of the window whose text has been returned entirely
         self._cut = 0  # an earlier such count, where the window may be cut
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; how ids are grouped into calls changes nothing in the sum."""
+        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
 
     def flush(self) -> str:
-        """What is left when the sequence ends: an unfinished character as its replacement."""
+        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
         text = self._decode()
-        rest = text[len(self._given) :] if text.startswith(self._given) else self._after_complete()
-        self._window, self._given, self._complete, self._cut = [], "", 0, 0
+        rest = text[len(self._returned) :] if text.startswith(self._returned) else self._after_complete()
+        self._window, self._returned, self._complete, self._cut = [], "", 0, 0
         return rest
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode()
-        if not text.startswith(self._given):
+        if not text.startswith(self._returned):
             return self._restart() if self._broken(text) else ""
-        return self._give(text)
+        return self._release(text)
 
-    def _give(self, text: str) -> str:
-        """Returns what is new and certain in the window's text."""
+    def _release(self, text: str) -> str:
+        """Returns the text of the window that is new and cannot change."""
         unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _PENDING_CHARS)
-        certain = max(len(text) - unfinished, len(self._given))
-        new = text[len(self._given) : certain]
-        self._given = text[:certain]
+        certain = max(len(text) - unfinished, len(self._returned))
+        new = text[len(self._returned) : certain]
+        self._returned = text[:certain]
         if certain == len(text):
             self._mark_complete()
         elif len(self._window) >= _STUCK:
@@ -80,24 +80,24 @@ class Detokenizer:
             self._cut = self._complete
 
     def _trim(self, start: int, unfinished: int) -> None:
-        """Forgets the tokens before ``start``; the last ``unfinished`` characters are yet to be returned."""
+        """Drops the tokens before ``start``. The last ``unfinished`` characters are not returned yet."""
         text = self._codec.decode(self._window[start:], self._skip)
         if not text and len(self._window) < _STUCK:
             return  # a context without text would not keep the next token's leading space
         self._window = self._window[start:]
-        self._given = text[: len(text) - unfinished]
+        self._returned = text[: len(text) - unfinished]
         self._complete = len(self._window) - unfinished
         self._cut = 0
 
     def _broken(self, text: str) -> bool:
-        """Whether text that was given can no longer come back by finishing a character."""
+        """Whether the returned text differs from the window's for good, not only until a character is complete."""
         return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
 
     def _restart(self) -> str:
         """Starts a new window at the first token that has not been returned entirely."""
         self._window = self._window[self._complete :]
-        self._given, self._complete, self._cut = "", 0, 0
-        return self._give(self._decode())
+        self._returned, self._complete, self._cut = "", 0, 0
+        return self._release(self._decode())
 
     def _after_complete(self) -> str:
         return self._codec.decode(self._window[self._complete :], self._skip)

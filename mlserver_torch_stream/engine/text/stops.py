@@ -1,6 +1,6 @@
-"""Finds stop strings in text that arrives in pieces, and holds back what could still become one.
+"""Finds stop strings in a growing text, and holds back text that can still become one.
 
-Knows nothing of tokens or sequences; pure Python, the Aho-Corasick automaton over characters.
+Knows nothing of tokens or sequences. It is the Aho-Corasick automaton over characters, in pure Python.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one text for ``stops``; ``include`` releases the stop string itself, otherwise none of it.
+    """Searches one text for ``stops``. With ``include`` it releases the stop string itself, otherwise no part of it.
 
-    The stop that is complete first wins, as a model that stops as soon as it can would have it; of several complete at
-    the same character, the one that starts first (the longest). How the text is cut into pieces changes nothing.
-    Empty stop strings are ignored.
+    The stop that is complete first wins, so that a model stops as soon as it can; of several that are complete at the
+    same character, the longest wins. The cuts between the parts of the text change nothing. Empty stop strings are
+    ignored.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -30,7 +30,7 @@ class StopMatcher:
         return self._hit
 
     def push(self, text: str) -> str:
-        """Takes the next piece and returns what can be released; after a hit, always nothing."""
+        """Adds the next part of the text and returns the text that is released; after a hit, always nothing."""
         if self._hit is not None:
             return ""
         automaton, state = self._automaton, self._state
@@ -44,7 +44,7 @@ class StopMatcher:
         return self._release(self._held + text, 0 if self._include else automaton.depth[state])
 
     def flush(self) -> str:
-        """What is held, when the text ends for another reason; nothing after a hit."""
+        """Returns the text that is held back, when the text ends for another reason; nothing after a hit."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -61,7 +61,7 @@ class StopMatcher:
 
 
 class _Automaton:
-    """States are prefixes of the stop strings: the longest one that the text so far ends with. State 0 is empty."""
+    """A state is the longest prefix of a stop string with which the text so far ends. State 0 is the empty prefix."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = [stop for stop in dict.fromkeys(stops) if stop]
@@ -74,7 +74,7 @@ class _Automaton:
         self._link()
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character; constant time on average over a text."""
+        """Returns the state after one more character, in constant time on average."""
         while char not in self._next[state]:
             if state == 0:
                 return 0
