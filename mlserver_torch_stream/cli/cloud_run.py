@@ -1,6 +1,6 @@
-"""Runs a job that was typed: loads or asks for the model, shows progress, writes parts or lines, says how it went.
+"""Runs ``cloud run``: loads the model or asks its server, shows progress, writes parts or lines, prints a summary.
 
-Knows the stages and the terminal; what the options are is ``cloud``'s.
+Knows the stages and the terminal. Knows nothing of how options are parsed, which ``cloud_options`` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESUME_HINT = "what is written is kept; the same command goes on from there"
 
 
 class Stopwatch:
-    """Seconds since the model was there: loading it is a figure of its own."""
+    """Measures the seconds since the model was loaded; the load is a metric of its own."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -44,7 +44,7 @@ class Stopwatch:
 
 
 def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int:
-    """The exit status. Raises Refused where the run may not start, LeftBehind where it ended while a model loaded."""
+    """The exit status. Raises RunRefused where the run may not start, LeftBehind if a signal ends a load."""
     metrics = metrics or RunMetrics()
     watch = Stopwatch()
     try:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int
         _say(f"error: {error.message}{_hint(arguments)}")
         status = options.ENDED
     except BrokenPipeError:
-        sys.stdout = None  # nobody reads: nothing is left to flush
+        sys.stdout = None  # its reader has closed it: there is nothing to flush
         status = options.ENDED
     if not arguments.dry_run:
         _say(summary(metrics, watch.elapsed()))
@@ -98,7 +98,7 @@ async def model_name(arguments: argparse.Namespace) -> str:
 async def model(
     arguments: argparse.Namespace, name: str, metrics: RunMetrics
 ) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
-    """The callable that infers a batch, and what a row weighs in it."""
+    """Yields the callable that infers a batch, and the callable that weighs a row."""
     row_request = options.make_row_request(arguments, name)
     shown = options.shown_name(arguments)
     if arguments.url is not None:
@@ -130,12 +130,12 @@ async def model(
 
 
 def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
-    """The engine's queue holds what the stages may hand to it, unless it was told otherwise."""
+    """Settings by which the engine's queue has room for all rows that the stages submit, unless ``extra`` sets it."""
     return {"max_queue": max(256, rows), **extra}
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
-    """Raises Refused, which names the first one that the model cannot take."""
+    """Raises RunRefused, which names the first object that the model cannot take."""
     row_request = options.make_row_request(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
     for key in keys:
@@ -154,7 +154,7 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
 
 
 async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
-    """Lines on stdout, each as soon as those before it are out."""
+    """Prints the results on stdout, in order; the number of failed rows."""
     async with aclosing(results(planned, infer, metrics)) as found:
         async for result in found:
             try:
@@ -168,13 +168,13 @@ async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
 
 
 def _total(planned: RunPlan) -> Total:
-    """What is ahead of this worker."""
+    """The input that this worker still has to read."""
     source, job, done = planned.objects, planned.job, planned.done
     failed_before = sum(count for number, count in done.failures.items() if job.owns(number))
     if job.retry_failed and done.complete:
         return Total(0, failed_before)
     if done.cursor.key is not None:
-        # A cursor that is none of the run's objects is refused by the source.
+        # ``Source`` refuses a cursor whose object is not in the run.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
         source = source[first:]
     zipped = any(is_gzip(each.info.key, kind_of(each.info.key, job.kind)) for each in source)
