@@ -157,7 +157,7 @@ def make_limits(arguments: argparse.Namespace) -> PipelineLimits:
     return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
 
 
-def make_job(arguments: argparse.Namespace, model: str) -> CloudRun:
+def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
     """``model``: the model's name or location, which is part of the run's identity."""
     index, count = arguments.worker
     failures = 0 if arguments.fail_fast else arguments.max_failures

@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int
 
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwatch) -> int:
     name = await model_name(arguments)
-    planned = await plan(options.make_job(arguments, name))
+    planned = await plan(options.make_run(arguments, name))
     try:
         check_objects(arguments, (each.info.key for each in planned.objects))
         if arguments.dry_run:
             print(_described(planned))
             return 0
         async with model(arguments, name, metrics) as (infer, weigh):
-            planned = replace(planned, job=replace(planned.job, weigh=weigh))
+            planned = replace(planned, run=replace(planned.run, weigh=weigh))
             watch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(metrics, _total(planned), sys.stderr, shown):
@@ -158,7 +158,7 @@ async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
     async with aclosing(results(planned, infer, metrics)) as found:
         async for result in found:
             try:
-                sys.stdout.buffer.write(result.encode(planned.run))
+                sys.stdout.buffer.write(result.encode(planned.identity))
                 sys.stdout.buffer.flush()
             except BrokenPipeError:
                 raise
@@ -169,38 +169,38 @@ async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
 
 def _total(planned: RunPlan) -> Total:
     """The input that this worker still has to read."""
-    source, job, done = planned.objects, planned.job, planned.done
-    failed_before = sum(count for number, count in done.failures.items() if job.owns(number))
-    if job.retry_failed and done.complete:
+    source, run, done = planned.objects, planned.run, planned.done
+    failed_before = sum(count for number, count in done.failures.items() if run.owns(number))
+    if run.retry_failed and done.complete:
         return Total(0, failed_before)
     if done.cursor.key is not None:
         # ``Source`` refuses a cursor whose object is not in the run.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
         source = source[first:]
-    zipped = any(is_gzip(each.info.key, kind_of(each.info.key, job.kind)) for each in source)
-    whole = all(kind_of(each.info.key, job.kind) is not Kind.JSONL for each in planned.objects)
+    zipped = any(is_gzip(each.info.key, kind_of(each.info.key, run.kind)) for each in source)
+    whole = all(kind_of(each.info.key, run.kind) is not Kind.JSONL for each in planned.objects)
     rows = None
     if whole:
         indexes = range(done.cursor.index, len(planned.objects))
-        numbers = [index // job.part_rows for index in indexes]
-        rows = sum(job.owns(number) and number not in done.parts for number in numbers)
-        rows += failed_before if job.retry_failed else 0
-    return Total(None if zipped else sum(each.info.size for each in source) // job.lanes, rows)
+        numbers = [index // run.part_rows for index in indexes]
+        rows = sum(run.owns(number) and number not in done.parts for number in numbers)
+        rows += failed_before if run.retry_failed else 0
+    return Total(None if zipped else sum(each.info.size for each in source) // run.lanes, rows)
 
 
 def _described(planned: RunPlan) -> str:
-    job, objects = planned.job, planned.objects
+    run, objects = planned.run, planned.objects
     kinds: dict[str, int] = {}
     for each in objects:
-        kind = kind_of(each.info.key, job.kind).value
+        kind = kind_of(each.info.key, run.kind).value
         kinds[kind] = kinds.get(kind, 0) + 1
     lines = [
-        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {job.input}",
+        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {run.input}",
         "kinds: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
         f"first: {', '.join(each.info.key for each in objects[:5])}",
-        f"model: {json.dumps(job.model, ensure_ascii=False)}",
+        f"model: {json.dumps(run.model, ensure_ascii=False)}",
     ]
-    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, job.kind), each.info)]
+    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, run.kind), each.info)]
     if large:
         most = f"over {MOST_OBJECT_BYTES // 2**20} MiB, each an error row"
         lines.append(f"too large: {len(large)} {most}: {', '.join(large[:5])}")
@@ -212,8 +212,8 @@ def _described(planned: RunPlan) -> str:
     else:
         there = f"{len(planned.done.parts)} parts there already" if planned.done.parts else "nothing there yet"
         if planned.done.failed:
-            there += f" with {planned.done.failed} failed rows" + (" to try again" if job.retry_failed else "")
-        lines.append(f"output: {planned.output.url}, parts of {job.part_rows} rows, {there}")
+            there += f" with {planned.done.failed} failed rows" + (" to try again" if run.retry_failed else "")
+        lines.append(f"output: {planned.output.url}, parts of {run.part_rows} rows, {there}")
     return "\n".join(lines)
 
 
