@@ -197,8 +197,6 @@ def _delta(event: Mapping[str, Any]) -> Delta:
     reply = read_reply(event)
     if reply.error is not None:
         raise ClientError(f"the generation failed: {reply.error}")
-    if not reply.sequences:
-        return Delta(final=reply.final)
     sequence = reply.sequences[0]
     return Delta(
         text=sequence.text or "",
