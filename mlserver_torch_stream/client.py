@@ -1,6 +1,6 @@
-"""A small client: the deltas of one streamed generation, synchronous and asynchronous.
+"""A small client: yields the deltas of one streamed generation, synchronously or asynchronously.
 
-Knows the V2 spelling over server-sent events; it knows nothing of the engine and imports no torch.
+Knows the V2 protocol over server-sent events. Knows nothing of the engine, and imports no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mlserver_torch_stream.v2_reader import read_reply
 
 DEFAULT_TIMEOUT_S = 300.0
 _CONNECT_TIMEOUT_S = 5.0
-# A lone \r at the end of what has come so far may be half of \r\n: it waits for the next chunk.
+# A lone \r at the end of a chunk may be half of \r\n: it is kept for the next chunk.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class ClientError(Exception):
-    """A generation that could not be had, with the reason that the server or the network gave."""
+    """The generation failed. The message has the reason that the server or the network gave."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class ClientError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event added to sequence ``index``; on a sequence's last delta also why it ended and the counts."""
+    """The text that one event adds to sequence ``index``. A sequence's last delta has its finish reason and counts."""
 
     text: str = ""
     index: int = 0
@@ -46,7 +46,7 @@ class Delta:
 
 
 class EventParser:
-    """Bytes of a ``text/event-stream`` body, in any chunks, to the data of its events."""
+    """Parses a ``text/event-stream`` body, in chunks of any size, into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -78,7 +78,7 @@ def stream(
     timeout: float = DEFAULT_TIMEOUT_S,
     **parameters: Any,
 ) -> Generator[Delta, None, None]:
-    """Streams the answer to a raw ``prompt`` or to chat ``messages``; leaving the loop early cancels it.
+    """Streams the answer to a raw ``prompt`` or to chat ``messages``. Closing the generator cancels the generation.
 
     ``timeout`` bounds the seconds between two events. Raises ClientError.
     """
@@ -107,7 +107,7 @@ async def astream(
     timeout: float = DEFAULT_TIMEOUT_S,
     **parameters: Any,
 ) -> AsyncGenerator[Delta, None]:
-    """``stream`` for asyncio."""
+    """The same as ``stream``, for asyncio."""
     body = _body(prompt, messages, parameters)
     reader = _EventReader()
     try:
@@ -137,7 +137,7 @@ def model_names(url: str, timeout: float = _CONNECT_TIMEOUT_S) -> list[str]:
 
 
 class _EventReader:
-    """Turns chunks into deltas and remembers whether the stream ended as it should."""
+    """Turns chunks into deltas, and remembers whether the final event arrived."""
 
     def __init__(self) -> None:
         self._parser = EventParser()
@@ -197,8 +197,6 @@ def _delta(event: Mapping[str, Any]) -> Delta:
     reply = read_reply(event)
     if reply.error is not None:
         raise ClientError(f"the generation failed: {reply.error}")
-    if not reply.sequences:
-        return Delta(final=reply.final)
     sequence = reply.sequences[0]
     return Delta(
         text=sequence.text or "",

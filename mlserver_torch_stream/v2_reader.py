@@ -24,7 +24,7 @@ class SequenceReply:
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """``final``: the stream's last event; ``error``: the server's error, where the generation failed."""
+    """``sequences``: at least one; ``final``: the stream's last event; ``error``: the error of a failed generation."""
 
     sequences: tuple[SequenceReply, ...]
     final: bool
@@ -38,7 +38,7 @@ def read_reply(body: Mapping[str, Any]) -> ServerReply:
     first = int(parameters.get("index", 0))
     names = ("text_output", "finish_reason", "logprobs", "num_input_tokens", "num_output_tokens")
     columns = [tensors.get(name) or () for name in names]
-    count = max(map(len, columns))
+    count = max(1, *map(len, columns))
     rows = ((column[place] if place < len(column) else None for column in columns) for place in range(count))
     sequences = tuple(
         SequenceReply(first + place, text, reason or None, *rest) for place, (text, reason, *rest) in enumerate(rows)

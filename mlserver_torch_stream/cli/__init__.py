@@ -1,7 +1,7 @@
-"""The ``mlserver-torch-stream`` command: hands what was typed to the subcommand that it names.
+"""The ``mlserver-torch-stream`` command: passes the command line to the subcommand that it names.
 
-Knows no subcommand's inside: each is a module of this package with a ``main(argv) -> int``, imported when it is
-chosen, so that ``--help`` costs nothing.
+Knows nothing inside a subcommand: each is a module of this package with a ``main(argv) -> int``. It is imported when it
+is chosen, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (_, help_line) in _COMMANDS.items():
-        # Everything behind the name, --help and options too, is the subcommand's own to parse.
+        # The subcommand parses everything behind its name, --help and options too.
         command = commands.add_parser(name, help=help_line, add_help=False, prefix_chars="\0")
         command.add_argument("rest", nargs=argparse.REMAINDER)
     return parser

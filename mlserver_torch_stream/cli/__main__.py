@@ -1,6 +1,6 @@
-"""``python -m mlserver_torch_stream.cli``: the command, where its script is not on the path.
+"""``python -m mlserver_torch_stream.cli`` runs the command where its script is not on the path.
 
-Knows nothing but ``main``.
+Knows only ``main``.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""How many requests to have in flight: one more for each round that goes well, half as many when the server says no.
+"""Adapts the number of requests in flight: one more after each round of answers, half as many after a refusal.
 
-The core knows no clock and no tasks; the gate around it lets tasks wait.
+``Concurrency`` knows no clock and no tasks; ``Gate`` makes tasks wait.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 
 class Concurrency:
-    """Additive increase, multiplicative decrease, between 1 and ``most``. A refusal of a request that started before
-    the last cut says nothing new and cuts nothing."""
+    """Additive increase, multiplicative decrease, between 1 and ``most``. The refusal of a request that started before
+    the last decrease does not decrease the limit again."""
 
     def __init__(self, most: int, start: int = 4) -> None:
         if most < 1:
@@ -27,7 +27,7 @@ class Concurrency:
         return int(self._limit)
 
     def started(self) -> int:
-        """What the request is to bring back when it ends."""
+        """A value that the request passes to ``refused`` if the server refuses it."""
         return self._cuts
 
     def answered(self) -> None:
@@ -40,7 +40,7 @@ class Concurrency:
 
 
 class Gate:
-    """Lets as many tasks through at a time as ``concurrency`` allows, in the order in which they came."""
+    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self.concurrency = concurrency
@@ -49,7 +49,7 @@ class Gate:
 
     @asynccontextmanager
     async def through(self) -> AsyncIterator[int]:
-        """Yields what ``Concurrency.refused`` wants to know."""
+        """Yields the argument for ``Concurrency.refused``."""
         if self.inside < self.concurrency.limit and not self._waiting:
             self.inside += 1
         else:
@@ -65,7 +65,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was its turn already
+            if not turn.cancelled():  # the task was let through before it was cancelled
                 self._leave()
             elif turn in self._waiting:
                 self._waiting.remove(turn)
@@ -75,6 +75,6 @@ class Gate:
         self.inside -= 1
         while self._waiting and self.inside < self.concurrency.limit:
             turn = self._waiting.popleft()
-            if not turn.done():  # whoever waited for it may have been cancelled
+            if not turn.done():  # a cancelled task's turn is done
                 self.inside += 1
                 turn.set_result(None)

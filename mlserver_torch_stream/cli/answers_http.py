@@ -1,6 +1,6 @@
-"""Puts servers' answers together, from one body or from the events of a stream, as OpenAI's objects.
+"""Builds OpenAI's objects from the answers of servers, from one body or from the events of a stream.
 
-Knows the spellings of answers: OpenAI's and V2's. Knows nothing of how they come.
+Knows two spellings of answers, OpenAI's and V2's. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DONE = "[DONE]"
 
 
 class GenerationBroke(Exception):
-    """The server says that the generation failed; ``error`` is its error object, where it is one."""
+    """The server reports that the generation failed. ``error``: its error object, if it sent an object."""
 
     def __init__(self, error: Any) -> None:
         self.error = error if isinstance(error, dict) else None
@@ -28,24 +28,25 @@ class GenerationBroke(Exception):
 
 
 class HttpAnswer(Protocol):
-    """One answer as it comes. What raises ValueError, KeyError, TypeError, IndexError or AttributeError was none."""
+    """One answer while it arrives. Input that is no answer raises ValueError, KeyError, TypeError, IndexError or
+    AttributeError."""
 
     prompt_tokens: int
     completion_tokens: int
 
     def whole(self, body: dict[str, Any]) -> None:
-        """The body of an answer that is not streamed."""
+        """Takes the body of an answer that is not streamed."""
 
     def event(self, data: str) -> bool:
-        """One event of a stream; True for the last."""
+        """Takes one event of a stream; True for the last."""
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """The answer as OpenAI's object."""
 
 
 @dataclass
 class OpenAIAnswer:
-    """Everything that the server says is kept."""
+    """An answer of OpenAI's API; unknown fields are kept."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -81,7 +82,7 @@ class OpenAIAnswer:
 
 @dataclass
 class V2ServerAnswer:
-    """Texts, finish reasons, log-probabilities and counts, from output tensors."""
+    """An answer of the V2 protocol: texts, finish reasons, log-probabilities and token counts."""
 
     model: str
     chat: bool

@@ -1,4 +1,4 @@
-"""Numbers as they are typed, for argparse: each says what it must be.
+"""Converts numbers for argparse, with errors that say which values are allowed.
 
 Knows no command.
 """

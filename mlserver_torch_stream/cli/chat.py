@@ -1,6 +1,6 @@
-"""A terminal chat: reads lines, streams answers, keeps the conversation.
+"""Chats in a terminal: reads lines, streams answers, keeps the conversation.
 
-Knows the client only; what a model or a server is made of stays on the other side of it.
+Knows the client only, and neither models nor servers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass
 class Chat:
-    """One conversation: what was said so far and how answers are asked for."""
+    """One conversation: its messages so far, and the parameters of its requests."""
 
     url: str
     model: str | None = None
@@ -41,7 +41,7 @@ class Chat:
         return cls(arguments.url, arguments.model, arguments.system, parameters)
 
     def run(self, source: TextIO, sink: TextIO) -> int:
-        """Talks until ``source`` ends; the exit status is 1 if no answer could be had."""
+        """Answers lines until ``source`` ends. The exit status is 1 if a request failed."""
         self.clear()
         try:
             self.model = self.model or _only_model(self.url)
@@ -64,7 +64,7 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def turn(self, line: str, sink: TextIO) -> bool:
-        """Asks one question; what was said of the answer is kept, also when it was stopped."""
+        """Streams the answer to one line, and keeps its text, also of an answer that was stopped."""
         self.messages.append({"role": "user", "content": line})
         said: list[str] = []
         error: client.ClientError | None = None
@@ -104,7 +104,7 @@ def _only_model(url: str) -> str:
 
 
 def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
-    """The next line without its ends, None at the end of input. Ctrl-C at the prompt starts a new line."""
+    """The next line without surrounding blanks, None at the end of input. Ctrl-C at the prompt starts a new line."""
     if not interactive:
         line = source.readline()
         return line.strip() if line else None

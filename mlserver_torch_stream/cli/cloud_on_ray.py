@@ -1,6 +1,6 @@
-"""``cloud run --on ray``: the parts of one run spread over a Ray cluster, as lanes that never share a part.
+"""``cloud run --on ray``: spreads the parts of one run over a Ray cluster, as lanes that never share a part.
 
-Knows Ray's tasks and how lanes are named; a lane is the same command with ``--worker I/N``, in a process of Ray's.
+Knows Ray's tasks, and no stages: a lane is the same command with ``--worker I/N``, in one of Ray's processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlserver_torch_stream.cloud.store import Store
 
 
 def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """The exit status: the worst of the lanes'."""
+    """The exit status: the largest of the lanes'."""
     try:
         import ray
     except ImportError:
@@ -29,7 +29,7 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from mlserver_torch_stream.cli.interruptible import run_to_end
 
     async def check() -> None:
-        planned = await plan(options.make_job(arguments, await model_name(arguments)))
+        planned = await plan(options.make_run(arguments, await model_name(arguments)))
         await planned.aclose()
 
     async def held() -> Done:
@@ -38,19 +38,19 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     if arguments.dry_run:
         raise RunRefused("--dry-run: says nothing of a cluster; leave --on away")
-    run_to_end(check())  # what is wrong with the run is told here, before the cluster hears of it
+    run_to_end(check())  # a wrong option is reported before any task is started
     count = arguments.workers
     typed = [*argv, "--progress", "off"]
     lane = ray.remote(run_lane)
     lanes = [lane.remote([*typed, "--worker", f"{index}/{count}"]) for index in range(1, count + 1)]
     status = int(max(ray.get(lanes)))
-    done = run_to_end(held())  # also what a worker wrote that died, and what was there before
+    done = run_to_end(held())  # counts the parts of dead workers and of earlier runs, too
     print(f"{done.rows} rows in {arguments.output}, {done.failed} failed; {count} workers", file=sys.stderr)
     return status
 
 
 def run_lane(argv: Sequence[str]) -> int:
-    """One lane, in a process of Ray's, which is tried again where that process dies: its parts are its checkpoint."""
+    """Runs one lane in one of Ray's processes. Ray restarts it if that process dies; its parts are its checkpoint."""
     from mlserver_torch_stream.cli.cloud_run import run
 
     arguments = options.parser().parse_args(list(argv))
@@ -59,7 +59,7 @@ def run_lane(argv: Sequence[str]) -> int:
     while True:
         try:
             return run(arguments)
-        except InUse as error:  # by this very lane, perhaps, in a process that died with its machine
+        except InUse as error:  # perhaps by this lane, in a process that died with its machine
             if time.monotonic() > end:
                 return _refused(error)
             time.sleep(RENEW_S / 3)

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     _add_model(run)
     _add_stages(run)
     _add_ending(run)
-    watch = commands.add_parser("watch", help="over objects or records as they come", epilog=_STATUS_HELP)
+    watch = commands.add_parser("watch", help="over objects or records as they arrive", epilog=_STATUS_HELP)
     _add_watch(watch)
     _add_model(watch)
     _add_stages(watch)
@@ -96,7 +96,7 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--stall", type=seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
     )
-    command.add_argument("--metrics", metavar="FILE", help="write the run's figures there, as JSON")
+    command.add_argument("--metrics", metavar="FILE", help="write the run's metrics to this file, as JSON")
 
 
 def _add_ending(run: argparse.ArgumentParser) -> None:
@@ -114,8 +114,10 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     watch.add_argument("--input", help="the prefix whose new objects are inferred")
     watch.add_argument("--output", required=True, help="a prefix for the results")
     watch.add_argument("--glob", help="keys below --input")
-    watch.add_argument("--queue", help="URL of the SQS queue that is told of new objects; without it --input is polled")
-    watch.add_argument("--poll", type=seconds, default=2.0, help="seconds between two looks (default: %(default)s)")
+    watch.add_argument(
+        "--queue", help="URL of the SQS queue with the notifications of new objects; without it --input is polled"
+    )
+    watch.add_argument("--poll", type=seconds, default=2.0, help="seconds between two polls (default: %(default)s)")
     watch.add_argument("--kafka", metavar="HOST:PORT", help="read rows from Kafka instead of objects")
     watch.add_argument("--topic", help="of --kafka")
     watch.add_argument("--group", help="of --kafka: the consumer group whose offsets are committed")
@@ -133,12 +135,12 @@ def make_row_request(arguments: argparse.Namespace, model: str | None = None) ->
 
 
 def shown_name(arguments: argparse.Namespace) -> str | None:
-    """The model's name in answers, if another than its own was given."""
+    """The model's name in answers, if --served-model-name sets one."""
     return arguments.served_model_name[0] if arguments.served_model_name else None
 
 
 def created() -> int | None:
-    """The time that output rows bear, where builds that are to be reproducible set one. Raises Refused."""
+    """The time that output rows bear, if SOURCE_DATE_EPOCH sets one for a reproducible build. Raises RunRefused."""
     text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:
         return None
@@ -155,8 +157,8 @@ def make_limits(arguments: argparse.Namespace) -> PipelineLimits:
     return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
 
 
-def make_job(arguments: argparse.Namespace, model: str) -> CloudRun:
-    """``model``: its name or place, which with everything that shapes answers tells this run from others."""
+def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
+    """``model``: the model's name or location, which is part of the run's identity."""
     index, count = arguments.worker
     failures = 0 if arguments.fail_fast else arguments.max_failures
     return CloudRun(
@@ -187,7 +189,7 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Options that mean nothing beside each other are refused by name."""
+    """Raises RunRefused for options that contradict each other. It names the option."""
     if arguments.url is None and (arguments.api != "v2" or arguments.unary):
         raise RunRefused("--api and --unary say how a server is asked; give its --url")
     if arguments.url is not None and arguments.extra:

@@ -1,6 +1,6 @@
-"""Runs a job that was typed: loads or asks for the model, shows progress, writes parts or lines, says how it went.
+"""Runs ``cloud run``: loads the model or asks its server, shows progress, writes parts or lines, prints a summary.
 
-Knows the stages and the terminal; what the options are is ``cloud``'s.
+Knows the stages and the terminal. Knows nothing of how options are parsed, which ``cloud_options`` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESUME_HINT = "what is written is kept; the same command goes on from there"
 
 
 class Stopwatch:
-    """Seconds since the model was there: loading it is a figure of its own."""
+    """Measures the seconds since the model was loaded; the load is a metric of its own."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -44,7 +44,7 @@ class Stopwatch:
 
 
 def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int:
-    """The exit status. Raises Refused where the run may not start, LeftBehind where it ended while a model loaded."""
+    """The exit status. Raises RunRefused where the run may not start, LeftBehind if a signal ends a load."""
     metrics = metrics or RunMetrics()
     watch = Stopwatch()
     try:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int
         _say(f"error: {error.message}{_hint(arguments)}")
         status = options.ENDED
     except BrokenPipeError:
-        sys.stdout = None  # nobody reads: nothing is left to flush
+        sys.stdout = None  # its reader has closed it: there is nothing to flush
         status = options.ENDED
     if not arguments.dry_run:
         _say(summary(metrics, watch.elapsed()))
@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int
 
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwatch) -> int:
     name = await model_name(arguments)
-    planned = await plan(options.make_job(arguments, name))
+    planned = await plan(options.make_run(arguments, name))
     try:
         check_objects(arguments, (each.info.key for each in planned.objects))
         if arguments.dry_run:
             print(_described(planned))
             return 0
         async with model(arguments, name, metrics) as (infer, weigh):
-            planned = replace(planned, job=replace(planned.job, weigh=weigh))
+            planned = replace(planned, run=replace(planned.run, weigh=weigh))
             watch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(metrics, _total(planned), sys.stderr, shown):
@@ -98,7 +98,7 @@ async def model_name(arguments: argparse.Namespace) -> str:
 async def model(
     arguments: argparse.Namespace, name: str, metrics: RunMetrics
 ) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
-    """The callable that infers a batch, and what a row weighs in it."""
+    """Yields the callable that infers a batch, and the callable that weighs a row."""
     row_request = options.make_row_request(arguments, name)
     shown = options.shown_name(arguments)
     if arguments.url is not None:
@@ -130,12 +130,12 @@ async def model(
 
 
 def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
-    """The engine's queue holds what the stages may hand to it, unless it was told otherwise."""
+    """Settings by which the engine's queue has room for all rows that the stages submit, unless ``extra`` sets it."""
     return {"max_queue": max(256, rows), **extra}
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
-    """Raises Refused, which names the first one that the model cannot take."""
+    """Raises RunRefused, which names the first object that the model cannot take."""
     row_request = options.make_row_request(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
     for key in keys:
@@ -154,11 +154,11 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
 
 
 async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
-    """Lines on stdout, each as soon as those before it are out."""
+    """Prints the results on stdout, in order; the number of failed rows."""
     async with aclosing(results(planned, infer, metrics)) as found:
         async for result in found:
             try:
-                sys.stdout.buffer.write(result.encode(planned.run))
+                sys.stdout.buffer.write(result.encode(planned.identity))
                 sys.stdout.buffer.flush()
             except BrokenPipeError:
                 raise
@@ -168,39 +168,39 @@ async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
 
 
 def _total(planned: RunPlan) -> Total:
-    """What is ahead of this worker."""
-    source, job, done = planned.objects, planned.job, planned.done
-    failed_before = sum(count for number, count in done.failures.items() if job.owns(number))
-    if job.retry_failed and done.complete:
+    """The input that this worker still has to read."""
+    source, run, done = planned.objects, planned.run, planned.done
+    failed_before = sum(count for number, count in done.failures.items() if run.owns(number))
+    if run.retry_failed and done.complete:
         return Total(0, failed_before)
     if done.cursor.key is not None:
-        # A cursor that is none of the run's objects is refused by the source.
+        # ``Source`` refuses a cursor whose object is not in the run.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
         source = source[first:]
-    zipped = any(is_gzip(each.info.key, kind_of(each.info.key, job.kind)) for each in source)
-    whole = all(kind_of(each.info.key, job.kind) is not Kind.JSONL for each in planned.objects)
+    zipped = any(is_gzip(each.info.key, kind_of(each.info.key, run.kind)) for each in source)
+    whole = all(kind_of(each.info.key, run.kind) is not Kind.JSONL for each in planned.objects)
     rows = None
     if whole:
         indexes = range(done.cursor.index, len(planned.objects))
-        numbers = [index // job.part_rows for index in indexes]
-        rows = sum(job.owns(number) and number not in done.parts for number in numbers)
-        rows += failed_before if job.retry_failed else 0
-    return Total(None if zipped else sum(each.info.size for each in source) // job.lanes, rows)
+        numbers = [index // run.part_rows for index in indexes]
+        rows = sum(run.owns(number) and number not in done.parts for number in numbers)
+        rows += failed_before if run.retry_failed else 0
+    return Total(None if zipped else sum(each.info.size for each in source) // run.lanes, rows)
 
 
 def _described(planned: RunPlan) -> str:
-    job, objects = planned.job, planned.objects
+    run, objects = planned.run, planned.objects
     kinds: dict[str, int] = {}
     for each in objects:
-        kind = kind_of(each.info.key, job.kind).value
+        kind = kind_of(each.info.key, run.kind).value
         kinds[kind] = kinds.get(kind, 0) + 1
     lines = [
-        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {job.input}",
+        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {run.input}",
         "kinds: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
         f"first: {', '.join(each.info.key for each in objects[:5])}",
-        f"model: {json.dumps(job.model, ensure_ascii=False)}",
+        f"model: {json.dumps(run.model, ensure_ascii=False)}",
     ]
-    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, job.kind), each.info)]
+    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, run.kind), each.info)]
     if large:
         most = f"over {MOST_OBJECT_BYTES // 2**20} MiB, each an error row"
         lines.append(f"too large: {len(large)} {most}: {', '.join(large[:5])}")
@@ -212,8 +212,8 @@ def _described(planned: RunPlan) -> str:
     else:
         there = f"{len(planned.done.parts)} parts there already" if planned.done.parts else "nothing there yet"
         if planned.done.failed:
-            there += f" with {planned.done.failed} failed rows" + (" to try again" if job.retry_failed else "")
-        lines.append(f"output: {planned.output.url}, parts of {job.part_rows} rows, {there}")
+            there += f" with {planned.done.failed} failed rows" + (" to try again" if run.retry_failed else "")
+        lines.append(f"output: {planned.output.url}, parts of {run.part_rows} rows, {there}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""Runs a watcher that was typed: over a queue of notifications, by looking, or over a Kafka topic.
+"""Runs ``cloud watch``: over a queue of notifications, by polling, or over a Kafka topic.
 
-Knows the options and the model; how announcements are worked on is the room ``cloud``'s.
+Knows the options and the model. Knows nothing of how announcements are processed, which the room ``cloud`` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlserver_torch_stream.cloud.watching import Watcher
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """The exit status. Raises Refused, or LeftBehind where it ended while a model loaded."""
+    """The exit status. Raises RunRefused, or LeftBehind where a signal ended it during a load."""
     _check(arguments)
     metrics, stopwatch = RunMetrics(), Stopwatch()
     try:
@@ -40,7 +40,7 @@ def watch(arguments: argparse.Namespace) -> int:
     except RunRefused:
         raise
     except CloudError as error:
-        print(f"error: {error.message}; what has no result yet comes again", file=sys.stderr)
+        print(f"error: {error.message}; what has no result yet is delivered again", file=sys.stderr)
         status = options.ENDED
     print(summary(metrics, stopwatch.elapsed()), file=sys.stderr)
     if arguments.metrics is not None:
@@ -63,14 +63,14 @@ def _check(arguments: argparse.Namespace) -> None:
             if getattr(arguments, name) is not None:
                 raise RunRefused(f"--{name.replace('_', '-')}: is for --kafka")
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
-            raise RunRefused("--queue: SQS tells of objects in s3:// alone; without it --input is polled")
+            raise RunRefused("--queue: SQS reports objects in s3:// alone; without it --input is polled")
         if lies_within(arguments.output, arguments.input):
             raise RunRefused("--output: lies within --input, so that results would be read as input")
 
 
 async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     storage = dict(arguments.storage)
-    Store.open(arguments.output, storage, arguments.stall, make=False)  # what is wrong with it is told before the load
+    Store.open(arguments.output, storage, arguments.stall, make=False)  # reports a wrong --output before the load
     name = await model_name(arguments)
     async with model(arguments, name, metrics) as (infer, _):
         output = Store.open(arguments.output, storage, arguments.stall)
@@ -115,7 +115,7 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
 
 @asynccontextmanager
 async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
-    """Two that poll would both infer everything: the second one stands by until the first has ended."""
+    """Waits until no other command holds the lease: two commands that poll would both infer everything."""
     async with AsyncExitStack() as stack:
         standing_by = False
         while True:
@@ -153,7 +153,7 @@ async def _consume(arguments: argparse.Namespace, name: str, output: Store, infe
 
 
 def _report_foreign(message: str) -> None:
-    _say(f"left in the queue, as it tells of nothing below --input: {message}")
+    _say(f"left in the queue, as it names no object below --input: {message}")
 
 
 def _say(message: str) -> None:

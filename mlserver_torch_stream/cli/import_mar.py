@@ -1,6 +1,6 @@
-"""``mlserver-torch-stream import-mar``: from a TorchServe archive to a folder that ``mlserver start`` serves.
+"""``mlserver-torch-stream import-mar``: makes a folder that ``mlserver start`` serves from a TorchServe archive.
 
-Knows nothing of handlers: nothing of the archive is run, and nothing is installed.
+Knows nothing of handlers: it runs nothing of the archive and installs nothing.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
 def import_mar(
     uri: str, into: Path, name: str | None, force: bool, properties: Path | None, bounds: Mapping[str, int]
 ) -> list[str]:
-    """What is to be told. Raises SettingsError or LoadFailed, before anything is written, or OSError.
+    """Writes the folder and returns lines for the user. Raises SettingsError or LoadFailed before writing, or OSError.
 
-    ``properties``: TorchServe's config.properties. ``bounds``: what the archive may unpack to,
-    by the keys of ``parameters.extra``.
+    ``properties``: TorchServe's config.properties. ``bounds``: the limits of the unpacked size, by the keys of
+    ``parameters.extra``.
     """
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import open_archive
@@ -86,7 +86,7 @@ def import_mar(
 def _settings(
     name: str, source: Path, archive: Archive, version: str | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An archive goes along with its settings; a folder or a bare handler stays where it is."""
+    """The model settings. An archive is copied beside them; a folder or a bare handler is used where it lies."""
     parameters: dict[str, Any] = {"uri": f"./{source.name}" if archive.own else str(source.absolute())}
     if version is not None:
         parameters["version"] = version
@@ -96,7 +96,7 @@ def _settings(
 
 
 def _metrics_config(given: str, folder: str) -> Path:
-    """The file of metrics, which belongs to the whole server and goes along with each model. Raises SettingsError."""
+    """The server's file of metrics, which is copied to each model. Raises SettingsError."""
     from mlserver_torch_stream.model_source import find_path
     from mlserver_torch_stream.torchserve.metrics_config import read_metrics_config
 
@@ -107,10 +107,10 @@ def _metrics_config(given: str, folder: str) -> Path:
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
-    """All of it or nothing: made beside the folder, out of MLServer's sight, and moved there when it is whole.
+    """Writes the folder as a whole or not at all: in a hidden folder beside it, which is renamed when it is complete.
 
-    ``copied``: files by their names there. Raises SettingsError where something is there already. With ``force`` our
-    own files in it are replaced, and others stay as they are.
+    ``copied``: file name in the folder -> file to copy. Raises SettingsError where the folder exists. With ``force``
+    the settings and the archive in it are replaced, and other files are left alone.
     """
     _refuse_what_is_there(folder, force)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any]
             staged.rename(folder)
             return
         for name in sorted((each.name for each in staged.iterdir()), key=lambda name: name == _SETTINGS):
-            (staged / name).replace(folder / name)  # the settings last: they name the archive
+            (staged / name).replace(folder / name)  # the settings last, as they name the archive
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -155,7 +155,7 @@ def _property_notes(
 
 
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
-    """What TorchServe would do and we do not, one line each. Raises SettingsError where a value is wrong."""
+    """One line for each thing that TorchServe does and this runtime does not. Raises SettingsError."""
     from mlserver_torch_stream.torchserve.config import not_honoured, read_config
     from mlserver_torch_stream.torchserve.interpreter import not_installed
     from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
@@ -175,8 +175,8 @@ def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iter
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream import-mar",
-        description="Write a folder with a model-settings.json for a TorchServe archive, and name what is not carried "
-        "over.",
+        description="Write a folder with a model-settings.json for a TorchServe archive, and list the settings that "
+        "are not carried over.",
     )
     parser.add_argument("archive", help="a .mar, a .tar.gz, an unpacked archive, or handler.py[:function]")
     parser.add_argument("--into", default=".", help="where the model's folder is made (default: here)")
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--properties",
         metavar="FILE",
-        help="TorchServe's config.properties: what it says of the model goes into parameters.extra, what else is named",
+        help="TorchServe's config.properties: the model's keys are copied to parameters.extra, the others are listed",
     )
     for what in ("bytes", "files"):
         parser.add_argument(

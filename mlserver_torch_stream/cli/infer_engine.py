@@ -1,6 +1,6 @@
 """Infers rows with an engine in this process.
 
-Knows the engine's interface and the request parameters; rows meet nothing of HTTP or MLServer here.
+Knows the engine's interface and OpenAI's objects. Knows nothing of HTTP or MLServer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _BROKEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)
 
 @dataclass
 class EngineInfer:
-    """The callable. Rows of a batch are submitted at once; the engine mixes them with those of other batches."""
+    """The callable that infers a batch. All rows of a batch are submitted at once, and the engine batches them with the
+    rows of other batches."""
 
     built: BuiltEngine
     name: str
@@ -58,8 +59,8 @@ class EngineInfer:
     async def load(
         cls, model: str, extra: Mapping[str, Any], row_request: RowRequest, metrics: RunMetrics, name: str | None = None
     ) -> EngineInfer:
-        """``name``: the model's in the answers; None: the source's own. Raises Refused, or LeftBehind where it is
-        cancelled: a load cannot be stopped."""
+        """``name``: the model's name in the answers; None: the name of its source. Raises RunRefused, or LeftBehind if
+        it is cancelled, since a load cannot be stopped."""
         from mlserver_torch_stream.loading import build
         from mlserver_torch_stream.settings import parse_settings
 
@@ -78,7 +79,7 @@ class EngineInfer:
         return await each(rows, self._one)
 
     def tokens(self, row: Row) -> int:
-        """The row's prompt in tokens; of a row that cannot be asked, as many as it has bytes."""
+        """The number of tokens of the row's prompt; for a row without a valid request, the number of its bytes."""
         try:
             return len(self.built.codec.encode(self._request(self.row_request.ask(row)).prompts[0]))
         except (RowUnsuitable, RequestError):
@@ -131,7 +132,7 @@ class EngineInfer:
         return completion(isinstance(prompt, ChatPrompt), self.name, choices, tally)
 
     def _broken(self, reason: FinishReason | None, error: Exception | None) -> Exception:
-        """A row that the model broke on fails; one that a dead engine left is inferred again by the next run."""
+        """The row's failure, or, if the engine is dead, a StoreUnavailable: the next run infers the row again."""
         message = str(error) if error is not None else f"ended with {reason.value if reason else 'no reason'}"
         if not self.built.engine.alive:
             return StoreUnavailable(f"the engine died: {message}")
@@ -140,7 +141,7 @@ class EngineInfer:
 
 @dataclass
 class _Sequence:
-    """One sequence's answer as it comes."""
+    """One sequence's answer while it is generated."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Infers rows with a server over HTTP: V2 (MLServer and its like) or OpenAI's API, streamed or not.
+"""Infers rows with a server over HTTP, in the V2 protocol or OpenAI's API, streamed or not.
 
-Knows the two spellings; which rows there are and where answers go is none of its business.
+Knows the two spellings. Knows nothing of objects and outputs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
 _MOST_ERROR_BYTES = 2000
 _JSON = {"Content-Type": "application/json"}
-_BROKEN, _UNREADABLE = 500, 502  # statuses of failures behind an answer's 200
-_TRIES_OF_A_ROW = 3  # of what is the row's own failure, perhaps
+_BROKEN, _UNREADABLE = 500, 502  # statuses of failures after a 200
+_TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
 
 
 class _Failed(CloudError):
-    """The server's own failure at this row: tried again, then the row's."""
+    """The server failed at this row. The row is sent again; the last attempt's failure is the row's."""
 
     retriable = True
 
@@ -51,7 +51,7 @@ class _Failed(CloudError):
 
 
 class _Rejected(CloudError):
-    """The server has no answer for this row, and will have none."""
+    """The server refuses this row, and would refuse it again."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -60,10 +60,10 @@ class _Rejected(CloudError):
 
 @dataclass
 class HttpInfer:
-    """The callable. At most ``most`` requests in flight, fewer while the server says 429 or 503.
+    """The callable that infers a batch. At most ``most`` requests are in flight, fewer after an answer of 429 or 503.
 
-    Raises Unavailable when the server does not answer for all of ``retry``, and Denied or Missing for the key or the
-    model: then the run ends, to be resumed, instead of failing row after row.
+    Raises StoreUnavailable if the server does not answer within all tries of ``retry``, AccessDenied for a wrong key
+    and ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row.
     """
 
     url: str
@@ -74,7 +74,7 @@ class HttpInfer:
     stream: bool = True
     key: str | None = None
     timeout: float = 300.0  # seconds of silence
-    name: str | None = None  # the model's in answers that bear none; None: ``model``
+    name: str | None = None  # the model's name in answers without one; None: ``model``
     retry: Retry = field(default_factory=lambda: Retry(tries=10, first=0.2, longest=30.0))
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class HttpInfer:
             return refused("unsuitable", str(error))
         except RequestError as error:
             return Outcome(failure=refusal(error))
-        except (ValueError, RecursionError) as error:  # half of a surrogate pair, NaN, no bottom
+        except (ValueError, RecursionError) as error:  # a lone surrogate, NaN, or nesting without end
             return refused("invalid_request", f"cannot be sent as JSON: {error}")
         failures = 0
 
@@ -130,7 +130,7 @@ class HttpInfer:
             if ask.chat:
                 return "/v1/chat/completions", {**body, "messages": ask.messages}
             return "/v1/completions", {**body, "prompt": ask.prompt}
-        # What asks for nothing in OpenAI's API is nothing to V2.
+        # Parameters that change nothing in OpenAI's API are left out in V2.
         parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
         name, text = ("messages", json.dumps(ask.messages)) if ask.chat else ("text_input", ask.prompt)
         inputs = [{"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}]
@@ -159,7 +159,7 @@ class HttpInfer:
         return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
 
     async def _read(self, response: httpx.Response, answer: HttpAnswer) -> dict[str, Any]:
-        """Raises what ends the attempt."""
+        """The answer as OpenAI's object. Raises CloudError."""
         try:
             if not self.stream:
                 answer.whole(json.loads(await response.aread()))
@@ -198,7 +198,7 @@ def _failure(code: str, message: str, status: int, error: Mapping[str, Any] | No
 
 
 def _server_error(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
-    """What a refusal says, and its error object, if it is OpenAI's."""
+    """The message of a refusal, and its error object, if it is OpenAI's."""
     try:
         error = json.loads(body)["error"]
         return reason_of(error), error if isinstance(error, dict) else None
@@ -207,7 +207,7 @@ def _server_error(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; as a date it is not read."""
+    """Retry-After in seconds; a date is ignored."""
     try:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:
@@ -215,7 +215,7 @@ def _seconds(header: str | None) -> float | None:
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:
-    """The server's only model. Raises Refused where there is another number of them."""
+    """The name of the server's only model. Raises RunRefused where it has none or several."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0) as client:

@@ -1,4 +1,4 @@
-"""Signals that end a command at once, also while a thread of it is at what cannot be stopped, such as loading a model.
+"""Ends a command at a signal, also while one of its threads runs a call that cannot be stopped, such as a load.
 
 Knows nothing of what the command does.
 """
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """A signal said to stop."""
+    """A signal ended the command."""
 
 
 class LeftBehind(Exception):
-    """A signal said to stop while a thread was at work that nobody waits for: the process is to end by ``leave``."""
+    """A signal ended the command while a thread ran that cannot be stopped. The process has to end by ``leave``."""
 
 
 def run_to_end(work: Awaitable[T]) -> T:
@@ -46,10 +46,10 @@ def run_to_end(work: Awaitable[T]) -> T:
             for number in signals:
                 loop.remove_signal_handler(number)
                 if left:
-                    signal.signal(number, signal.SIG_IGN)  # the end is near, and a second one would only disturb it
+                    signal.signal(number, signal.SIG_IGN)  # a second signal must not break the end of the process
             await settle()
-            # Whatever else went wrong on the way, as a second signal does while the first is obeyed: an interpreter
-            # that ended by itself would unwind this thread out of C++, which aborts the process.
+            # This replaces any other exception, such as one of a second signal. The end of an
+            # interpreter unwinds the thread out of C++, which aborts the process.
             if left:
                 raise LeftBehind
 
@@ -67,11 +67,11 @@ def _left_behind() -> bool:
 
 
 async def in_a_thread(call: Callable[[], T]) -> T:
-    """As asyncio.to_thread, but nobody waits for the thread once this is cancelled. Raises LeftBehind then."""
+    """Does what asyncio.to_thread does, except that a cancellation raises LeftBehind without a wait for the thread."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def tell(setter: Callable[[Any], None], value: Any) -> None:
+    def deliver(setter: Callable[[Any], None], value: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(lambda: None if future.done() else setter(value))
 
@@ -80,10 +80,10 @@ async def in_a_thread(call: Callable[[], T]) -> T:
             result = call()
         except BaseException as error:
             thread.at_work = False
-            tell(future.set_exception, error)
+            deliver(future.set_exception, error)
         else:
             thread.at_work = False
-            tell(future.set_result, result)
+            deliver(future.set_result, result)
 
     thread = _Unstoppable(target=work, daemon=True)
     thread.start()
@@ -94,8 +94,8 @@ async def in_a_thread(call: Callable[[], T]) -> T:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process and what it started, whatever its threads do: the interpreter's own end would wait for them, or
-    take away what they stand on."""
+    """Ends the process and its children while its threads still run: the interpreter's normal end would wait for them,
+    or free memory that they use."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -106,13 +106,13 @@ def leave(status: int) -> NoReturn:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that this one started, and they; on Linux, elsewhere none is known."""
+    """The pids of the process's children and of theirs. Empty on systems without /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     found = list(children.get(pid, ()))
-    for each in found:  # which grows
+    for each in found:  # the list grows in this loop
         found.extend(children.get(each, ()))
     return found

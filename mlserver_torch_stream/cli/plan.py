@@ -1,4 +1,4 @@
-"""``mlserver-torch-stream plan MODEL --device NAME``: how many streams a model gets there, and how fast they can be.
+"""``mlserver-torch-stream plan MODEL --device NAME``: prints how many streams a device holds, and how fast they can be.
 
 It reads the model's config, loads no weights and needs no such device. Knows how to print; ``engine.planning`` does
 the arithmetic.

@@ -1,6 +1,6 @@
-"""One line that says how far a run is, and the lines at its end.
+"""Draws a run's line of progress, and formats the summary at its end.
 
-Knows counters and a terminal; what is counted is the run's business.
+Knows the metrics of a run and a terminal, and nothing of its stages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _BAR = 20
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What is ahead: bytes of input, and rows, each where it is known without reading it."""
+    """The bytes and rows of the input, each None where it is unknown before the input is read."""
 
     nbytes: int | None
     rows: int | None
 
 
 def share(metrics: RunMetrics, total: Total) -> float | None:
-    """How much is done, from 0 to 1: by rows where their number is known, else by bytes, else unknown."""
+    """The share that is done, from 0 to 1: of the rows if their number is known, else of the bytes; None: unknown."""
     done, whole = (metrics.rows, total.rows) if total.rows is not None else (metrics.input_bytes, total.nbytes)
     if whole is None:
         return None
@@ -35,7 +35,7 @@ def share(metrics: RunMetrics, total: Total) -> float | None:
 
 
 def progress_line(metrics: RunMetrics, total: Total, elapsed: float, columns: int | None = None) -> str:
-    """Bar, rows, bytes, tokens per second, time left, failures; in so many ``columns``, as a longer line would wrap."""
+    """Bar, rows, bytes, tokens per second, time left and failures, cut to ``columns``, since a longer line wraps."""
     done = share(metrics, total)
     rows = f"{metrics.rows}/{total.rows}" if total.rows is not None else f"{metrics.rows}"
     left = _clock(elapsed * (1 - done) / done) if done and elapsed > 0 else "-:--"
@@ -55,7 +55,7 @@ def progress_line(metrics: RunMetrics, total: Total, elapsed: float, columns: in
 
 
 def summary(metrics: RunMetrics, elapsed: float) -> str:
-    """What was done, how fast, and how busy the engine was."""
+    """The counts of a run, its speed, and the engine's share of busy time."""
     busy = metrics.busy.share()
     lines = [
         f"{metrics.rows} rows, {metrics.failed} failed, in {elapsed:.1f} s: {_rate(metrics.rows, elapsed):.1f} rows/s, "
@@ -79,7 +79,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """Draws the line anew while its block runs; draws nothing where ``shown`` is false."""
+    """Redraws the line while its block runs; draws nothing where ``shown`` is false."""
 
     def __init__(self, metrics: RunMetrics, total: Total, out: TextIO, shown: bool) -> None:
         self._metrics = metrics

@@ -1,8 +1,7 @@
-"""``mlserver-torch-stream rank FOLDER``: one process of a server that a launcher starts several times.
+"""``mlserver-torch-stream rank FOLDER``: runs one rank of a server, in one of the processes that a launcher starts.
 
-Rank 0 is ``mlserver start FOLDER``; the others follow it. Which one this is, a launcher such as torchrun says by RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Knows no model: the others are told by rank 0 what to load, or that there is
-nothing to load for them.
+Rank 0 runs ``mlserver start FOLDER``; the other ranks follow it. A launcher such as torchrun sets RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. Knows no model: rank 0 sends the others their model, or the message that there is none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from mlserver import ModelSettings
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Seconds for the others to come and hear that they wait for nothing; their start takes 5, more if busy.
+# Seconds in which the other ranks have to start and read that there is no model. A start takes 5, more if busy.
 _PATIENCE = 60.0
 _ENDED = "rank 0 has ended before it had a model for the others: its log says why"
 
@@ -41,27 +40,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(folder: str) -> int:
-    """Serves. However that ends, the others have had a model by then or are told that there will be none."""
+    """Serves. If that ends before the other ranks have a model, they get the message that there will be none."""
     from mlserver.cli.serve import load_settings
 
     from mlserver_torch_stream.engine.tensor_parallel.validate import check_launched
     from mlserver_torch_stream.errors import LoadFailed
 
-    word, status, models = _ENDED, 1, None
+    reason, status, models = _ENDED, 1, None
     try:
         models = asyncio.run(load_settings(folder))[1]
         check_launched(_sizes(models), int(os.environ["WORLD_SIZE"]))
         status = _serve(folder)
     except LoadFailed as error:
-        word = str(error)
-        print(f"error: {word}", file=sys.stderr, flush=True)
+        reason = str(error)
+        print(f"error: {reason}", file=sys.stderr, flush=True)
     finally:
         from mlserver_torch_stream.engine.tensor_parallel.rendezvous import dismiss
         from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 
-        # A signal, which all ranks get, rather than a failure: MLServer ends alike.
-        released = status == 0 and (LIFECYCLE.ending or models == [])
-        if dismiss(os.environ, word, 1.0 if released else _PATIENCE) and not released:
+        # A signal, which all ranks get, is no failure: MLServer returns 0 for both.
+        orderly = status == 0 and (LIFECYCLE.ending or models == [])
+        if dismiss(os.environ, reason, 1.0 if orderly else _PATIENCE) and not orderly:
             status = 1
     return status
 
@@ -78,7 +77,7 @@ def _serve(folder: str) -> int:
 
 
 def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
-    """How many ranks each model is split over, but for those whose load will be refused."""
+    """Model name -> the ranks that it is split over. Models whose settings are wrong are left out: their load fails."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.loading import resolve
 

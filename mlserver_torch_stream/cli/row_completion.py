@@ -1,4 +1,4 @@
-"""What a row asks for, in OpenAI's spelling, and how rows of a batch are answered, whichever model answers.
+"""Turns rows into requests in OpenAI's spelling, and infers the rows of a batch concurrently.
 
 Knows neither engines nor servers.
 """
@@ -17,16 +17,16 @@ from mlserver_torch_stream.protocol.openai_batch import check_model
 from mlserver_torch_stream.protocol.openai_error import BAD_REQUEST, error_object
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
 
-_RUNS_OWN = ("stream", "model")  # the run says how rows are answered, and by whom; rows were checked to agree
+_RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to agree
 
 
 class RowUnsuitable(Exception):
-    """A row that this model cannot take, as it stands."""
+    """The model cannot take this row."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowQuestion:
-    """One row as a request: ``messages`` or ``prompt``, and the parameters beside it."""
+    """One row as a request: ``messages`` or ``prompt``, and its parameters."""
 
     prompt: str | None
     messages: list[dict[str, Any]] | None
@@ -44,8 +44,8 @@ class RowQuestion:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """How rows become requests: ``defaults`` are parameters for rows that do not say, ``chat`` makes texts messages,
-    ``media`` allows images and sound as parts of a message, ``served`` are the names by which rows may call the model.
+    """How rows become requests. ``defaults``: parameters that a row may override; ``chat``: a text is a user's message;
+    ``media``: images and sound may be parts of a message; ``served``: the model's names in rows.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class RowRequest:
         return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
 
     def ask(self, row: Row) -> RowQuestion:
-        """Raises Unsuitable, or UnknownModel."""
+        """The row's request. Raises RowUnsuitable or UnknownModel."""
         if not self.takes(row.kind):
             form = closed_format(row.key, row.kind)
             raise RowUnsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
@@ -83,7 +83,7 @@ def _media(row: Row) -> dict[str, Any]:
 
 
 async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) -> list[Outcome]:
-    """All rows at once. What one of them raises ends the others."""
+    """Infers all rows concurrently. An exception of one row cancels the others and is raised."""
     tasks = [asyncio.ensure_future(one(row)) for row in rows]
     try:
         return list(await asyncio.gather(*tasks))
@@ -93,5 +93,5 @@ async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) ->
 
 
 def refused(code: str, message: str) -> Outcome:
-    """A row that no model was sent, as it could not take it."""
+    """The outcome of a row that was not sent to the model."""
     return Outcome(failure=Failure(code, message, BAD_REQUEST, error_object(BAD_REQUEST, message, code=code)))

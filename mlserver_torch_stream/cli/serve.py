@@ -1,6 +1,6 @@
-"""``python -m mlserver_torch_stream.cli.serve``: ``mlserver start`` on ports that are free, and how to talk to it.
+"""``python -m mlserver_torch_stream.cli.serve``: runs ``mlserver start`` on free ports, and prints a request to copy.
 
-Knows nothing of models beyond their place; whatever it decides goes to MLServer through its own environment variables.
+Knows of a model only its location. It passes its choices to MLServer by MLServer's own environment variables.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mlserver_torch_stream.free_port import free_port, is_free
 IMPLEMENTATION = "mlserver_torch_stream.TorchStreamRuntime"
 SETTINGS = "settings.json"
 PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
-READY_SECONDS = 900.0  # a hub model is downloaded meanwhile
+READY_SECONDS = 900.0  # the time may include the download of a hub model
 POLL_SECONDS = 0.2
 
 _EXAMPLE = {"text_input": "The capital of France is", "max_tokens": 16}
 
 
 class PortTaken(Exception):
-    """A port that was asked for by number belongs to another process, or to another door."""
+    """A given port is taken by another process, or by another endpoint of this server."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
-    """By the options, else the server's settings, whose file beats its variables. Raises PortTaken for a contradiction.
+    """The port of each role by the options, else by the server's settings, of which the file beats the variables.
 
-    Options become variables, so that one which the file contradicts would have no effect.
+    Raises PortTaken where an option contradicts the file: options become variables, which the file would beat.
     """
     in_file = _settings(folder)
     asked: dict[str, int | None] = {}
@@ -76,7 +76,7 @@ def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mappin
 
 
 def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
-    """The ports that were asked for, else the usual ones, else free ones. Raises PortTaken."""
+    """The given port of each role, else its usual port, else a free one. Raises PortTaken."""
     chosen: dict[str, int] = {}
     for role, port in asked.items():
         if port is not None and not is_free(host, port):
@@ -93,7 +93,7 @@ def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
 def prepare_repository(
     model: str, name: str | None, folder: Path, scratch: Path, environ: MutableMapping[str, str]
 ) -> str:
-    """An empty repository with ``folder``'s server settings: then MLServer takes the model from the environment."""
+    """Makes an empty repository with ``folder``'s server settings: MLServer then takes the model from ``environ``."""
     if (folder / SETTINGS).is_file():
         shutil.copy(folder / SETTINGS, scratch)
     place = Path(model).expanduser()
@@ -104,7 +104,7 @@ def prepare_repository(
 
 
 def announce(url: str, out: TextIO, limit: float = READY_SECONDS) -> None:
-    """Waits until the server is ready and prints a request to copy; says nothing if it never is."""
+    """Waits until the server is ready and prints a request to copy. Prints nothing if the server never gets ready."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
         try:
@@ -127,7 +127,7 @@ def _invitation(url: str, name: str) -> str:
 
 
 def _command() -> str:
-    """The installed command as one can type it here: a fresh virtual environment is on nobody's path."""
+    """The installed command as the user can type it: a new virtual environment is not on the path."""
     command = Path(sys.executable).with_name("mlserver-torch-stream")
     near = command.is_relative_to(Path.cwd())
     return str(command.relative_to(Path.cwd()) if near else command) if command.exists() else command.name
@@ -136,13 +136,13 @@ def _command() -> str:
 def _get(url: str, body: Mapping[str, Any] | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as the server is on this machine
     with opener.open(request, timeout=5) as reply:
         return json.loads(reply.read() or b"null")
 
 
 def _host(folder: Path) -> str:
-    """Where MLServer will listen: its settings file beats its variable."""
+    """The host on which MLServer will listen: its settings file beats its variable."""
     return str(_settings(folder).get("host") or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
 
 

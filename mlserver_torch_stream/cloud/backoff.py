@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """There are ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``; jitter takes
-    up to half of it away."""
+    """There are ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``. Jitter
+    shortens it by up to half."""
 
     tries: int = 6
     first: float = 0.1

@@ -36,8 +36,8 @@ def offset_part(topic: str, partition: int, first: int) -> str:
 
 @dataclass
 class Topic:
-    """A part is closed after ``part_rows`` rows, or ``part_wait`` seconds after its first row. ``created``: the time that
-    the rows bear, in seconds since the epoch; None: the time of the output's first consumer."""
+    """A part is closed after ``part_rows`` rows, or ``part_wait`` seconds after its first row. ``created``: the time
+    that the rows bear, in seconds since the epoch; None: the time of the output's first consumer."""
 
     servers: str
     topic: str

@@ -146,9 +146,7 @@ class _Flow:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if task.cancelled():
-            self._fail(
-                CloudError("the inference of a batch was cancelled")
-            )  # not by ``stop``, which sets the error first
+            self._fail(CloudError("the inference of a batch was cancelled"))  # ``stop`` sets the error first
         elif (error := task.exception()) is not None:
             self._fail(error)
         self._send(())

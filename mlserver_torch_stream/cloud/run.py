@@ -1,4 +1,4 @@
-"""Runs one job from its input to its output: plans it, resumes it, writes its parts and records its end.
+"""Runs one cloud run from its input to its output: plans it, resumes it, writes its parts and records its end.
 
 Knows of the model only the callable, and a description by which it tells one run from another.
 """
@@ -95,8 +95,8 @@ class CloudRun:
 class RunPlan:
     """The objects of a run, and the parts that its output holds. ``known``: the output belongs to this run already."""
 
-    job: CloudRun
-    run: RunIdentity
+    run: CloudRun
+    identity: RunIdentity
     source: InputLocation
     objects: list[Listed]
     output: Store | None
@@ -107,31 +107,31 @@ class RunPlan:
         await self.source.store.aclose()
 
 
-async def plan(job: CloudRun) -> RunPlan:
+async def plan(run: CloudRun) -> RunPlan:
     """Lists the input, or reads the list that is stored with the output. Writes nothing.
 
     Raises CloudError: RunRefused where the output belongs to another run, InUse where another command writes to it.
     """
     try:
-        return await _plan(job)
+        return await _plan(run)
     except BaseException:
         await settle()
         raise
 
 
-async def _plan(job: CloudRun) -> RunPlan:
-    place = await open_input(job.input, job.storage, job.retry, manifest=job.manifest is not None, stall_s=job.stall_s)
-    run = identify(job.config(), int(time.time()) if job.created is None else job.created)
-    if job.output is None:
-        return RunPlan(job, run, place, await _list(job, place), None, Done())
-    output = Store.open(job.output, job.storage, job.stall_s, make=False)
-    claimed = await read_claim(output, job.config(), job.retry)
+async def _plan(run: CloudRun) -> RunPlan:
+    place = await open_input(run.input, run.storage, run.retry, manifest=run.manifest is not None, stall_s=run.stall_s)
+    identity = identify(run.config(), int(time.time()) if run.created is None else run.created)
+    if run.output is None:
+        return RunPlan(run, identity, place, await _list(run, place), None, Done())
+    output = Store.open(run.output, run.storage, run.stall_s, make=False)
+    claimed = await read_claim(output, run.config(), run.retry)
     if claimed is None:
-        await job.retry.run(lambda: _refuse_parts(output))
-        return RunPlan(job, run, place, await _list(job, place), output, Done())
-    await job.retry.run(WriterLease(output, job.lane, job.lanes, job.retry).check)
-    objects = await _kept(output, job) or await _list(job, place)
-    return RunPlan(job, claimed, place, objects, output, await find_done(output, job.part_rows, job.retry), True)
+        await run.retry.run(lambda: _refuse_parts(output))
+        return RunPlan(run, identity, place, await _list(run, place), output, Done())
+    await run.retry.run(WriterLease(output, run.lane, run.lanes, run.retry).check)
+    objects = await _kept(output, run) or await _list(run, place)
+    return RunPlan(run, claimed, place, objects, output, await find_done(output, run.part_rows, run.retry), True)
 
 
 async def _refuse_parts(output: Store) -> None:
@@ -143,38 +143,38 @@ async def _refuse_parts(output: Store) -> None:
 async def _begin(planned: RunPlan, output: Store) -> RunPlan:
     """Claims the output for the run and stores the list of objects. A list that another worker stored before is taken
     instead."""
-    job, objects = planned.job, planned.objects
-    run = await claim(output, job.config(), planned.run.created, job.retry)
+    run, objects = planned.run, planned.objects
+    identity = await claim(output, run.config(), planned.identity.created, run.retry)
     try:
-        await job.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
+        await run.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
     except ObjectExists:
-        objects = await _kept(output, job) or objects
-    done = planned.done if planned.known else await find_done(output, job.part_rows, job.retry)
-    await mend_errors(output, done, job.retry)
-    return replace(planned, run=run, objects=objects, output=output, done=done)
+        objects = await _kept(output, run) or objects
+    done = planned.done if planned.known else await find_done(output, run.part_rows, run.retry)
+    await mend_errors(output, done, run.retry)
+    return replace(planned, identity=identity, objects=objects, output=output, done=done)
 
 
-async def _list(job: CloudRun, place: InputLocation) -> list[Listed]:
-    manifest = None if job.manifest is None else await _read_manifest(job)
-    objects = await list_objects(place, job.glob, manifest, job.retry)
+async def _list(run: CloudRun, place: InputLocation) -> list[Listed]:
+    manifest = None if run.manifest is None else await _read_manifest(run)
+    objects = await list_objects(place, run.glob, manifest, run.retry)
     if not objects:
-        raise RunRefused(f"--input: nothing found in {job.input}" + (f" that is {job.glob}" if job.glob else ""))
+        raise RunRefused(f"--input: nothing found in {run.input}" + (f" that is {run.glob}" if run.glob else ""))
     return objects
 
 
-async def _read_manifest(job: CloudRun) -> bytes:
-    assert job.manifest is not None
-    parent, _, name = job.manifest.rpartition("/")
-    store = Store.open(parent or ".", job.storage, job.stall_s, make=False)
+async def _read_manifest(run: CloudRun) -> bytes:
+    assert run.manifest is not None
+    parent, _, name = run.manifest.rpartition("/")
+    store = Store.open(parent or ".", run.storage, run.stall_s, make=False)
     try:
-        return await job.retry.run(lambda: store.get(name))
+        return await run.retry.run(lambda: store.get(name))
     except CloudError as error:
         raise RunRefused(f"--manifest: {error.message}") from None
 
 
-async def _kept(output: Store, job: CloudRun) -> list[Listed] | None:
+async def _kept(output: Store, run: CloudRun) -> list[Listed] | None:
     try:
-        return decode_inputs(await job.retry.run(lambda: output.get(INPUTS)))
+        return decode_inputs(await run.retry.run(lambda: output.get(INPUTS)))
     except CloudError as error:
         if error.code != "missing":
             raise
@@ -188,41 +188,41 @@ async def results(
 
     ``failures``: the failed rows of this command so far.
     """
-    job, done = planned.job, planned.done
+    run, done = planned.run, planned.done
 
     def wanted(index: int) -> bool:
-        number = index // job.part_rows
-        return job.output is None or (job.owns(number) and number not in done.parts)
+        number = index // run.part_rows
+        return run.output is None or (run.owns(number) and number not in done.parts)
 
     source = Source(
         planned.source.store,
         planned.objects,
-        job.kind,
-        strict=job.lanes > 1 or done.sparse,
-        retry=job.retry,
-        ahead=job.ahead,
+        run.kind,
+        strict=run.lanes > 1 or done.sparse,
+        retry=run.retry,
+        ahead=run.ahead,
         on_retry=metrics.retried,
     )
     rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
-    async with aclosing(infer_rows(rows, infer, job.limits, metrics, job.weigh)) as found:
+    async with aclosing(infer_rows(rows, infer, run.limits, metrics, run.weigh)) as found:
         async for result in found:
             yield result
             failures += result.outcome.failure is not None
-            _bear(job, failures, result)
+            _check_failures(run, failures, result)
 
 
-def _bear(job: CloudRun, failures: int, result: Result) -> None:
-    if job.max_failures is not None and failures > job.max_failures:
+def _check_failures(run: CloudRun, failures: int, result: Result) -> None:
+    if run.max_failures is not None and failures > run.max_failures:
         failure = result.outcome.failure
         last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
-        raise TooManyFailures(f"{failures} rows failed, more than {job.max_failures}{last}")
+        raise TooManyFailures(f"{failures} rows failed, more than {run.max_failures}{last}")
 
 
-async def stream(job: CloudRun, infer: Infer, metrics: RunMetrics | None = None) -> AsyncGenerator[Result, None]:
-    """Yields the results of a job without an output, in order, while objects are still being fetched."""
-    if job.output is not None:
+async def stream(run: CloudRun, infer: Infer, metrics: RunMetrics | None = None) -> AsyncGenerator[Result, None]:
+    """Yields the results of a run without an output, in order, while objects are still being fetched."""
+    if run.output is not None:
         raise RunRefused("--output: stream gives results to its caller; use write for an output")
-    planned = await plan(job)
+    planned = await plan(run)
     try:
         async with aclosing(results(planned, infer, metrics or RunMetrics())) as found:
             async for result in found:
@@ -238,10 +238,10 @@ async def write(
 
     ``report`` gets a line about failed rows that cannot be inferred again. Raises InUse where another command writes.
     """
-    job = planned.job
-    assert job.output is not None, "a plan without an output"
-    output = Store.open(job.output, job.storage, job.stall_s)
-    async with WriterLease(output, job.lane, job.lanes, job.retry) as lease:
+    run = planned.run
+    assert run.output is not None, "a plan without an output"
+    output = Store.open(run.output, run.storage, run.stall_s)
+    async with WriterLease(output, run.lane, run.lanes, run.retry) as lease:
         return await _write(await _begin(planned, output), output, infer, metrics, report, lease)
 
 
@@ -253,25 +253,25 @@ async def _write(
     report: Callable[[str], None],
     lease: WriterLease,
 ) -> int:
-    job = planned.job
+    run = planned.run
     before = metrics.failed
-    tried = await _try_again(planned, output, infer, metrics, report, lease) if job.retry_failed else 0
+    tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
     if not planned.done.complete:
-        sink = PartSink(output, job.part_rows, planned.run, job.retry)
+        sink = PartSink(output, run.part_rows, planned.identity, run.retry)
         async with aclosing(results(planned, infer, metrics, metrics.failed - before)) as found:
             async for result in found:
                 lease.require()
                 await sink.write(result)
         await sink.end()
-    earlier = sum(count for number, count in planned.done.failures.items() if job.owns(number))
+    earlier = sum(count for number, count in planned.done.failures.items() if run.owns(number))
     failed = earlier - tried + metrics.failed - before
-    if not planned.done.complete or job.retry_failed or job.lanes == 1:
-        done = {"failed": failed, "lane": job.lane, "lanes": job.lanes}
-        await job.retry.run(lambda: output.put(done_name(job.lane, job.lanes), json.dumps(done).encode() + b"\n"))
+    if not planned.done.complete or run.retry_failed or run.lanes == 1:
+        done = {"failed": failed, "lane": run.lane, "lanes": run.lanes}
+        await run.retry.run(lambda: output.put(done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n"))
     return failed
 
 
-async def _try_again(
+async def _retry_failed(
     planned: RunPlan,
     output: Store,
     infer: Infer,
@@ -280,19 +280,29 @@ async def _try_again(
     lease: WriterLease,
 ) -> int:
     """The number of rows that were inferred again. Raises TooManyFailures."""
-    job, done = planned.job, planned.done
+    run, done = planned.run, planned.done
     source = planned.source.store
     retries = FailedRowRetry(
-        *(source, planned.objects, job.kind, output, job.part_rows, planned.run, job.retry, job.ahead, metrics.retried)
+        *(
+            source,
+            planned.objects,
+            run.kind,
+            output,
+            run.part_rows,
+            planned.identity,
+            run.retry,
+            run.ahead,
+            metrics.retried,
+        )
     )
     before = metrics.failed
-    numbers = [number for number in sorted(done.failures) if job.owns(number)]
+    numbers = [number for number in sorted(done.failures) if run.owns(number)]
     async for failed in retries.groups(numbers):
-        async with aclosing(infer_rows(retries.rows(failed), infer, job.limits, metrics, job.weigh)) as found:
+        async with aclosing(infer_rows(retries.rows(failed), infer, run.limits, metrics, run.weigh)) as found:
             async for result in found:
                 lease.require()
                 await retries.put(result)
-                _bear(job, metrics.failed - before, result)
+                _check_failures(run, metrics.failed - before, result)
     if retries.lost:
         few = ", ".join(retries.lost[:_MOST_NAMED])
         report(

@@ -1,6 +1,6 @@
-"""Counts what a run does; the names of the figures are those of Beam's RunInference where it has them.
+"""Counts the work of a run. The metrics bear the names of Beam's RunInference where it has them.
 
-Knows no clock: times are passed in, in seconds of a clock that never goes back.
+Knows no clock: the caller passes times, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Distribution:
 
 @dataclass
 class BusyTime:
-    """How much of the time at least one row was being inferred, from the first one's start to the last one's end.
+    """The share of time in which at least one row was inferred, from the first start to the last end.
 
-    ``spans``: when there was one, in order; none touches another.
+    ``spans``: the busy spans, in order and apart from each other.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, began: float, ended: float) -> None:
-        """Spans come in the order of their ends, or nearly so."""
+        """Fast where spans are added nearly in the order of their ends."""
         first = last = bisect_left(self.spans, began, key=lambda span: span[1])
         while last < len(self.spans) and self.spans[last][0] <= ended:
             last += 1
@@ -83,7 +83,7 @@ class RunMetrics:
         self.failed_batches_counter += 1
 
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
-        """One that was cancelled, as all are when a run ends early, is neither inferred nor failed."""
+        """A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed."""
         self.num_inferences += len(rows)
         self.inference_request_batch_size.update(len(rows))
         self.inference_request_batch_byte_size.update(sum(row.size for row in rows))

@@ -1,6 +1,6 @@
-"""Numbered parts: each written whole, once, only if it is not there yet; a part that is there is a checkpoint.
+"""Writes numbered parts, each as a whole and only if it does not exist yet. An existing part is a checkpoint.
 
-Knows rows by their index alone; what they say it does not read, except where a run is to go on.
+Knows rows by their index. It reads the content of parts only to find where a run resumes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mlserver_torch_stream.cloud.source import Cursor
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
-_AT_ONCE = 16  # parts that are looked at
+_AT_ONCE = 16  # parts that are read at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an output holds already. ``complete``: a part is shorter than the others, so it was the input's last.
+    """The parts that an output holds. ``complete``: a part is shorter than the others, so it is the input's last.
 
-    ``sparse``: there are parts behind a missing one, which several workers wrote. ``rows``: in all parts. ``stale``:
-    the failed rows, by part, of those parts whose own object for them is missing or out of date.
+    ``sparse``: parts exist behind a missing one, as several workers write them. ``rows``: the rows in all parts.
+    ``stale``: part -> its failed rows, for parts whose object of failed rows is missing or out of date.
     """
 
     parts: frozenset[int] = frozenset()
     cursor: Cursor = field(default_factory=Cursor)
-    failures: Mapping[int, int] = field(default_factory=dict)  # by part, where there are any
+    failures: Mapping[int, int] = field(default_factory=dict)  # part -> number of its failed rows, if it has any
     complete: bool = False
     sparse: bool = False
     rows: int = 0
@@ -44,7 +44,7 @@ class Done:
 
 
 class PartSink:
-    """Writes results that come in order as parts of ``rows`` rows: row i belongs to part i // rows."""
+    """Takes results in order and writes them as parts of ``rows`` rows: row i belongs to part i // rows."""
 
     def __init__(self, store: Store, rows: int, run: RunIdentity, retry: Retry) -> None:
         self._store = store
@@ -52,11 +52,11 @@ class PartSink:
         self._rows = rows
         self._retry = retry
         self._number = -1
-        self._lines: list[bytes] = []  # not the rows, which may be large objects
+        self._lines: list[bytes] = []  # encoded lines only: a row may hold a large object
         self._failed: list[bytes] = []
 
     async def write(self, result: Result) -> bool:
-        """True if with this result a part became durable."""
+        """True if this result completed a part, which is then durable."""
         number, place = divmod(result.row.index, self._rows)
         assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
@@ -70,7 +70,7 @@ class PartSink:
         return True
 
     async def end(self) -> None:
-        """Writes what is left: the input's last part."""
+        """Writes the input's last part, if rows are left."""
         if not self._lines:
             return
         part, failed = b"".join(self._lines), b"".join(self._failed)
@@ -81,9 +81,9 @@ class PartSink:
 
 
 async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
-    """Writes what is not there yet. An answer that was lost may have written it: then the same bytes are there.
+    """Writes an object that does not exist yet. After a lost answer the object may exist with the same bytes.
 
-    Raises Exists where others are.
+    Raises ObjectExists where it exists with other bytes.
     """
     try:
         await retry.run(lambda: store.create(name, data))
@@ -95,8 +95,8 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
 
 
 async def find_done(store: Store, rows: int, retry: Retry) -> Done:
-    """What is there to go on from. Looks into the last parts, behind which a run may have died before it wrote their
-    failed rows, and into those that have failed rows."""
+    """The parts that exist, and where the run resumes. Reads the last parts, since a run may have died before it wrote
+    their failed rows, and all parts that have failed rows."""
     names = await retry.run(lambda: _names(store))
     parts = frozenset(number for name in names if (number := part_number(name)) is not None)
     if not parts:
@@ -166,10 +166,10 @@ def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
 
 
 def failed_lines(part: bytes) -> bytes:
-    """Its rows that failed, as they are."""
+    """The failed rows of a part, unchanged."""
     return b"".join(line for line in part.splitlines(keepends=True) if not is_answered(json.loads(line)))
 
 
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
-    """An empty object where none failed in the end: not every writer may delete."""
+    """Writes an empty object where no row failed in the end, since not every writer may delete."""
     await retry.run(lambda: store.put(errors_name(number), failed))

@@ -1,6 +1,6 @@
-"""From objects to rows, in order: which pieces of them to fetch, and the rows that are in the pieces.
+"""Reads the rows of objects, in order: chooses the ranges to fetch, and parses the rows in them.
 
-Knows neither parts nor models. An object that cannot be had is one row with a failure, in its place.
+Knows neither parts nor models. An object that cannot be read is one row with a failure, in its place.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mlserver_torch_stream.cloud.rows import Failure, Kind, Row
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 from mlserver_torch_stream.gunzip import Damaged, Gunzip
 
-BLOCK_BYTES = 8 * 2**20  # larger objects come in ranges of this size, several at a time
+BLOCK_BYTES = 8 * 2**20  # larger objects are fetched in ranges of this size, several at a time
 MOST_OBJECT_BYTES = 64 * 2**20  # of an object that is one row
 _MOST = f"{MOST_OBJECT_BYTES // 2**20} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object that belongs to the run, or the name of one that could not be found."""
+    """An object of the run, or the key of an object that could not be found, with the reason."""
 
     info: ObjectInfo
     failure: Failure | None = None
@@ -35,7 +35,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where rows begin: ``index`` of the next one, behind line ``line`` of ``key``, or behind the whole of it."""
+    """Where reading resumes: ``index`` is the next row's; it follows line ``line`` of ``key``, or all of ``key``."""
 
     index: int = 0
     key: str | None = None
@@ -44,7 +44,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """Bytes ``start`` to ``end`` of an object, or nothing of one that is not to be fetched."""
+    """Bytes ``start`` to ``end`` of an object; an empty range of an object that is not fetched."""
 
     ordinal: int
     listed: Listed
@@ -64,9 +64,9 @@ Wanted = Callable[[int], bool]
 
 @dataclass
 class Source:
-    """``objects`` in the order of the run. ``strict``: a JSONL object that cannot be had ends the run, since how many
-    rows it has is not known then, and others count on it. ``lines``: by key, the only lines of JSONL objects that are
-    rows; what lies behind the last of them is not fetched."""
+    """``objects``: in the order of the run. ``strict``: a JSONL object that cannot be read ends the run, because the
+    number of its rows is unknown then and other workers count on it. ``lines``: key -> the only lines of that JSONL
+    object that are rows; ranges behind the last of them are not fetched."""
 
     store: Store
     objects: Sequence[Listed]
@@ -79,16 +79,16 @@ class Source:
     on_retry: Callable[[CloudError], None] = lambda error: None
 
     def __post_init__(self) -> None:
-        self._over: set[int] = set()  # objects of which nothing more is wanted
+        self._over: set[int] = set()  # ordinals of objects that are read to their end or given up
 
     def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[ObjectRange]:
-        """What to fetch. An object that is one row is not fetched where that row is known not to be wanted."""
+        """The ranges to fetch. An object that is one row is not fetched if that row is known to be unwanted."""
         index: int | None = cursor.index
         for ordinal in range(self._first(cursor), len(self.objects)):
             listed = self.objects[ordinal]
             kind = kind_of(listed.info.key, self.kind)
             if kind is Kind.JSONL:
-                index = None  # how many rows it has is not known here
+                index = None  # the number of its rows is unknown here
             skip = kind is not Kind.JSONL and index is not None and not wanted(index)
             if index is not None:
                 index += 1
@@ -98,7 +98,7 @@ class Source:
             yield from self._blocks(ordinal, listed, kind)
 
     def _first(self, cursor: Cursor) -> int:
-        """The first object that has rows behind the cursor. Raises Refused where its object is none of the run's."""
+        """The first object with rows behind the cursor. Raises RunRefused where its object is not in the run."""
         if cursor.key is None:
             return 0
         for ordinal, listed in enumerate(self.objects):
@@ -157,8 +157,8 @@ class Source:
 
 @dataclass
 class _Object:
-    """One object while it is read. ``wanted``: whether a line of it is a row here; ``last``: the last that is, where
-    that is known."""
+    """One object while it is read. ``wanted``: whether a line is a row of this reading; ``last``: the last such line,
+    if it is known."""
 
     ordinal: int
     key: str
@@ -172,7 +172,7 @@ class _Object:
 
     @property
     def over(self) -> bool:
-        """Nothing more of it is wanted, or can be had."""
+        """No further row of the object is wanted, or can be read."""
         return self.damaged or (self.last is not None and self.lines.number >= self.last)
 
     def lost(self, index: int, failure: Failure) -> Row:
@@ -225,5 +225,5 @@ class _Object:
 
 
 def too_large(kind: Kind, info: ObjectInfo) -> bool:
-    """True of an object that is one row, and more than is held of one; JSONL of any size comes in blocks."""
+    """True of an object that is one row and larger than is held in memory. JSONL of any size is read in blocks."""
     return kind is not Kind.JSONL and info.size > MOST_OBJECT_BYTES

@@ -1,7 +1,7 @@
-"""S3's notifications in an SQS queue: received, held while they are worked on, deleted once their results are durable.
+"""Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
 
-Speaks SQS' JSON protocol with requests signed here (Signature Version 4): a client library for one queue would weigh
-more than all of this package. Credentials come from the environment, AWS_ACCESS_KEY_ID and its like.
+Speaks SQS' JSON protocol and signs its requests itself (Signature Version 4): a client library for one queue is larger
+than this package. Knows nothing of results. Credentials are read from the environment, AWS_ACCESS_KEY_ID and its like.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlserver_torch_stream.cloud.cloud_errors import (
 from mlserver_torch_stream.cloud.watching import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
-_HELD_S = 60  # nobody else sees a message for so long; prolonged while it is worked on
+_HELD_S = 60  # a message is hidden from other consumers for so long; prolonged while it is processed
 _MOST = 10
 
 
@@ -44,7 +44,7 @@ class Credentials:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Credentials:
-        """Raises Refused."""
+        """Raises RunRefused."""
         region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
         key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
         if not (key and secret and region):
@@ -79,16 +79,16 @@ def signed(
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """One new object that a notification tells of."""
+    """One new object of a notification."""
 
     bucket: str
     key: str
 
 
 def read_notification(body: str) -> list[Created] | None:
-    """The new objects; none where it is S3's test event or tells of something else; None if it is no notification.
+    """The new objects of a notification; none for S3's test event or other events; None if it is no notification.
 
-    Knows S3's own form, also within SNS' envelope. Keys come form-encoded.
+    Reads S3's own form, also within SNS' envelope. Its keys are form-encoded.
     """
     try:
         value = json.loads(body)
@@ -103,8 +103,8 @@ def read_notification(body: str) -> list[Created] | None:
 
 
 class Queue:
-    """Announces the new objects of ``bucket`` below ``prefix``. ``report`` is told of messages that are no business
-    of this watcher: they are left in the queue."""
+    """Announces the new objects of ``bucket`` below ``prefix``. A message about other objects is passed to ``report``
+    and left in the queue."""
 
     def __init__(
         self,
@@ -132,12 +132,12 @@ class Queue:
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(_WAIT_S + 10, connect=10))
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """For ever. Raises CloudError."""
+        """Never ends by itself. Raises CloudError."""
         asked = {"MaxNumberOfMessages": _MOST, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
         while True:
             answer = await self._call("ReceiveMessage", asked)
             messages = answer.get("Messages") or ()
-            for message in messages:  # also those that wait for the ones before them
+            for message in messages:  # also messages that wait for those before them
                 self._held[message["ReceiptHandle"]] = asyncio.create_task(self._hold(message["ReceiptHandle"]))
             for message in messages:
                 async for announced in self._announced(message["Body"], message["ReceiptHandle"]):
@@ -167,7 +167,7 @@ class Queue:
             yield Announced(key, done)
 
     async def _hold(self, receipt: str) -> None:
-        """A prolongation that fails is no loss: then the message comes again, and its result is found done."""
+        """Prolongs the hiding. If that fails, SQS delivers the message again, and its result exists already."""
         while True:
             await asyncio.sleep(_HELD_S / 3)
             with suppress(CloudError):

@@ -1,7 +1,7 @@
-"""One place that holds objects: list, read a range of a pinned version, create only if absent.
+"""Lists, reads and writes objects below one URL: ranges of a pinned version, creation only if absent.
 
-The only module that knows the object-store library. One attempt per call and no retries: those are the caller's, who
-knows how much of a body it has.
+The only module that knows the object-store library. Each call is one attempt: retries are the caller's, which knows how
+much of a body it has.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from mlserver_torch_stream.cloud.cloud_errors import (
     StoreUnavailable,
 )
 
-# A process whose last act is an awaited call of obstore 0.12 may abort at its exit: a thread of the library wakes an
-# interpreter that is going. With this pause before the loop ends none of 75 runs did, without it up to 18 of 25.
+# A process that ends right after an awaited call of obstore 0.12 may abort at its exit: a thread of the library enters
+# an interpreter that is shutting down. With this pause before the loop ends 0 of 75 runs aborted, without it up to 18
+# of 25.
 _GRACE_S = 0.05
 _MEMORY = "memory://"
-_DATED = "modified:"  # no ETag: compared with what comes, as a server need not understand If-Match
+_DATED = "modified:"  # marks a version without ETag, which is compared here: a server may ignore If-Match
 _CHUNK = 64 * 1024
-_BEING_WRITTEN = re.compile(r"#[0-9]+$")  # how the library calls a file until it is whole
+_BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
 _LISTED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -39,8 +40,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One version of an object. ``etag``: what pins it; where the place gives none, the time of its last change; empty
-    for a file that the library cannot name."""
+    """One version of an object. ``etag`` pins it; where the store has no ETag, it is the time of the last change. It is
+    empty for a file that the library cannot name."""
 
     key: str
     size: int
@@ -48,12 +49,12 @@ class ObjectInfo:
 
 
 async def settle() -> None:
-    """Awaited before a loop ends on which stores were used, also after errors: lets the library's threads go."""
+    """Lets the library's threads end. Awaited before the end of an event loop that used stores, also after errors."""
     await asyncio.sleep(_GRACE_S)
 
 
 class Store:
-    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence within one answer."""
+    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer."""
 
     def __init__(self, backend: Any, url: str, stall_s: float = 30.0, listable: bool = True) -> None:
         self._backend = backend
@@ -65,9 +66,9 @@ class Store:
     def open(
         cls, url: str, options: Mapping[str, str] | None = None, stall_s: float = 30.0, *, make: bool = True
     ) -> Store:
-        """``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises Refused.
+        """``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
 
-        ``make`` false: a folder that is not there is not made, but is an empty place.
+        ``make`` false: a missing folder is not made, but counts as an empty store.
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
@@ -88,22 +89,22 @@ class Store:
         except Exception as error:
             raise RunRefused(f"{url}: {_first_line(error)}") from None
         except BaseException as error:
-            if type(error).__name__ == "PanicException":  # of the library, at options that it knows for other places
+            if type(error).__name__ == "PanicException":  # the library panics at options of another kind of store
                 raise RunRefused(f"{url}: --storage: {_first_line(error)}") from None
             raise
 
     @classmethod
     def memory(cls) -> Store:
-        """Objects in this process's memory."""
+        """A store in this process's memory."""
         import obstore.store
 
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """All objects, those in clouds in the order of their keys; ``after``: only keys behind this one.
+        """All objects, in a cloud store in the order of their keys; ``after``: only keys behind this one.
 
-        The library's list of a folder ends at a file that it cannot name, such as one with a newline in its name. The
-        others are then found without it.
+        The library stops to list a folder at a file that it cannot name, such as one with a newline in its name. The
+        other files are then listed without the library.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
@@ -143,7 +144,7 @@ class Store:
         return ObjectInfo(key, meta["size"], self._version(meta))
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises Changed where it is another one."""
+        """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged where it is another."""
         import obstore
 
         options: Any = {} if info.etag.startswith(_DATED) else {"if_match": info.etag}
@@ -178,9 +179,9 @@ class Store:
         return bytes(await self._call(key, lambda: answer.bytes_async())), marks
 
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
-        """Writes over the version that bears ``marks``, whole or not at all. Raises Changed where it is another.
+        """Replaces the version that bears ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
 
-        A folder has no such write: there it is compared just before it is written over.
+        A folder has no conditional write: there the version is compared just before the write.
         """
         import obstore
 
@@ -192,7 +193,7 @@ class Store:
         await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode=mode, use_multipart=False))
 
     async def create(self, key: str, data: bytes) -> None:
-        """Writes an object that is not there yet, whole or not at all. Raises Exists."""
+        """Writes an object that does not exist yet, as a whole or not at all. Raises ObjectExists."""
         import obstore
 
         await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode="create", use_multipart=False))
@@ -214,14 +215,14 @@ class Store:
             raise self._as_cloud_error(error, key) from error
 
     def _version(self, meta: Any) -> str:
-        """Azure lists ETags without the quotes that its answers and If-Match have."""
+        """The version's ETag in the form that If-Match needs: Azure lists ETags without their quotes."""
         etag = meta.get("e_tag")
         if not etag:
             return f"{_DATED}{meta['last_modified'].isoformat()}"
         return f'"{etag}"' if "://" in self.url and '"' not in etag and self.url != _MEMORY else str(etag)
 
     def _as_cloud_error(self, error: Exception, key: str) -> CloudError:
-        """The library's exception as one of ours."""
+        """The library's exception as a CloudError."""
         from obstore import exceptions
 
         if isinstance(error, CloudError):
@@ -230,7 +231,7 @@ class Store:
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
             return StoreUnavailable(f"{where}: nothing came for {self._stall_s:g} s")
         text = _first_line(error)
-        if isinstance(error, ValueError):  # a key that the library has no name for, as one with an empty level
+        if isinstance(error, ValueError):  # a key that the library cannot name, such as one with an empty level
             return RunRefused(f"{where}: {text}")
         for kinds, translated in (
             ((exceptions.NotFoundError, FileNotFoundError), ObjectMissing(f"{where}: is not there")),
@@ -251,8 +252,8 @@ class Store:
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:
-    """The keys and sizes of the files below a folder, as the library sees them: links are followed, and files that it
-    is writing are left out."""
+    """The keys and sizes of the files below a folder, as the library lists them: links are followed, and files that are
+    being written are left out."""
     found = []
     for place, _, names in os.walk(folder, followlinks=True):
         for name in names:
@@ -263,8 +264,8 @@ def _files(folder: Path) -> list[tuple[str, int]]:
 
 
 async def _within(call: Any, seconds: float) -> Any:
-    """As asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes together with the answer: a
-    run that was told to stop while a part was written went on."""
+    """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
+    answer, so that a run went on after a signal."""
     future = asyncio.ensure_future(call)
     try:
         if not (await asyncio.wait({future}, timeout=seconds))[0]:
@@ -277,13 +278,13 @@ async def _within(call: Any, seconds: float) -> Any:
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:
-    """What the library tells by words alone."""
+    """The CloudError of a library's exception that only its text tells apart."""
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
             return StorageFull(f"{where}: no room left to write: {text}")
     if any(sign in whole for sign in ("os error 13", "os error 30", "403 Forbidden", "401 Unauthorized")):
         return AccessDenied(f"{where}: no permission: {text}")
-    if "404 Not Found" in whole:  # of a bucket that is listed
+    if "404 Not Found" in whole:  # the listed bucket is missing
         return ObjectMissing(f"{where}: is not there")
     return StoreUnavailable(f"{where}: {text}")
 
@@ -295,7 +296,7 @@ def _first_line(error: BaseException) -> str:
 def _remote(url: str, scheme: str, options: dict[str, str]) -> Any:
     import obstore.store
 
-    # Silence within an answer is watched here, and retries are ours: both need the answer's first bytes kept.
+    # ``_within`` watches for silence and the caller retries: both keep the bytes that are received already.
     client: dict[str, Any] = {"timeout": "1h", "connect_timeout": "10s"}
     if scheme == "http" or _endpoint(options).startswith("http://"):
         client["allow_http"] = True

@@ -1,7 +1,8 @@
-"""Objects as they come: each new one is inferred and its result written as an object of its own, exactly once.
+"""Infers each new object once, as it is announced, and writes its result as an object of its own.
 
-A result's name follows from the object's key, its version and the configuration: what is announced twice is found done.
-Knows neither queues nor cursors: it is given an iterator of announcements, and tells each when its result is durable.
+A result's name follows from the object's key, its version and the configuration, so that an object that is announced
+twice is inferred once. Knows neither queues nor cursors: it reads announcements, and awaits ``done`` of each once its
+result is durable.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST_RESULT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A new object. ``done`` is awaited once its result is durable, or once there is nothing to do for it."""
+    """A new object. ``done`` is awaited once its result is durable, or once the object turns out to be gone."""
 
     key: str
     done: Callable[[], Awaitable[None]]
@@ -36,8 +37,8 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """At most ``objects`` objects are inferred at a time, each by the stages of a run with ``limits``. ``report`` gets a
-    line for each object that is deleted before it is read, or that fails as a whole. ``created``: the time that the
+    """At most ``objects`` objects are inferred at a time, each by the stages of a run with ``limits``. ``report`` gets
+    a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the time that the
     rows bear, in seconds since the epoch; None: the time at which their object was begun."""
 
     store: Store
@@ -60,7 +61,8 @@ class Watcher:
         return f"result-{digest(identity)[:40]}.jsonl"
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
-        """Until ``announcements`` end, or ``most`` objects are done. Raises CloudError where results cannot be kept."""
+        """Runs until ``announcements`` end or ``most`` objects are done. Raises CloudError where results cannot be
+        written."""
         running: set[asyncio.Task[None]] = set()
         coming: asyncio.Task[Announced | None] | None = None
         ended = False
@@ -69,7 +71,7 @@ class Watcher:
                 if coming is None and not ended and len(running) < self.objects:
                     coming = asyncio.create_task(_next(announcements))
                 await asyncio.wait({*running, *([coming] if coming else [])}, return_when=asyncio.FIRST_COMPLETED)
-                running = {task for task in running if not _ended(task)}  # a failure is told although nothing new comes
+                running = {task for task in running if not _ended(task)}
                 if coming is not None and coming.done():
                     announced, coming = coming.result(), None
                     if announced is not None:
@@ -86,26 +88,26 @@ class Watcher:
     async def _object(self, announced: Announced) -> None:
         try:
             listed = await self._listed(announced.key)
-        except ObjectMissing:  # gone again, as one that was worked on and tidied up is when it is announced twice
+        except ObjectMissing:  # deleted, perhaps after an earlier announcement of it
             self.report(f"{announced.key}: has gone before it was read; nothing to do")
             return await announced.done()
         name = self.result_name(listed.info)
         if not await self._there(name):
             data = await self._inferred(listed)
-            with suppress(ObjectExists):  # another watcher was told of it too, and was faster
+            with suppress(ObjectExists):  # another watcher has written it meanwhile
                 await self.retry.run(lambda: self.output.create(name, data))
         await announced.done()
 
     async def _listed(self, key: str) -> Listed:
-        """The object as it is now. One that may not be looked at has no version, but a result that says so: with leave
-        to read it, announced again, it is another."""
+        """The object as it is now. An object that may not be read gets a result that says so, under a name without a
+        version: announced again once it may be read, it is inferred."""
         try:
             return Listed(await self.retry.run(lambda: self.store.head(key)))
         except (AccessDenied, RunRefused) as error:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
     async def _inferred(self, listed: Listed) -> bytes:
-        """All its rows; of an object with more results than are kept in memory, one row that says so."""
+        """The results of all its rows; if they are larger than ``MOST_RESULT_BYTES``, one row that says so."""
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
@@ -141,6 +143,7 @@ async def _next(announcements: AsyncGenerator[Announced, None]) -> Announced | N
 
 
 def _ended(task: asyncio.Task[None]) -> bool:
+    """Raises the task's error."""
     if task.done():
         task.result()
         return True

@@ -1,7 +1,7 @@
-"""Keeps the order of the input: results come in any order, leave in that of the rows.
+"""Restores the order of the input: results are set in any order and leave in the order of the rows.
 
-Knows no tasks and no clock. Its bounds count rows that were let in and not yet delivered, so that one slow row at the
-head cannot make what waits behind it grow, neither in number nor in weight.
+Knows no tasks and no clock. Its bounds count the rows that have entered and are not delivered, so that the rows behind
+a slow one are bounded, in number and in weight.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """At most ``limit`` undelivered items of ``most_weight`` together; one heavier than that is let in alone.
+    """Holds at most ``limit`` undelivered items of ``most_weight`` together; a heavier item enters an empty window.
 
-    ``peak`` and ``peak_weight``: the most there ever were.
+    ``peak`` and ``peak_weight``: the largest number and weight so far.
     """
 
     def __init__(self, limit: int, most_weight: int) -> None:
@@ -47,7 +47,7 @@ class Window(Generic[T]):
         return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
 
     def enter(self, weight: int) -> int:
-        """A ticket for the next item."""
+        """Lets the next item in and returns its ticket."""
         assert self.room(weight), "entered a full window"
         self._slots.append(_Slot(weight))
         self._weight += weight
@@ -66,7 +66,7 @@ class Window(Generic[T]):
         return bool(self._slots) and self._slots[0].ready
 
     def leave(self) -> T:
-        """The item at the head, which now is delivered."""
+        """Removes the item at the head and returns its value."""
         assert self.ready, "the head is not settled"
         self._first += 1
         slot = self._slots.popleft()

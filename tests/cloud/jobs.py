@@ -52,12 +52,12 @@ def job(folder: Path, **changes: Any) -> CloudRun:
 
 
 def run(
-    job: CloudRun, model: Model, metrics: RunMetrics | None = None, told: Callable[[str], None] = lambda message: None
+    job: CloudRun, model: Model, metrics: RunMetrics | None = None, report: Callable[[str], None] = lambda message: None
 ) -> int:
     """The number of rows that failed."""
 
     async def act() -> int:
-        return await write(await plan(job), model, metrics or RunMetrics(), told)
+        return await write(await plan(job), model, metrics or RunMetrics(), report)
 
     return asyncio.run(act())
 

@@ -39,6 +39,17 @@ def test_members_in_any_chunks_are_one_stream_and_padding_is_none_of_it(
     assert _opened(data, size) == b"".join(members)
 
 
+def test_zeros_behind_a_member_are_damage_unless_padding_is_allowed() -> None:
+    with pytest.raises(Damaged):
+        list(Gunzip().feed(gzip.compress(b"row") + b"\0\0"))
+
+
+@given(st.binary(max_size=300), st.integers(1, 90))
+def test_no_piece_is_larger_than_asked_for(data: bytes, most: int) -> None:
+    pieces = list(Gunzip().feed(gzip.compress(data), most))
+    assert b"".join(pieces) == data and all(len(piece) <= most for piece in pieces)
+
+
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-9], lambda data: data[:40] + b"!!" + data[42:], lambda data: b"{}"]
 )

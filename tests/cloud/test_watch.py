@@ -97,7 +97,7 @@ def test_an_object_that_is_dropped_has_its_result_soon_and_its_message_goes_only
     finally:
         process.send_signal(signal.SIGINT)
         status, _, err = finish(process)
-    assert status == 130 and server.asked == ["hello"] and "nothing below --input" in err
+    assert status == 130 and server.asked == ["hello"] and "no object below --input" in err
 
 
 def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once_inferred(
@@ -358,7 +358,7 @@ def test_kafka_commits_nothing_while_the_model_is_gone(
     watch = ("watch", "--kafka", broker, "--topic", "rows", "--group", "g", "--output", tmp_path / "out")
     watch = (*watch, "--url", server.url, "--limit", "1")
     server.trouble = lambda prompt, before: 401
-    assert cloud(*watch) == 3 and "comes again" in capsys.readouterr().err
+    assert cloud(*watch) == 3 and "is delivered again" in capsys.readouterr().err
     server.trouble = lambda prompt, before: None
     assert cloud(*watch) == 0 and len(_results(str(tmp_path / "out"))) == 1
     assert cloud(*watch, "--parameters", '{"seed": 1}') == 2

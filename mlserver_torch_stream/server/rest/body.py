@@ -130,7 +130,7 @@ class _Plain:
 
 
 class _Gzip(_Plain):
-    """Collects what a gzip body unpacks to, in pieces that reach one byte over the bound at most.
+    """Collects what a gzip body unpacks to, in pieces no larger than one byte over the bound.
 
     The packed body has the same bound, as many empty members unpack to nothing.
     """

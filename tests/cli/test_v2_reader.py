@@ -1,0 +1,40 @@
+"""One reader understands unary replies, events of a stream and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.v2_reader import SequenceReply, read_reply
+
+
+def _outputs(**columns: list[Any]) -> list[dict[str, Any]]:
+    return [{"name": name, "datatype": "", "shape": [len(data)], "data": data} for name, data in columns.items()]
+
+
+def test_a_unary_reply_has_all_sequences_with_what_each_got() -> None:
+    outputs = _outputs(text_output=["a", "b"], finish_reason=["stop", "length"], num_output_tokens=[3, 4], extra=[1])
+    reply = read_reply({"outputs": outputs})
+    assert reply.sequences == (
+        SequenceReply(0, "a", "stop", num_output_tokens=3),
+        SequenceReply(1, "b", "length", num_output_tokens=4),
+    )
+    assert not reply.final and reply.error is None
+
+
+def test_an_event_says_its_sequence_also_without_text() -> None:
+    parameters = {"index": 2, "triton_final_response": True}
+    reply = read_reply({"outputs": _outputs(token_ids=[7]), "parameters": parameters})
+    assert reply.sequences == (SequenceReply(2),) and reply.final
+
+
+@pytest.mark.parametrize("body", [{"error": "broken"}, {"parameters": {"error": "broken"}, "outputs": []}])
+def test_an_error_is_found_beside_the_outputs_and_in_the_parameters(body: dict[str, Any]) -> None:
+    assert read_reply(body).error == "broken"
+
+
+@pytest.mark.parametrize("body", [[], "text", {"outputs": [{"data": []}]}, {"outputs": 3}])
+def test_what_is_no_reply_raises(body: Any) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+        read_reply(body)
