@@ -26,6 +26,17 @@ class GenerationBroke(Exception):
         super().__init__(reason_of(error))
 
 
+def parse(text: str | bytes) -> Any:
+    """JSON as servers in Python write it: NaN and the infinities, of log-probabilities, are null, which all can read.
+
+    Raises ValueError, also where it is nested without a bottom.
+    """
+    try:
+        return json.loads(text, parse_constant=lambda constant: None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 class HttpAnswer(Protocol):
     """One answer as it comes. What raises ValueError, KeyError, TypeError, IndexError or AttributeError was none."""
 
@@ -58,7 +69,7 @@ class OpenAIAnswer:
     def event(self, data: str) -> bool:
         if data == DONE:
             return True
-        chunk = json.loads(data)
+        chunk = parse(data)
         self._check(chunk)
         self._fold.add(chunk)
         return False
@@ -66,8 +77,8 @@ class OpenAIAnswer:
     def body(self) -> dict[str, Any]:
         body = self._fold.whole() if self._whole is None else self._whole
         usage = body.get("usage") or {}
-        self.prompt_tokens = usage.get("prompt_tokens") or 0
-        self.completion_tokens = usage.get("completion_tokens") or 0
+        self.prompt_tokens = _count(usage.get("prompt_tokens"))
+        self.completion_tokens = _count(usage.get("completion_tokens"))
         return body
 
     @staticmethod
@@ -94,7 +105,7 @@ class V2ServerAnswer:
         self._take(body)
 
     def event(self, data: str) -> bool:
-        return self._take(json.loads(data))
+        return self._take(parse(data))
 
     def body(self) -> dict[str, Any]:
         choices = [
@@ -119,6 +130,10 @@ class V2ServerAnswer:
         self.prompt_tokens = max([self.prompt_tokens, *(tensors.get("num_input_tokens") or ())])
         self.completion_tokens += sum(tensors.get("num_output_tokens") or ())
         return bool(parameters.get("triton_final_response", False))
+
+
+def _count(said: Any) -> int:
+    return said if isinstance(said, int) else 0
 
 
 def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:
