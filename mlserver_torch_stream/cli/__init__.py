@@ -13,6 +13,7 @@ from importlib import import_module
 
 from mlserver_torch_stream.version import __version__
 
+_INTERRUPTED = 130  # as shells show the end by SIGINT
 # Subcommand -> its module here, and its line in --help.
 _COMMANDS = {
     "chat": ("chat", "chat in the terminal; answers appear token by token"),
@@ -26,8 +27,12 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(typed)
-    command = import_module(f"{__name__}.{_COMMANDS[arguments.command][0]}")
-    status: int = command.main(typed[typed.index(arguments.command) + 1 :])
+    try:
+        command = import_module(f"{__name__}.{_COMMANDS[arguments.command][0]}")
+        status: int = command.main(typed[typed.index(arguments.command) + 1 :])
+    except KeyboardInterrupt:  # before the command has a handler of its own: importing takes seconds
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return status
 
 

@@ -27,6 +27,17 @@ class GenerationBroke(Exception):
         super().__init__(reason_of(error))
 
 
+def parse(text: str | bytes) -> Any:
+    """JSON as servers in Python write it: NaN and the infinities, of log-probabilities, are null, which all can read.
+
+    Raises ValueError, also where it is nested without a bottom.
+    """
+    try:
+        return json.loads(text, parse_constant=lambda constant: None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 class HttpAnswer(Protocol):
     """One answer while it arrives. Input that is no answer raises ValueError, KeyError, TypeError, IndexError or
     AttributeError."""
@@ -60,7 +71,7 @@ class OpenAIAnswer:
     def event(self, data: str) -> bool:
         if data == DONE:
             return True
-        chunk = json.loads(data)
+        chunk = parse(data)
         self._check(chunk)
         self._fold.add(chunk)
         return False
@@ -68,8 +79,8 @@ class OpenAIAnswer:
     def body(self) -> dict[str, Any]:
         body = self._fold.whole() if self._whole is None else self._whole
         usage = body.get("usage") or {}
-        self.prompt_tokens = usage.get("prompt_tokens") or 0
-        self.completion_tokens = usage.get("completion_tokens") or 0
+        self.prompt_tokens = _count(usage.get("prompt_tokens"))
+        self.completion_tokens = _count(usage.get("completion_tokens"))
         return body
 
     @staticmethod
@@ -96,7 +107,7 @@ class V2ServerAnswer:
         self._add(body)
 
     def event(self, data: str) -> bool:
-        return self._add(json.loads(data))
+        return self._add(parse(data))
 
     def body(self) -> dict[str, Any]:
         choices = [
@@ -120,6 +131,10 @@ class V2ServerAnswer:
             self.prompt_tokens = max(self.prompt_tokens, sequence.num_input_tokens or 0)
             self.completion_tokens += sequence.num_output_tokens or 0
         return reply.final
+
+
+def _count(said: Any) -> int:
+    return said if isinstance(said, int) else 0
 
 
 def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:

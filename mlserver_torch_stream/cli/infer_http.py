@@ -15,7 +15,14 @@ from urllib.parse import quote
 import httpx
 
 from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
-from mlserver_torch_stream.cli.answers_http import GenerationBroke, HttpAnswer, OpenAIAnswer, V2ServerAnswer, reason_of
+from mlserver_torch_stream.cli.answers_http import (
+    GenerationBroke,
+    HttpAnswer,
+    OpenAIAnswer,
+    V2ServerAnswer,
+    parse,
+    reason_of,
+)
 from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
 from mlserver_torch_stream.client import EventParser
 from mlserver_torch_stream.cloud.backoff import Retry
@@ -162,7 +169,7 @@ class HttpInfer:
         """The answer as OpenAI's object. Raises CloudError."""
         try:
             if not self.stream:
-                answer.whole(json.loads(await response.aread()))
+                answer.whole(parse(await response.aread()))
                 return answer.body()
             parser, ended = EventParser(), False
             async for chunk in response.aiter_bytes():
@@ -200,7 +207,7 @@ def _failure(code: str, message: str, status: int, error: Mapping[str, Any] | No
 def _server_error(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
     """The message of a refusal, and its error object, if it is OpenAI's."""
     try:
-        error = json.loads(body)["error"]
+        error = parse(body)["error"]
         return reason_of(error), error if isinstance(error, dict) else None
     except (ValueError, KeyError, TypeError):
         return body[:_MOST_ERROR_BYTES].decode("utf-8", "replace").strip(), None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +97,15 @@ def test_a_failed_question_is_not_kept() -> None:
         chat = Chat(server.url, "m")
         assert not chat.turn("question", io.StringIO())
     assert chat.messages == []
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line_and_status_130(tmp_path: Path) -> None:
+    (tmp_path / "httpx.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for command in (["chat"], ["cloud", "run", "--input", str(tmp_path), "--url", "http://127.0.0.1:1"]):
+        program = [sys.executable, "-m", "mlserver_torch_stream.cli", *command]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
 from tests.cloud.models import model_server
+from tests.cloud.serving import Handler, serving
 
 _QUICK = Retry(tries=6, first=0.01, longest=0.05)
 
@@ -95,6 +98,37 @@ def test_the_whole_answer_of_an_openai_server_is_kept(stream: bool) -> None:
     record = Result(_row(0), found).record(RunIdentity("run", 5))["response"]
     assert record["body"]["created"] == 5 and record["body"]["id"] != "chatcmpl-theirs"
     assert record["body"]["choices"] == _ANSWER["choices"] and record["body"]["system_fingerprint"] == "fp"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_figures_that_are_no_numbers_are_kept_in_the_answer_and_counted_by_nobody(stream: bool) -> None:
+    said = {"delta" if stream else "message": {"content": "a"}, "logprobs": {"content": [{"logprob": -math.inf}]}}
+    usage = {"prompt_tokens": "three", "completion_tokens": None}
+    answer = {"choices": [{"index": 0, **said, "finish_reason": "stop"}], "usage": usage}
+    with model_server(script=[answer]) as server:
+        (found,) = _ask(server.url, [_row(0)], api="openai", stream=stream)
+    assert (found.prompt_tokens, found.completion_tokens) == (0, 0)
+    row = Result(_row(0), found).encode(RunIdentity("run", 5))
+    body = json.loads(row, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))["response"]["body"]
+    assert body["usage"] == usage and body["choices"][0]["logprobs"]["content"] == [{"logprob": None}]
+
+
+@pytest.mark.parametrize("api", ["v2", "openai"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_without_a_bottom_fails_its_row_alone(api: str, stream: bool) -> None:
+    class Deep(Handler):
+        def do_POST(self) -> None:
+            nested = "deep" in self.received().decode()
+            said = {"delta": {}, "message": {}, "text": "a"}
+            body = {"choices": [{"index": 0, **said}], "outputs": [], "parameters": {"triton_final_response": True}}
+            text = b"[" * 100_000 if nested else json.dumps(body).encode()
+            end = b"data: [DONE]\n\n" if api == "openai" else b""
+            self.answer(200, b"data: " + text + b"\n\n" + end if stream else text)
+
+    with serving(Deep) as url:
+        deep, plain = _ask(url, [_row(0, "deep"), _row(1, "b")], api=api, stream=stream, retry=_QUICK)
+    assert plain.failure is None
+    assert deep.failure is not None and "nested too deeply" in deep.failure.message
 
 
 def test_logprobs_of_a_v2_server_are_in_openais_shape() -> None:
