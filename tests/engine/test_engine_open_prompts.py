@@ -178,7 +178,7 @@ def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
         run(scenario(engine))
 
 
-@pytest.mark.parametrize("pieces", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
+@pytest.mark.parametrize("chunks", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
 def test_close_of_an_open_prompt_frees_everything(model: PreTrainedModel, chunks: tuple[int, ...]) -> None:
     async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
