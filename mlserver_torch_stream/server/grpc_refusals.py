@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-from mlserver.errors import MLServerError
+from mlserver.errors import MLServerError, ModelNotFound
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc import utils
 from mlserver.grpc.servicers import InferenceServicer
@@ -33,8 +33,8 @@ def install() -> None:
     if getattr(InferenceServicer, _MARK, False):
         return
     setattr(InferenceServicer, _MARK, True)
-    _wrap_inside(InferenceServicer.ModelInfer, functools.partial(_unary, "model_name", pb.ModelInferResponse))
-    _wrap_inside(InferenceServicer.ModelMetadata, functools.partial(_unary, "name", pb.ModelMetadataResponse))
+    _wrap_inside(InferenceServicer.ModelInfer, functools.partial(_unary, pb.ModelInferResponse))
+    _wrap_inside(InferenceServicer.ModelMetadata, functools.partial(_unary, pb.ModelMetadataResponse))
     _wrap_inside(InferenceServicer.ModelStreamInfer, _stream)
 
 
@@ -47,12 +47,12 @@ def _wrap_inside(method: Any, wrap: Callable[[Any], Any]) -> None:
     cell.cell_contents = functools.wraps(cell.cell_contents)(wrap(cell.cell_contents))
 
 
-def _unary(name: str, response: Callable[[], Any], original: Unary) -> Unary:
+def _unary(response: Callable[[], Any], original: Unary) -> Unary:
     async def answer(servicer: InferenceServicer, request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return await original(servicer, request, context)
         except MLServerError as error:
-            if not _is_ours(servicer, getattr(request, name), error):
+            if not _is_ours(error):
                 raise
             _refuse(context, error)
             return response()  # it is not sent beside a status
@@ -75,7 +75,7 @@ def _stream(original: Stream) -> Stream:
                 async for response in responses:
                     yield response
         except MLServerError as error:
-            if not _is_ours(servicer, first.model_name, error):
+            if not _is_ours(error):
                 raise
             _refuse(context, error)
 
@@ -90,11 +90,9 @@ async def _with_first(
         yield message
 
 
-def _is_ours(servicer: InferenceServicer, name: str, error: MLServerError) -> bool:
-    """What a model of ours has refused, and names that no model has."""
-    if isinstance(error, RefusedCall):
-        return True
-    return name not in servicer._data_plane._model_registry._models
+def _is_ours(error: MLServerError) -> bool:
+    """What a model of ours has refused, and names and versions that no model has, also while one is unloaded."""
+    return isinstance(error, RefusedCall | ModelNotFound)
 
 
 def _refuse(context: grpc.ServicerContext, error: MLServerError) -> None:

@@ -86,6 +86,15 @@ def test_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub, stream
     assert " INFO " in line and "nobody" in line
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_version_is_one_line_at_info(server: Server, stub: Stub, streaming: bool) -> None:
+    log = _Log(server)
+    error = refusal(stub, streaming, v2.grpc_request("tiny", _PROMPT, version="v9"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    (line,) = log.settled(1)
+    assert " INFO " in line and "v9" in line
+
+
 def test_metadata_of_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub) -> None:
     log = _Log(server)
     with pytest.raises(grpc.RpcError) as caught:
