@@ -94,7 +94,18 @@ class EngineCore:
 
     @property
     def trouble(self) -> str | None:
-        return trouble(self.works(), self._bounds, time.monotonic()) if self.alive else "its engine died"
+        if not self.alive:
+            return "its engine died"
+        if (overdue := self.overdue) is not None:
+            return overdue
+        holder = None if self._turns is None else self._turns.progress  # an engine that this one may wait for
+        before = None if holder is None else trouble(holder.works(), self._bounds, time.monotonic())
+        return None if before is None else f"it waits for its device: {before}"
+
+    @property
+    def overdue(self) -> str | None:
+        """Which step of its own does not come back, in words."""
+        return trouble(self.works(), self._bounds, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         if not self.alive:
@@ -142,6 +153,9 @@ class EngineCore:
             self._admission.check_ids(prompt_ids)
             self._admission.check_size(given[0], known, self._backend.refusal)
             ids = list(prompt_ids)
+            if whole:  # its wait begins, also if the engine's thread does not come to take it in
+                request.whole_at = time.monotonic()
+                self._watchdog.watch_wait(request)
             self._inbox.post(lambda: self._extend(request, ids, whole))
 
         mailbox.feed_prompt_to(extend)
@@ -149,8 +163,6 @@ class EngineCore:
     def _extend(self, request: RequestState, prompt_ids: list[int], whole: bool) -> None:
         if request.mailbox in self._open:
             request.grow(prompt_ids, whole)
-            if whole:
-                self._watchdog.watch_wait(request)
 
     @property
     def load(self) -> int:
@@ -335,7 +347,7 @@ class EngineCore:
         return stopping
 
     def _step(self) -> bool:
-        turn = self._turns.turn() if self._turns is not None else contextlib.nullcontext()
+        turn = self._turns.turn(self._backend.progress) if self._turns is not None else contextlib.nullcontext()
         with turn:
             began = time.monotonic()
             self._backend.progress.at("a step")

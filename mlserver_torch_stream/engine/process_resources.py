@@ -13,6 +13,7 @@ from typing import Any
 
 from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
+from mlserver_torch_stream.engine.step_progress import StepProgress
 
 
 class ProcessResources:
@@ -52,19 +53,25 @@ class FairLock:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._taken = False
+        self.progress: StepProgress | None = None  # of the engine whose turn it is
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, progress: StepProgress | None = None) -> Iterator[None]:
+        """``progress``: what the holder is at, for the engines that wait."""
         self._acquire()
+        self.progress = progress
         try:
             yield
         finally:
+            self.progress = None
             self._release()
 
     def pass_on(self) -> None:
         """In the middle of a turn: lets those who wait have theirs."""
+        progress, self.progress = self.progress, None
         self._release()
         self._acquire()
+        self.progress = progress
 
     def _acquire(self) -> None:
         with self._lock:

@@ -141,7 +141,7 @@ class RequestState:
     priority: int = DEFAULT_PRIORITY
     client: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
-    whole_at: float = 0.0  # since when it can wait for a row
+    whole_at: float = 0.0  # when the end of its prompt came, since when it waits for a row
     started_at: float | None = None
     prefilled: int = 0
     ahead: bool = True  # while it is open, its ids may be prefilled in memory that it gives up to others
@@ -201,7 +201,6 @@ class RequestState:
         kept = self.prompt[: self.prefilled] == list(prompt_ids[: self.prefilled]) and self.prefilled < len(prompt_ids)
         self.prompt[:] = prompt_ids
         self.sealed = True
-        self.whole_at = time.monotonic()
         if not kept:
             self.prefilled = 0
         return kept

@@ -57,7 +57,7 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def request(codec: TextCodec) -> Iterator[RequestState]:
+def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
     given = EngineRequest(prompt_of(3), greedy(5))
     made = RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
@@ -70,28 +70,28 @@ class TestWhatIsDecided:
     """By a function of what was told and of ``now``: no clock, no thread."""
 
     def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(
-        self, request: RequestState
+        self, waiting: RequestState
     ) -> None:
         state = WatchdogState(BOUNDS)
-        state.watch([request], [5.0])
+        state.watch([waiting], [5.0])
         assert state.decide(4.9, []).ask == []
         assert state.decide(4.9, []).seconds == pytest.approx(0.1)
         decision = state.decide(5.0, [])
         (end,) = decision.ask
-        assert end.requests == (request,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
+        assert end.requests == (waiting,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
         assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
         assert state.decide(5.0 + PATIENCE, []).without == [end]
         assert state.decide(6.0, []).without == [], "once"
 
-    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, request: RequestState) -> None:
+    def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, waiting: RequestState) -> None:
         state = WatchdogState(QueueLimits(queue_timeout=1.0))
-        state.watch([request], [None])
-        request.started_at = 0.5
+        state.watch([waiting], [None])
+        waiting.started_at = 0.5
         assert state.decide(2.0, []).ask == []
 
-    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, request: RequestState) -> None:
+    def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, waiting: RequestState) -> None:
         state = WatchdogState(BOUNDS)
-        end = EndRequest((request,), FinishReason.ABORT, NotServing("the end"), 10.0)
+        end = EndRequest((waiting,), FinishReason.ABORT, NotServing("the end"), 10.0)
         state.asked(end)
         assert state.decide(10.0 + PATIENCE / 2, []).without == []
         assert state.decide(10.0 + PATIENCE, []).without == [end]
@@ -288,6 +288,32 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
         engine.shutdown()
 
 
+def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_is_bounded(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    engine = hung_engine(model, "batched", queue_timeout=1.0)
+
+    async def scenario() -> None:
+        running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
+        await anext(running)
+        pieces = engine.submit([EngineRequest((), greedy(9), open=True)])
+        pieces.extend(prompt_of(4))
+        await watch.hold()
+        pieces.seal(prompt_of(6))
+        (event,) = await asyncio.wait_for(events_of(pieces), 15)
+        assert event.finish_reason is FinishReason.TIMEOUT and "waited too long in the queue" in str(event.error)
+        running.close()
+        watch.let_go()
+        await until(lambda: idle(engine), "free rows")
+        assert engine.stats().timed_out_sequences == 1
+
+    try:
+        run(scenario())
+    finally:
+        watch.let_go()
+        engine.shutdown()
+
+
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:
@@ -300,8 +326,10 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
         await watch.hold()
         event = (await asyncio.wait_for(events_of(behind.submit([EngineRequest(prompt_of(4), greedy(9))])), 15))[-1]
         assert event.finish_reason is FinishReason.TIMEOUT
-        assert behind.trouble is None, "it is at nothing itself"
+        assert "it waits for its device: the " in str(behind.trouble), "no request of its own can be in time"
         stream.close()
+        watch.let_go()
+        await until(lambda: behind.trouble is None, "the end of it")
 
     try:
         run(scenario())
