@@ -230,7 +230,7 @@ class EngineCore:
         self._taken += len(requests)
         self._taken_tokens += tokens
         if mailbox.closed_at is not None:
-            self._open.pop(mailbox, None)
+            self._cancel(mailbox)
         elif mailbox in self._open:  # and has not ended with all others
             now = time.monotonic()
             for request, timeout in zip(requests, timeouts, strict=True):

@@ -314,6 +314,29 @@ def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_i
         engine.shutdown()
 
 
+def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: PreTrainedModel, watch: Watch) -> None:
+    """It is counted, and its deadline does not hold its prompt."""
+    engine = hung_engine(model, "batched", request_timeout=600.0)
+
+    async def scenario() -> None:
+        running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
+        await anext(running)
+        await watch.hold()
+        left = engine.submit([EngineRequest(prompt_of(4), greedy(9, n=1))])
+        (request,) = engine._open[left]
+        left.close()
+        running.close()
+        watch.let_go()
+        await until(lambda: idle(engine) and not engine._open, "free rows")
+        assert request.finished and engine.stats().cancelled_sequences == 2
+
+    try:
+        run(scenario())
+    finally:
+        watch.let_go()
+        engine.shutdown()
+
+
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:
