@@ -94,7 +94,18 @@ class EngineCore:
 
     @property
     def trouble(self) -> str | None:
-        return trouble(self.works(), self._queue_limits, time.monotonic()) if self.alive else "its engine died"
+        if not self.alive:
+            return "its engine died"
+        if (overdue := self.overdue) is not None:
+            return overdue
+        holder = None if self._fair_lock is None else self._fair_lock.progress  # an engine that this one may wait for
+        before = None if holder is None else trouble(holder.works(), self._queue_limits, time.monotonic())
+        return None if before is None else f"it waits for its device: {before}"
+
+    @property
+    def overdue(self) -> str | None:
+        """Which step of its own does not come back, in words."""
+        return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         if not self.alive:
@@ -143,6 +154,9 @@ class EngineCore:
             self._admission.check_ids(prompt_ids)
             self._admission.check_size(given[0], known, self._batcher.refusal)
             ids = list(prompt_ids)
+            if whole:  # its wait begins, also if the engine's thread does not come to take it in
+                request.whole_at = time.monotonic()
+                self._watchdog.watch_wait(request)
             self._inbox.post(lambda: self._extend(request, ids, whole))
 
         mailbox.feed_prompt_to(extend)
@@ -150,8 +164,6 @@ class EngineCore:
     def _extend(self, request: RequestState, prompt_ids: list[int], whole: bool) -> None:
         if request.mailbox in self._open:
             request.grow(prompt_ids, whole)
-            if whole:
-                self._watchdog.watch_wait(request)
 
     @property
     def load(self) -> int:
@@ -222,7 +234,7 @@ class EngineCore:
         self._accepted += len(requests)
         self._accepted_tokens += tokens
         if mailbox.closed_at is not None:
-            self._open.pop(mailbox, None)
+            self._cancel(mailbox)
         elif mailbox in self._open:  # otherwise it has ended with all others
             now = time.monotonic()
             for request, timeout in zip(requests, timeouts, strict=True):
@@ -342,8 +354,8 @@ class EngineCore:
         return stopping
 
     def _step(self) -> bool:
-        lock = self._fair_lock or contextlib.nullcontext()
-        with lock:
+        lock = self._fair_lock
+        with contextlib.nullcontext() if lock is None else lock.held_by(self._batcher.progress):
             began = time.monotonic()
             self._batcher.progress.at("a step")
             busy = self._batcher.step(self._deliver, self._between_tokens)

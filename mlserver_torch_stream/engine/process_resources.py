@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
+from mlserver_torch_stream.engine.step_progress import StepProgress
 
 
 class ProcessResources:
@@ -51,6 +54,17 @@ class FairLock:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._held = False
+        self.progress: StepProgress | None = None  # of the engine that holds the lock
+
+    @contextmanager
+    def held_by(self, progress: StepProgress) -> Iterator[None]:
+        """Holds the lock. ``progress`` shows the engines that wait for it what the holder's step is at."""
+        with self:
+            self.progress = progress
+            try:
+                yield
+            finally:
+                self.progress = None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -71,8 +85,10 @@ class FairLock:
 
     def let_others_in(self) -> None:
         """Releases the lock, which the caller holds, and takes it again behind all waiting threads."""
+        progress, self.progress = self.progress, None
         self.__exit__()
         self.__enter__()
+        self.progress = progress
 
 
 PROCESS = ProcessResources()

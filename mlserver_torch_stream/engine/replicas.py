@@ -54,9 +54,12 @@ class ReplicatedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """None while one replica has no trouble."""
-        troubles = [replica.trouble for replica in self._replicas]
-        return None if None in troubles else troubles[0]
+        """One that is fine serves for all; on CPUs none is while another holds the cores in a step that hangs."""
+        return _of_all([replica.trouble for replica in self._replicas])
+
+    @property
+    def overdue(self) -> str | None:
+        return _of_all([replica.overdue for replica in self._replicas])
 
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
         """Submits the requests to one replica: the least loaded that is alive and accepts them.
@@ -82,7 +85,7 @@ class ReplicatedEngine:
 
     def _rank(self, number: int) -> tuple[bool, int, int]:
         replica = self._replicas[number]
-        return replica.trouble is not None, replica.load, self._taken[number]
+        return replica.overdue is not None, replica.load, self._taken[number]
 
     @property
     def load(self) -> int:
@@ -105,6 +108,10 @@ class ReplicatedEngine:
     def shutdown(self) -> None:
         for replica in self._replicas:
             replica.shutdown()
+
+
+def _of_all(troubles: Sequence[str | None]) -> str | None:
+    return None if None in troubles else troubles[0]
 
 
 class Deaths:

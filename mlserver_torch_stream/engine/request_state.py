@@ -138,7 +138,7 @@ class RequestState:
     priority: int = DEFAULT_PRIORITY
     client: str = ""
     submitted_at: float = field(default_factory=time.monotonic)
-    whole_at: float = 0.0  # since then the request waits in the queue
+    whole_at: float = 0.0  # when the end of its prompt came, since when it waits for a row
     started_at: float | None = None
     prefilled: int = 0
     ahead: bool = True  # whether an open prompt may be prefilled before it is whole
@@ -199,7 +199,6 @@ class RequestState:
         kept = self.prompt[: self.prefilled] == list(prompt_ids[: self.prefilled]) and self.prefilled < len(prompt_ids)
         self.prompt[:] = prompt_ids
         self.sealed = True
-        self.whole_at = time.monotonic()
         if not kept:
             self.prefilled = 0
         return kept

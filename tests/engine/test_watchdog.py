@@ -276,6 +276,55 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
         engine.shutdown()
 
 
+def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_is_bounded(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    engine = hung_engine(model, "batched", queue_timeout=1.0)
+
+    async def scenario() -> None:
+        running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
+        await anext(running)
+        pieces = engine.submit([EngineRequest((), greedy(9), open=True)])
+        pieces.extend(prompt_of(4))
+        await watch.hold()
+        pieces.seal(prompt_of(6))
+        (event,) = await asyncio.wait_for(events_of(pieces), 15)
+        assert event.finish_reason is FinishReason.TIMEOUT and "waited too long in the queue" in str(event.error)
+        running.close()
+        watch.let_go()
+        await until(lambda: idle(engine), "free rows")
+        assert engine.stats().timed_out_sequences == 1
+
+    try:
+        run(scenario())
+    finally:
+        watch.let_go()
+        engine.shutdown()
+
+
+def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: PreTrainedModel, watch: Watch) -> None:
+    """It is counted, and its deadline does not hold its prompt."""
+    engine = hung_engine(model, "batched", request_timeout=600.0)
+
+    async def scenario() -> None:
+        running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
+        await anext(running)
+        await watch.hold()
+        left = engine.submit([EngineRequest(prompt_of(4), greedy(9, n=1))])
+        (request,) = engine._open[left]
+        left.close()
+        running.close()
+        watch.let_go()
+        await until(lambda: idle(engine) and not engine._open, "free rows")
+        assert request.finished and engine.stats().cancelled_sequences == 2
+
+    try:
+        run(scenario())
+    finally:
+        watch.let_go()
+        engine.shutdown()
+
+
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:
@@ -288,8 +337,10 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
         await watch.hold()
         event = (await asyncio.wait_for(events_of(behind.submit([EngineRequest(prompt_of(4), greedy(9))])), 15))[-1]
         assert event.finish_reason is FinishReason.TIMEOUT
-        assert behind.trouble is None, "it is at nothing itself"
+        assert "it waits for its device: the " in str(behind.trouble), "no request of its own can be in time"
         stream.close()
+        watch.let_go()
+        await until(lambda: behind.trouble is None, "the end of it")
 
     try:
         run(scenario())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -96,9 +95,8 @@ def test_an_unknown_model_is_one_line_at_info(server: Server, stub: Stub, stream
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_unknown_version_is_one_line_at_info(server: Server, stub: Stub, streaming: bool) -> None:
     log = _Log(server)
-    request = v2.grpc_request("tiny", _PROMPT)
-    request.model_version = "v9"
-    assert refusal(stub, streaming, request).code() is grpc.StatusCode.NOT_FOUND
+    error = refusal(stub, streaming, v2.grpc_request("tiny", _PROMPT, version="v9"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
     (line,) = log.settled(1)
     assert " INFO " in line and "v9" in line
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from itertools import product
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,25 @@ from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 from tests.server.harness import PACKAGE_SPELLING
 
+_MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
+
+
+@functools.cache
+def _server() -> RESTServer:
+    """With our routes for health. One for all tests: a process has room for one server's metrics."""
+    settings, registry = Settings(debug=False), MultiModelRegistry()
+    data_plane = DataPlane(settings, registry)
+    server = RESTServer(settings, data_plane, ModelRepositoryHandlers(SchemalessModelRepository(""), registry))
+    health.add_routes(server)
+    return server
+
+
+def _client(registry: MultiModelRegistry) -> httpx.AsyncClient:
+    """Of a server with these models."""
+    server = _server()
+    server._data_plane._model_registry = registry
+    return httpx.AsyncClient(transport=httpx.ASGITransport(server._app), base_url="http://server")
+
 
 class Loaded(BaseRuntime):
     """A model of ours without an engine: all that its readiness depends on is the process's."""
@@ -31,18 +52,38 @@ class Loaded(BaseRuntime):
         return True
 
 
+class _Built:
+    """An engine that is fine."""
+
+    trouble = None
+
+    @property
+    def engine(self) -> Any:
+        return self
+
+    def give_back(self) -> bool:
+        return False
+
+    def shutdown(self) -> None: ...
+
+
+class LoadedSlowly(BaseRuntime):
+    """A model whose engine is built, and whose load has not ended yet."""
+
+    async def load(self) -> bool:
+        await self._stay.begin(lambda on_death: _Built())
+        await asyncio.Event().wait()
+        return True
+
+
 def test_no_request_that_meets_the_signal_is_answered_400(monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal comes after each number of turns of the event loop that a request may take."""
 
     async def statuses() -> list[int]:
         registry = MultiModelRegistry(model_initialiser=Loaded)
-        await registry.load(ModelSettings(name="m", implementation=PACKAGE_SPELLING))
-        settings = Settings(debug=False)
-        data_plane = DataPlane(settings, registry)
-        server = RESTServer(settings, data_plane, ModelRepositoryHandlers(SchemalessModelRepository(""), registry))
-        health.add_routes(server)
+        await registry.load(_MODEL)
         found = []
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(server._app), base_url="http://server") as client:
+        async with _client(registry) as client:
             for path, turns in product(("/v2/health/ready", "/v2/models/m/ready"), range(40)):
                 monkeypatch.setattr(LIFECYCLE, "_leaving", None)
                 request = asyncio.create_task(client.get(path))
@@ -54,3 +95,21 @@ def test_no_request_that_meets_the_signal_is_answered_400(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LIFECYCLE, "_leaving", None)
     assert set(asyncio.run(statuses())) == {200, 503}
+
+
+def test_a_model_whose_engine_is_there_before_its_load_has_ended_is_not_answered_400() -> None:
+    """MLServer sets a model ready when its load has ended, which is a moment later."""
+
+    async def scenario() -> None:
+        registry = MultiModelRegistry(model_initialiser=LoadedSlowly)
+        loading = asyncio.create_task(registry.load(_MODEL))
+        async with _client(registry) as client:
+            while registry._models.get("m") is None or (await registry.get_model("m"))._stay.engine is None:
+                await asyncio.sleep(0)
+            for path in ("/v2/health/ready", "/v2/models/m/ready"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()) == (503, {"error": "model 'm': it is loading"})
+        loading.cancel()
+        await asyncio.wait((loading,))
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

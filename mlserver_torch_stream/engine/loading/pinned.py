@@ -46,7 +46,7 @@ def pin_offloaded(
 ) -> int:
     """Pins the weights that each step moves from the host to a device of this kind, and returns the bytes pinned.
 
-    Weights are copied into shared blocks of at most ``block`` bytes, or of one weight that is larger. Half of the host's
+    Weights are copied into shared blocks of at most ``block`` bytes, or of one larger weight. Half of the host's
     free memory stays free. Weights without room stay as they are, and so do the rest when pinning fails. Tied weights
     stay tied.
     """

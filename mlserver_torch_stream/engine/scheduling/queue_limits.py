@@ -68,7 +68,7 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now:
             _, _, request, while_waiting = heapq.heappop(self._heap)
             if not request.finished and (not while_waiting or request.started_at is None):
-                yield request, request.sealed and request.started_at is None
+                yield request, request.started_at is None and (while_waiting or request.sealed)
 
 
 class ServiceRate:
