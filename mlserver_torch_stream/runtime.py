@@ -29,7 +29,7 @@ from mlserver_torch_stream.server.observability.request_record import EndpointKi
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.streams.stream_session import StreamSession
-from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.streams.token_reply import ModelName, V2Answer
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.factory import BuiltEngine

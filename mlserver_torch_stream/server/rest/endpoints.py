@@ -45,7 +45,7 @@ from mlserver_torch_stream.server.rest.refusal import (
     send_whole,
 )
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.streams.token_reply import ModelName, V2Answer
 
 
 class TokenModel(Protocol):

@@ -19,7 +19,7 @@ from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
 from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
 from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
-from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.streams.token_reply import ModelName, V2Answer
 from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
 
 
