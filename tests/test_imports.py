@@ -30,9 +30,9 @@ _ALLOWED = {
     "server": {"version", "types", "errors", "settings", "protocol", "engine", "generation"},
     "loading": {"types", "errors", "settings", "protocol", "engine"},
     "runtime": {"types", "errors", "settings", "protocol", "engine", "generation", "loading", "server"},
-    "torchserve": {"version", "types", "errors", "settings", "model_source"},
-    # Glue to MLServer: the doors, the drain and the errors are those of our token models, not a second set of them.
-    "torchserve/runtime": {"types", "errors", "torchserve", "server"},
+    "torchserve": {"version", "types", "errors", "settings", "model_source", "protocol"},
+    # Glue to MLServer: the endpoints, the drain and the errors are those of our token models, not a second set of them.
+    "torchserve/runtime": {"types", "errors", "protocol", "torchserve", "server"},
     "torchserve/shim": {"torchserve"},  # what stands in for TorchServe's own package, which imports torch
     "client": set(),
     "cloud": {"types", "errors", "settings", "protocol"},

@@ -26,8 +26,6 @@ _DATATYPES = NUMBERS | {"BOOL", "BYTES"}
 _TENSOR_PARAMETERS = frozenset({"headers", "content_type", SIZE})
 # Nothing here needs more than two dimensions. The product of 40,000 would hold the event loop for 15 seconds.
 _MOST_DIMENSIONS = 8
-# Whatever the model's context: prompts, messages. Four million would hold the event loop for most of a minute.
-_MOST_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,8 @@ def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_cont
             refuse(given.name, ..., known, what="input tensor")
         if given.name in tensors:
             raise InvalidInput(given.name, "given twice")
-        tensors[given.name] = _read_tensor(given, most_elements(max_context))
+        tensors[given.name] = _read_tensor(given, values.most_elements(max_context))
     return tensors
-
-
-def most_elements(max_context: int) -> int:
-    """What a tensor may have for a model of this context."""
-    return max(max_context, _MOST_ELEMENTS)
 
 
 def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
