@@ -1,6 +1,6 @@
 """Reads the input tensors of a V2 request: names, datatypes, shapes and elements checked, BYTES as text.
 
-Knows nothing of what a tensor means; REST gives nested lists and str, gRPC flat lists and bytes, and here they meet.
+Knows nothing of what a tensor means. REST gives nested lists and str, gRPC flat lists and bytes; both are read here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tensor:
 
 
 def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_context: int) -> dict[str, Tensor]:
-    """The tensors by name. One that is not known is refused by name, as is a name that comes twice.
+    """The tensors by name. One that is not known is refused by name, as is a name that stands twice.
 
     ``max_context``: tokens that the model takes, so that longer lists are not even looked at.
     """
@@ -68,21 +68,44 @@ def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
     return (holder.model_extra or {}) if holder is not None else {}
 
 
-def _read_tensor(given: RequestInput, most: int) -> Tensor:
+def read_elements(given: RequestInput, most: int | None = None) -> tuple[str, list[Any]]:
+    """Datatype and elements of any tensor, in row-major order and as they arrived: REST's BYTES are str, gRPC's bytes.
+
+    ``most``: elements that it may have; None: any number. Raises InvalidInput.
+    """
     name = given.name
     if len(given.shape) > _MOST_DIMENSIONS:
         raise InvalidInput(name, f"shape must have at most {_MOST_DIMENSIONS} dimensions, got {len(given.shape)}")
     datatype = str(getattr(given.datatype, "value", given.datatype))
     if datatype not in _DATATYPES:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
-    for key, value in parameters_of(given.parameters).items():
-        if key not in _TENSOR_PARAMETERS:
-            refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
     elements = _flatten(name, getattr(given.data, "root", given.data), len(given.shape))
-    if len(elements) > most:
+    if most is not None and len(elements) > most:
         raise InvalidInput(name, f"must have at most {most} elements, got {len(elements)}")
     if any(size < 0 for size in given.shape) or math.prod(given.shape) != len(elements):
         raise InvalidInput(name, f"shape {values.shown(given.shape)} does not fit {len(elements)} elements")
+    return datatype, elements
+
+
+def raw_element(name: str, element: Any, as_base64: bool) -> bytes:
+    """One element of BYTES as bytes. Raises InvalidInput."""
+    if not isinstance(element, (str, bytes)):
+        raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
+    try:
+        raw = element.encode() if isinstance(element, str) else element
+        return base64.b64decode(raw, validate=True) if as_base64 else raw
+    except binascii.Error:
+        raise InvalidInput(name, "is not valid base64") from None
+    except UnicodeEncodeError:
+        raise InvalidInput(name, "is not text that UTF-8 can carry") from None
+
+
+def _read_tensor(given: RequestInput, most: int) -> Tensor:
+    name = given.name
+    datatype, elements = read_elements(given, most)
+    for key, value in parameters_of(given.parameters).items():
+        if key not in _TENSOR_PARAMETERS:
+            refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
     if datatype == "BYTES":
         as_base64 = given.parameters is not None and given.parameters.content_type == "base64"
         elements = [_text(name, element, as_base64) for element in elements]
@@ -111,16 +134,9 @@ def _check_elements(name: str, datatype: str, elements: list[Any]) -> None:
 
 
 def _text(name: str, element: Any, as_base64: bool) -> str:
-    if as_base64 and isinstance(element, (str, bytes)):
-        try:
-            element = base64.b64decode(element, validate=True)
-        except (binascii.Error, ValueError):
-            raise InvalidInput(name, "is not valid base64") from None
-    if isinstance(element, bytes):
-        try:
-            return element.decode("utf-8")
-        except UnicodeDecodeError:
-            raise InvalidInput(name, "is not valid UTF-8") from None
-    if not values.is_text(element):
-        raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
-    return str(element)
+    if values.is_text(element) and not as_base64:
+        return str(element)
+    try:
+        return raw_element(name, element, as_base64).decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInput(name, "is not valid UTF-8") from None
