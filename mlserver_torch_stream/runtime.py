@@ -19,7 +19,7 @@ from mlserver_torch_stream.errors import NotServing, RequestError
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.loading import build, reclaim_memory, resolve
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
-from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
@@ -29,7 +29,8 @@ from mlserver_torch_stream.server.observability.request_record import EndpointKi
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.streams.stream_session import StreamSession
-from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.streams.token_opener import TokenOpener
+from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.factory import BuiltEngine
@@ -63,27 +64,23 @@ class TorchStreamRuntime(BaseRuntime):
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        answer: V2Answer | None = None
+        reply: TokenReply | None = None
         try:
-            generator = self._entered(EndpointKind.GRPC_UNARY, payload.id or "")
-            request_id = payload.id or str(uuid4())
-            with generator.decoding(request_id):
-                request = decode_request(payload, generator.info, streaming=False, request_id=request_id)
-            answer = V2Answer(request, self._model_name(), partial(generator.start, request))
-            return await answer.whole()
+            opener = self._opener(EndpointKind.GRPC_UNARY, payload.id or "")
+            reply = opener.unary(payload, payload.id or str(uuid4()))
+            return as_response(await reply.whole())
         except RequestError as error:
             raise as_server_error(error, streaming=False) from None
         finally:
-            if answer is not None:
-                answer.close()
+            if reply is not None:
+                reply.close()
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: StreamSession | None = None
         try:
-            generator = self._entered(EndpointKind.GRPC_STREAM)
             options = read_options()
-            patience = options.stalled_reader_timeout, options.piece_timeout
-            session = StreamSession(generator, self._model_name(), payloads, self.visits, *patience)
+            opener = self._opener(EndpointKind.GRPC_STREAM, piece_timeout=options.piece_timeout)
+            session = StreamSession(self.name, opener, payloads, self.visits, options.stalled_reader_timeout)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -94,20 +91,18 @@ class TorchStreamRuntime(BaseRuntime):
                 session.close()
 
     def generator(self, entrance: EndpointKind) -> Generator:
-        """What turns requests into token streams. Raises NotServing."""
+        """Turns requests into token streams. Raises NotServing."""
         built = self._stay.built
         return Generator(built.engine, built.codec, built.engine.info, self._watcher(entrance))
 
-    def _entered(self, entrance: EndpointKind, request_id: str = "") -> Generator:
-        """``generator`` for gRPC, where nobody else notices that there is none."""
+    def _opener(self, entrance: EndpointKind, request_id: str = "", piece_timeout: float = 0.0) -> TokenOpener:
+        """For gRPC, where no endpoint records that there is no generator. Raises NotServing."""
         try:
-            return self.generator(entrance)
+            generator = self.generator(entrance)
         except NotServing as error:
             self._watcher(entrance).refused(request_id, error)
             raise
+        return TokenOpener(generator, self.name, self.version, piece_timeout)
 
     def _watcher(self, entrance: EndpointKind) -> ModelRequestObservers:
         return ModelRequestObservers(self.name, self.version, entrance)
-
-    def _model_name(self) -> ModelName:
-        return ModelName(self.name, self.version)

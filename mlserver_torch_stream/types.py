@@ -110,7 +110,6 @@ class ReplyOptions:
     token_ids: bool = False
     echo_prompt: bool = False  # unary only: text_output starts with the prompt
     outputs: frozenset[str] | None = None  # None: all
-    chat_tensors: bool = False  # Seldon's spelling: role, content, type and output_all too
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,36 @@
 """The flat spelling of Triton's generate extension: one JSON object with ``text_input``, one with ``text_output``.
 
-Knows nothing that V2 does not: a flat request is rewritten as the V2 request that it stands for, a flat reply is a V2
-response whose outputs and parameters lie side by side.
+Knows nothing of tensors: parameters and values stand side by side in one object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import orjson
-from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.parameters import SILENT
-from mlserver_torch_stream.protocol.v2_binary import ALL_BINARY
-from mlserver_torch_stream.protocol.v2_outputs import Body
+from mlserver_torch_stream.protocol.parameters import SILENT, merge_parameters
+from mlserver_torch_stream.protocol.reply_values import (
+    CollectedReply,
+    StreamProgress,
+    event_values,
+    shown_values,
+    totals,
+)
+from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client, refuse_chat_options
+from mlserver_torch_stream.protocol.spelling import (
+    JsonObject,
+    PostedBody,
+    ReplyContext,
+    Spelling,
+    StreamEncoder,
+    WholeEncoder,
+)
+from mlserver_torch_stream.protocol.v2_binary import ALL_BINARY, refuse_left_over
+from mlserver_torch_stream.protocol.values import most_elements
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TextPrompt, TokenEvent
 
 _ID = "id"
 _PARAMETERS = "parameters"
@@ -25,45 +38,95 @@ _NO_PARAMETERS = SILENT | {_ID, _PARAMETERS, names.TEXT_INPUT}
 _ALWAYS_LISTS = frozenset({names.TOKEN_IDS})
 
 
-def is_flat(body: Mapping[str, Any]) -> bool:
-    return names.TEXT_INPUT in body
+class FlatGenerate(Spelling):
+    """Parameters stand at the top level or in ``parameters``."""
+
+    def accepts(self, body: Mapping[str, Any]) -> bool:
+        return names.TEXT_INPUT in body
+
+    def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        body = posted.json
+        refuse_left_over(len(posted.raw))
+        _check_id(body.get(_ID))
+        texts = _texts(body[names.TEXT_INPUT], most_elements(info.max_context))
+        given = merge_parameters(_parameters(body), (), None, info)
+        refuse_chat_options(False, given)
+        prompts = tuple(TextPrompt(text) for text in texts)
+        client = read_client(posted.headers)
+        return build_request(request_id, prompts, given, info, streaming=streaming, client=client)
+
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
+        return FlatStreamReply(request, context)
+
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
+        return FlatUnaryReply(request, context)
 
 
-def as_v2_request(body: Mapping[str, Any]) -> InferenceRequest:
-    """Parameters may stand at the top level or in ``parameters``. Raises InvalidInput."""
-    texts = _texts(body[names.TEXT_INPUT])
-    tensor = {"name": names.TEXT_INPUT, "datatype": "BYTES", "shape": [len(texts)], "data": texts}
-    return InferenceRequest.model_validate(
-        {"id": _request_id(body.get(_ID)), "parameters": _parameters(body), "inputs": [tensor]}
-    )
+FLAT = FlatGenerate()
 
 
-def as_flat_reply(body: Body) -> dict[str, Any]:
-    """A V2 response made flat: an output of one element is that element, any other a list."""
-    reply = {key: value for key, value in body.items() if key not in ("parameters", "outputs")}
-    for tensor in body["outputs"]:
-        name, data = tensor["name"], tensor["data"]
-        if name == names.LOGPROBS:
-            data = [orjson.Fragment(element) for element in data]  # JSON in a tensor's string is an object here
-        reply[name] = data[0] if len(data) == 1 and name not in _ALWAYS_LISTS else data
-    for key, value in body["parameters"].items():
-        if key != "request_id":  # it is the id
-            reply.setdefault(key, value)
-    return reply
+class FlatStreamReply:
+    """One object for each event of a streamed request."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        self._head = _head(request, context)
+        self._progress = StreamProgress(request, context.request_index)
+        self._shown = shown_values(request.reply)
+
+    def event(self, event: TokenEvent) -> Sequence[JsonObject]:
+        """The last object of a request in which a sequence failed has its ``error``."""
+        reply = {**self._head, **event_values(event, self._shown)}
+        final = self._progress.describe(event, reply)
+        if final and self._progress.error:
+            reply["error"] = self._progress.error
+        return (reply,)
+
+    def fail(self, error: Exception) -> Sequence[JsonObject]:
+        return [reply for ending in self._progress.endings(error) for reply in self.event(ending)]
+
+    def end(self) -> None:
+        """The last object is the end."""
 
 
-def _texts(value: Any) -> list[str]:
+class FlatUnaryReply:
+    """One object for a whole request: a value of one element is that element, any other a list."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        self._request = request
+        self._context = context
+        self._collected = CollectedReply(request)
+
+    def add(self, event: TokenEvent) -> None:
+        self._collected.add(event)
+
+    def body(self) -> JsonObject:
+        reply = _head(self._request, self._context)
+        for name, data in self._collected.values(shown_values(self._request.reply)).items():
+            reply[name] = data[0] if len(data) == 1 and name not in _ALWAYS_LISTS else data
+        return {**reply, "chunk_index": 0, "triton_final_response": True, **totals(self._collected.usage)}
+
+
+def _head(request: GenerationRequest, context: ReplyContext) -> JsonObject:
+    head = {"model_name": context.model_name, "model_version": context.model_version, "id": request.request_id}
+    return {name: value for name, value in head.items() if value is not None}
+
+
+def _texts(value: Any, most: int) -> list[str]:
     texts = value if isinstance(value, list) else [value]
     for text in texts:
         if not values.is_text(text):
             raise InvalidInput(names.TEXT_INPUT, f"must be a string or a list of strings, got {values.shown(text)}")
+    if len(texts) > most:
+        raise InvalidInput(names.TEXT_INPUT, f"must have at most {most} elements, got {len(texts)}")
+    if not texts or not all(texts):
+        raise InvalidInput(names.TEXT_INPUT, "the prompt is empty")
     return texts
 
 
-def _request_id(value: Any) -> str | None:
+def _check_id(value: Any) -> None:
     if value is not None and not values.is_text(value):
         raise InvalidInput(_ID, f"must be a string, got {values.shown(value)}")
-    return value or None
+    check_id(value)
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,63 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat import check_template_arguments
-from mlserver_torch_stream.protocol.parameters import Merged
-from mlserver_torch_stream.types import ChatPrompt, ModelInfo, Prompt, StreamMode, TextPrompt
+from mlserver_torch_stream.protocol.parameters import Merged, resolve_sampling
+from mlserver_torch_stream.types import (
+    ChatPrompt,
+    GenerationRequest,
+    ModelInfo,
+    Prompt,
+    ReplyOptions,
+    StreamMode,
+    TextPrompt,
+)
 
+# Every response of a stream repeats the id up to three times, within lines of 48 KiB.
+_MOST_ID_CHARACTERS = 256
 _CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls")
 
 Objects = tuple[Mapping[str, Any], ...]
+
+
+def build_request(
+    request_id: str,
+    prompts: tuple[Prompt, ...],
+    given: Merged,
+    info: ModelInfo,
+    *,
+    streaming: bool,
+    client: str,
+    outputs: frozenset[str] = frozenset(),
+) -> GenerationRequest:
+    """The request of its prompts and its parameters. ``outputs``: the values that it names; none: all of them."""
+    mode = read_stream_mode(given, streaming)
+    stream = _read_stream(given, streaming)
+    reply = _reply_options(outputs, given)
+    if reply.echo_prompt:
+        check_echo(given, prompts, streaming=streaming and stream is not False)
+    return GenerationRequest(
+        request_id=request_id,
+        prompts=prompts,
+        sampling=resolve_sampling(given, info, need_logprobs=reply.logprobs or reply.cumulative_logprob),
+        reply=reply,
+        stream=stream,
+        stream_mode=mode,
+        priority=read_priority(given),
+        timeout_s=read_timeout(given),
+        client=client,
+    )
+
+
+def check_id(request_id: str | None) -> None:
+    if len(request_id or "") > _MOST_ID_CHARACTERS:
+        raise InvalidInput("id", f"must have at most {_MOST_ID_CHARACTERS} characters")
+
+
+def read_client(headers: Mapping[str, str]) -> str:
+    """The client whose backlog a request counts to, as its HTTP headers or gRPC metadata name it."""
+    return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
 def chat_prompt(messages: Objects, tools: Objects | None, given: Merged) -> ChatPrompt:
@@ -82,3 +132,28 @@ def check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> 
 def _positive(given: Merged, name: str) -> int | None:
     """0 asks for the default, as Triton has it."""
     return int(given[name].value) or None if name in given else None
+
+
+def _read_stream(given: Merged, streaming: bool) -> bool | None:
+    stream = read_flag(given, "stream")
+    if stream and not streaming:
+        raise InvalidInput("stream", "true on an endpoint that answers once; use the stream endpoint")
+    return stream
+
+
+def _reply_options(outputs: frozenset[str], given: Merged) -> ReplyOptions:
+    def wanted(flag: str, default: bool) -> bool:
+        value = read_flag(given, flag)
+        return default if value is None else value
+
+    asked_for_logprobs = "logprobs" in given and given["logprobs"].value[0]
+    return ReplyOptions(
+        finish_reason=wanted("return_finish_reason", True),
+        num_input_tokens=wanted("return_num_input_tokens", True),
+        num_output_tokens=wanted("return_num_output_tokens", True),
+        cumulative_logprob=wanted("return_cumulative_logprob", names.CUMULATIVE_LOGPROB in outputs),
+        logprobs=wanted("return_logprobs", names.LOGPROBS in outputs or asked_for_logprobs),
+        token_ids=wanted("return_token_ids", names.TOKEN_IDS in outputs),
+        echo_prompt=read_echo(given),
+        outputs=outputs or None,
+    )

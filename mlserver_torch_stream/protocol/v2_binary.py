@@ -36,7 +36,7 @@ _FORMATS = {
 }
 
 
-def with_elements(body: dict[str, Any], raw: bytes, most: int) -> dict[str, Any]:
+def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str, Any]:
     """The request's object with the elements of its binary tensors, which stand in ``raw`` one after another.
 
     ``most``: elements that a tensor may have. More are refused before they are made: the four million empty strings
@@ -55,9 +55,14 @@ def with_elements(body: dict[str, Any], raw: bytes, most: int) -> dict[str, Any]
             raise InvalidInput(_name(tensor), f"{SIZE} is {values.shown(size)}, {left} bytes are left of the body")
         tensors.append(_with_elements(tensor, raw[position : position + size], most))
         position += size
-    if position < len(raw):
-        raise InvalidInput("body", f"{len(raw) - position} bytes belong to no input: none has a {SIZE} for them")
+    refuse_left_over(len(raw) - position)
     return {**body, "inputs": tensors} if raw or tensors else body
+
+
+def refuse_left_over(count: int) -> None:
+    """For bytes behind the JSON object that no input claims."""
+    if count:
+        raise InvalidInput("body", f"{count} bytes belong to no input: none has a {SIZE} for them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,11 @@ class BinaryOutputs:
 
     def __call__(self, name: str) -> bool:
         return (self.chosen or {}).get(name, self.default)
+
+
+def attach_binary(body: dict[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes | None]:
+    """A reply as its request wants it: the object, and the raw bytes behind it; None: the request wants none."""
+    return split_off(body, wanted) if wanted.asked else (body, None)
 
 
 def split_off(body: Mapping[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes]:

@@ -1,6 +1,6 @@
 """Reads the input tensors of a V2 request: names, datatypes, shapes and elements checked, BYTES as text.
 
-Knows nothing of what a tensor means; REST gives nested lists and str, gRPC flat lists and bytes, and here they meet.
+Knows nothing of what a tensor means. REST gives nested lists and str, gRPC flat lists and bytes; both are read here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _DATATYPES = NUMBERS | {"BOOL", "BYTES"}
 _TENSOR_PARAMETERS = frozenset({"headers", "content_type", SIZE})
 # Nothing here needs more than two dimensions. The product of 40,000 would hold the event loop for 15 seconds.
 _MOST_DIMENSIONS = 8
-# Whatever the model's context: prompts, messages. Four million would hold the event loop for most of a minute.
-_MOST_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Tensor:
 
 
 def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_context: int) -> dict[str, Tensor]:
-    """The tensors by name. One that is not known is refused by name, as is a name that comes twice.
+    """The tensors by name. One that is not known is refused by name, as is a name that stands twice.
 
     ``max_context``: tokens that the model takes, so that longer lists are not even looked at.
     """
@@ -61,13 +59,8 @@ def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_cont
             refuse(given.name, ..., known, what="input tensor")
         if given.name in tensors:
             raise InvalidInput(given.name, "given twice")
-        tensors[given.name] = _read_tensor(given, most_elements(max_context))
+        tensors[given.name] = _read_tensor(given, values.most_elements(max_context))
     return tensors
-
-
-def most_elements(max_context: int) -> int:
-    """What a tensor may have for a model of this context."""
-    return max(max_context, _MOST_ELEMENTS)
 
 
 def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
@@ -75,21 +68,44 @@ def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
     return (holder.model_extra or {}) if holder is not None else {}
 
 
-def _read_tensor(given: RequestInput, most: int) -> Tensor:
+def read_elements(given: RequestInput, most: int | None = None) -> tuple[str, list[Any]]:
+    """Datatype and elements of any tensor, in row-major order and as they arrived: REST's BYTES are str, gRPC's bytes.
+
+    ``most``: elements that it may have; None: any number. Raises InvalidInput.
+    """
     name = given.name
     if len(given.shape) > _MOST_DIMENSIONS:
         raise InvalidInput(name, f"shape must have at most {_MOST_DIMENSIONS} dimensions, got {len(given.shape)}")
     datatype = str(getattr(given.datatype, "value", given.datatype))
     if datatype not in _DATATYPES:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
-    for key, value in parameters_of(given.parameters).items():
-        if key not in _TENSOR_PARAMETERS:
-            refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
     elements = _flatten(name, getattr(given.data, "root", given.data), len(given.shape))
-    if len(elements) > most:
+    if most is not None and len(elements) > most:
         raise InvalidInput(name, f"must have at most {most} elements, got {len(elements)}")
     if any(size < 0 for size in given.shape) or math.prod(given.shape) != len(elements):
         raise InvalidInput(name, f"shape {values.shown(given.shape)} does not fit {len(elements)} elements")
+    return datatype, elements
+
+
+def raw_element(name: str, element: Any, as_base64: bool) -> bytes:
+    """One element of BYTES as bytes. Raises InvalidInput."""
+    if not isinstance(element, (str, bytes)):
+        raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
+    try:
+        raw = element.encode() if isinstance(element, str) else element
+        return base64.b64decode(raw, validate=True) if as_base64 else raw
+    except binascii.Error:
+        raise InvalidInput(name, "is not valid base64") from None
+    except UnicodeEncodeError:
+        raise InvalidInput(name, "is not text that UTF-8 can carry") from None
+
+
+def _read_tensor(given: RequestInput, most: int) -> Tensor:
+    name = given.name
+    datatype, elements = read_elements(given, most)
+    for key, value in parameters_of(given.parameters).items():
+        if key not in _TENSOR_PARAMETERS:
+            refuse(key, value, _TENSOR_PARAMETERS, what=f"parameter of tensor {name}")
     if datatype == "BYTES":
         as_base64 = given.parameters is not None and given.parameters.content_type == "base64"
         elements = [_text(name, element, as_base64) for element in elements]
@@ -118,16 +134,9 @@ def _check_elements(name: str, datatype: str, elements: list[Any]) -> None:
 
 
 def _text(name: str, element: Any, as_base64: bool) -> str:
-    if as_base64 and isinstance(element, (str, bytes)):
-        try:
-            element = base64.b64decode(element, validate=True)
-        except (binascii.Error, ValueError):
-            raise InvalidInput(name, "is not valid base64") from None
-    if isinstance(element, bytes):
-        try:
-            return element.decode("utf-8")
-        except UnicodeDecodeError:
-            raise InvalidInput(name, "is not valid UTF-8") from None
-    if not values.is_text(element):
-        raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
-    return str(element)
+    if values.is_text(element) and not as_base64:
+        return str(element)
+    try:
+        return raw_element(name, element, as_base64).decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInput(name, "is not valid UTF-8") from None

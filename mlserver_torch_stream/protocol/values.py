@@ -19,12 +19,19 @@ Reader = Callable[[Any, ModelInfo], Any]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
+# Whatever the model's context: prompts, messages. Four million would hold the event loop for most of a minute.
+_MOST_ELEMENTS = 4096
 _SEED_MODULUS = 2**63  # what torch.Generator.manual_seed takes without wrapping
 
 
 def shown(value: Any) -> str:
     """The value as an error message quotes it: short, whatever the client sent."""
     return reprlib.repr(value)
+
+
+def most_elements(max_context: int) -> int:
+    """The most elements that an input may have for a model of this context."""
+    return max(max_context, _MOST_ELEMENTS)
 
 
 def parse_json(text: str) -> Any:

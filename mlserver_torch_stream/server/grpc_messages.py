@@ -20,10 +20,10 @@ from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.v2_binary import SIZE
+from mlserver_torch_stream.protocol.v2_request import first_complaint
 from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
 from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.grpc_parameters import fill_in
-from mlserver_torch_stream.server.rest.refusal import as_invalid_input
 from mlserver_torch_stream.server.rest.routes import find_model
 
 _MARK = "_torch_stream_messages"
@@ -99,7 +99,7 @@ def _explain(error: Exception) -> InvalidInput:
     if isinstance(error, InvalidInput):
         return error
     if isinstance(error, ValidationError):
-        return as_invalid_input(error)
+        return first_complaint(error)
     if isinstance(error, struct.error):
         return InvalidInput(_RAW, f"is not what datatype and shape say ({error})")
     return InvalidInput("inputs", str(error))

@@ -46,16 +46,19 @@ def install() -> None:
 
     @functools.wraps(original)
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
-        if getattr(model, "streams_tokens", False) and not getattr(server, _MARK, False):
+        if not getattr(model, "streams_tokens", False):
+            return await original(server, model)
+        options = _options()
+        if not getattr(server, _MARK, False):
             setattr(server, _MARK, True)
             ports.check(server)
-            options = _options()
-            routes.install(server, options)
+            routes.install(server)
             http1.install(server)
             telemetry.install(server, options)
             health.add_routes(server)
             shutdown.take_signals()
             warn_of_server_settings(server._settings)
+        routes.add(server, options, model.rest_routes)
         return await original(server, model)
 
     setattr(add_custom_handlers, _MARK, True)

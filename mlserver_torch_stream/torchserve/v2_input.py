@@ -1,13 +1,10 @@
 """A V2 request as a handler sees it: each input tensor is a field, each request parameter a header.
 
-Knows a request only by its attributes, which are those of MLServer's class, and nothing of how one is answered.
+Knows a request by its attributes, which are those of MLServer's class, and nothing of how one is answered.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,23 +13,22 @@ from uuid import uuid4
 import orjson
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.v2_tensors import parameters_of, raw_element, read_elements
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
 
 JSON = "application/json"
 _TEXT = "text/plain"
 _CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # MLServer's own names
-_DATATYPES = {"BOOL", "FP16", "FP32", "FP64"} | {f"{u}INT{bits}" for u in ("", "U") for bits in (8, 16, 32, 64)}
-# What only tells the server something, and no handler.
+# Parameters for the server, of which a handler gets no header.
 _NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream"}
-_MOST_DIMENSIONS = 8
 _MICROSECONDS = 1_000_000
 _SEQUENCE = {"sequence_id": "ID", "sequence_start": "START", "sequence_end": "END"}
 
 
 def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope: str) -> HandlerRequest:
     """Raises InvalidInput."""
-    parameters = _parameters(payload.parameters)
+    parameters = parameters_of(payload.parameters)
     if not payload.inputs:
         raise InvalidInput("inputs", "there must be at least one tensor: `body`, or what the handler calls its fields")
     parts = [_whole(payload)] if envelope == "kservev2" else _parts(payload)
@@ -125,42 +121,24 @@ def _parts(payload: Any) -> list[RequestPart]:
 
 
 def _part(tensor: Any, content_type: str) -> RequestPart:
-    datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
-    data = getattr(tensor.data, "root", tensor.data)
-    elements = data if isinstance(data, list) else [data]
-    if datatype == "BYTES":
-        values = [_raw(tensor.name, each, content_type == "base64") for each in _flat(elements)]
-        _check_shape(tensor, len(values))
-        kind = _CONTENT_TYPES.get(content_type, content_type)
-        if len(values) == 1:
-            return RequestPart(tensor.name, kind, values[0])
-        return RequestPart(
-            tensor.name, JSON, _json(tensor.name, [value.decode("utf-8", "replace") for value in values])
-        )
-    if datatype not in _DATATYPES:
-        raise InvalidInput(tensor.name, f"unknown datatype {datatype[:20]!r}")
-    flat = not any(isinstance(each, list) for each in elements)
-    if flat:
-        _check_shape(tensor, len(elements))
-    return RequestPart(tensor.name, JSON, _json(tensor.name, _shaped(elements, tensor.shape) if flat else elements))
+    name = tensor.name
+    datatype, elements = read_elements(tensor)
+    if datatype != "BYTES":
+        return RequestPart(name, JSON, _json(name, _shaped(elements, tensor.shape)))
+    values = [raw_element(name, each, content_type == "base64") for each in elements]
+    if len(values) == 1:
+        return RequestPart(name, _CONTENT_TYPES.get(content_type, content_type), values[0])
+    return RequestPart(name, JSON, _json(name, [value.decode("utf-8", "replace") for value in values]))
 
 
 def _whole(payload: Any) -> RequestPart:
     """The request as it came, for an envelope that reads V2 itself."""
     inputs = []
     for tensor in payload.inputs:
-        data = getattr(tensor.data, "root", tensor.data)
-        shown = [each.decode("utf-8", "replace") if isinstance(each, bytes) else each for each in _flat(data)]
-        datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
-        inputs.append({"name": tensor.name, "shape": list(tensor.shape), "datatype": datatype, "data": shown})
+        datatype, elements = read_elements(tensor)
+        data = [each.decode("utf-8", "replace") if isinstance(each, bytes) else each for each in elements]
+        inputs.append({"name": tensor.name, "shape": list(tensor.shape), "datatype": datatype, "data": data})
     return RequestPart("body", JSON, _json("inputs", {"id": payload.id, "inputs": inputs}))
-
-
-def _check_shape(tensor: Any, count: int) -> None:
-    if len(tensor.shape) > _MOST_DIMENSIONS:
-        raise InvalidInput(tensor.name, f"shape must have at most {_MOST_DIMENSIONS} dimensions")
-    if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != count:
-        raise InvalidInput(tensor.name, f"shape {list(tensor.shape)} does not fit {count} elements")
 
 
 def _shaped(elements: list[Any], shape: list[int]) -> list[Any]:
@@ -170,37 +148,11 @@ def _shaped(elements: list[Any], shape: list[int]) -> list[Any]:
     return elements
 
 
-def _flat(elements: Any) -> list[Any]:
-    found: list[Any] = []
-    for each in elements if isinstance(elements, list) else [elements]:
-        if isinstance(each, list):
-            found += _flat(each)
-        else:
-            found.append(each)
-    return found
-
-
-def _raw(name: str, element: Any, as_base64: bool) -> bytes:
-    if not isinstance(element, (str, bytes)):
-        raise InvalidInput(name, f"must hold strings, got a {type(element).__name__}")
-    try:
-        raw = element.encode() if isinstance(element, str) else element
-        return base64.b64decode(raw, validate=True) if as_base64 else raw
-    except binascii.Error:
-        raise InvalidInput(name, "is not valid base64") from None
-    except UnicodeEncodeError:
-        raise InvalidInput(name, "is not text that UTF-8 can carry") from None
-
-
 def _json(name: str, value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except (TypeError, ValueError, RecursionError):
         raise InvalidInput(name, "its elements are not what its datatype says") from None
-
-
-def _parameters(holder: Any) -> Mapping[str, Any]:
-    return (holder.model_extra or {}) if holder is not None else {}
 
 
 def _transport_headers(payload: Any) -> Mapping[str, str]:

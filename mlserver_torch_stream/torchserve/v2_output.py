@@ -1,47 +1,42 @@
 """A handler's pieces as V2 responses: one output tensor ``output``, of the bytes that TorchServe would send.
 
-Knows nothing of when a response is due. A body is the plain object that REST spells as JSON, but that the elements of
-BYTES are bytes; ``as_rest`` makes them text.
+Knows nothing of when a response is due. A body is the plain object that REST writes as JSON, but the elements of BYTES
+are bytes; ``as_rest`` makes them text.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs
+from mlserver_torch_stream.protocol.v2_outputs import response
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, ResponsePiece
 
 OUTPUT = "output"
 LENGTHS = "piece_lengths"
-Body = dict[str, Any]
+_NO_BINARY = BinaryOutputs()
 
 
 class Reply:
-    """Responses to one request, numbered from 0. ``request_index``: among several messages of one stream."""
+    """Writes the responses to one request, numbered from 0."""
 
-    def __init__(
-        self,
-        model_name: str,
-        model_version: str | None,
-        request: HandlerRequest,
-        speaks_v2: bool,
-        request_index: int | None,
-    ) -> None:
-        self._model_name = model_name
-        self._model_version = model_version
+    def __init__(self, context: ReplyContext, request: HandlerRequest, speaks_v2: bool) -> None:
+        self._context = context
         self._request = request
         self._speaks_v2 = speaks_v2
-        self._request_index = request_index
+        self._headers = dict(context.headers)  # until the first response has taken them
         self._count = 0
         self.final_sent = False
 
-    def piece(self, piece: ResponsePiece) -> Body:
+    def piece(self, piece: ResponsePiece) -> JsonObject:
         return self._body(self._outputs([piece]), piece.last, piece)
 
-    def whole(self, pieces: Sequence[ResponsePiece]) -> Body:
+    def whole(self, pieces: Sequence[ResponsePiece]) -> JsonObject:
         """One response of all pieces: their bytes joined, and where there are several how long each of them is."""
         outputs = self._outputs(pieces)
         if len(pieces) > 1:
@@ -49,27 +44,27 @@ class Reply:
             outputs.append({"name": LENGTHS, "datatype": "INT64", "shape": [len(lengths)], "data": lengths})
         return self._body(outputs, True, pieces[-1])
 
-    def failure(self, error: Exception) -> Body:
+    def failure(self, error: Exception) -> JsonObject:
         """The final response of a stream that has begun."""
         body = self._body([], True, None)
         body["error"] = body["parameters"]["error"] = str(error) or type(error).__name__
         return body
 
-    def _outputs(self, pieces: Sequence[ResponsePiece]) -> list[Body]:
+    def _outputs(self, pieces: Sequence[ResponsePiece]) -> list[JsonObject]:
         joined = b"".join(piece.value for piece in pieces)
         if self._speaks_v2 and len(pieces) == 1 and (outputs := _v2_outputs(joined)) is not None:
             return outputs
         return [{"name": OUTPUT, "datatype": "BYTES", "shape": [1], "data": [joined]}]
 
-    def _body(self, outputs: list[Body], final: bool, piece: ResponsePiece | None) -> Body:
+    def _body(self, outputs: list[JsonObject], final: bool, piece: ResponsePiece | None) -> JsonObject:
         request = self._request
         parameters: dict[str, Any] = {
             "request_id": request.request_id,
             "chunk_index": self._count,
             "triton_final_response": final,
         }
-        if self._request_index is not None:
-            parameters["request_index"] = self._request_index
+        if self._context.request_index is not None:
+            parameters["request_index"] = self._context.request_index
         if request.sequence_id is not None:
             parameters["sequence_id"] = request.sequence_id
         if piece is not None:
@@ -78,24 +73,14 @@ class Reply:
                 parameters["content_type"] = piece.content_type
             if piece.status != 200:
                 parameters["status"] = piece.status
+        if self._headers:
+            parameters["headers"], self._headers = self._headers, {}
         self._count += 1
         self.final_sent |= final
-        body = {
-            "model_name": self._model_name,
-            "id": request.request_id,
-            "parameters": parameters,
-            "outputs": outputs,
-        }
-        if self._model_version is not None:
-            body["model_version"] = self._model_version
-        return body
+        return response(self._context.model_name, self._context.model_version, request.request_id, parameters, outputs)
 
 
-def no_output(name: str) -> bool:
-    return False
-
-
-def as_rest(body: Body, binary: Callable[[str], bool] = no_output) -> Body:
+def as_rest(body: JsonObject, binary: BinaryOutputs = _NO_BINARY) -> JsonObject:
     """Elements of BYTES as text; what is no text as base64, which the tensor's content type says.
 
     ``binary``: the outputs, by name, that are left as they are.
@@ -104,7 +89,7 @@ def as_rest(body: Body, binary: Callable[[str], bool] = no_output) -> Body:
     return {**body, "outputs": outputs}
 
 
-def _tensor_as_rest(tensor: Body) -> Body:
+def _tensor_as_rest(tensor: JsonObject) -> JsonObject:
     if tensor["datatype"] != "BYTES":
         return tensor
     try:
@@ -114,7 +99,7 @@ def _tensor_as_rest(tensor: Body) -> Body:
         return {**tensor, "parameters": {"content_type": "base64"}, "data": encoded}
 
 
-def _v2_outputs(value: bytes) -> list[Body] | None:
+def _v2_outputs(value: bytes) -> list[JsonObject] | None:
     """What the envelope ``kservev2`` has made, as tensors; None if it is something else."""
     try:
         outputs = orjson.loads(value)["outputs"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.generate import as_flat_reply
-from mlserver_torch_stream.protocol.v2_outputs import Body
-from mlserver_torch_stream.protocol.v2_reply import StreamReply
+from mlserver_torch_stream.protocol.generate import FLAT
+from mlserver_torch_stream.protocol.seldon_spelling import SELDON
+from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.v2_spelling import V2
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
@@ -58,29 +56,28 @@ def _steps(draw: st.DrawFn) -> list[TokenEvent]:
     ]
 
 
-def _request(steps: list[TokenEvent], seldon: bool) -> GenerationRequest:
+def _request(steps: list[TokenEvent]) -> GenerationRequest:
     logprobs = bool(steps[0].logprobs)
     return GenerationRequest(
         _LONG_ID,
         (TextPrompt("x"),),
         SamplingParameters(logprobs=logprobs),
-        ReplyOptions(cumulative_logprob=logprobs, logprobs=logprobs, token_ids=True, chat_tensors=seldon),
+        ReplyOptions(cumulative_logprob=logprobs, logprobs=logprobs, token_ids=True),
     )
 
 
-@pytest.mark.parametrize(("seldon", "spell"), [(False, dict), (False, as_flat_reply), (True, dict)])
+@pytest.mark.parametrize("spelling", [V2, FLAT, SELDON], ids=["v2", "flat", "seldon"])
 @settings(max_examples=25, deadline=None)
 @given(steps=_steps())
-def test_merged_events_stay_below_48_kib_and_lose_nothing(
-    steps: list[TokenEvent], seldon: bool, spell: Callable[[Body], dict[str, Any]]
-) -> None:
+def test_merged_events_stay_below_48_kib_and_lose_nothing(steps: list[TokenEvent], spelling: Spelling) -> None:
     merged: list[TokenEvent] = []
     for step in steps:
         add_event(merged, step)
-    reply = StreamReply(_request(steps, seldon), _NAME, "1" * 20, created=10**9, request_index=0)
-    bodies = [reply.body(event) for event in merged]
-    assert max(len(b"data: %b\n\n" % orjson.dumps(spell(body))) for body in bodies) <= _BOUND - _HEADERS
-    assert [body["parameters"]["triton_final_response"] for body in bodies] == [*[False] * (len(bodies) - 1), True]
+    reply = spelling.stream(_request(steps), ReplyContext(_NAME, "1" * 20, created=10**9, request_index=0))
+    bodies = [body for event in merged for body in reply.event(event)]
+    assert max(len(b"data: %b\n\n" % orjson.dumps(body)) for body in bodies) <= _BOUND - _HEADERS
+    finals = [body.get("parameters", body)["triton_final_response"] for body in bodies]
+    assert finals == [*[False] * (len(bodies) - 1), True]
     assert "".join(event.text for event in merged) == "".join(step.text for step in steps)
     if steps[0].logprobs:
         for event in merged:
@@ -96,7 +93,7 @@ def test_events_of_plain_text_are_merged_to_hundreds_of_tokens() -> None:
 
 def test_a_long_error_is_shortened_in_a_stream() -> None:
     request = GenerationRequest("r", (TextPrompt("x"),))
-    (body,) = StreamReply(request, "m").fail(RuntimeError("0123456789" * 1000))
+    (body,) = V2.stream(request, ReplyContext("m")).fail(RuntimeError("0123456789" * 1000))
     assert body["error"] == body["parameters"]["error"]
     assert body["error"].startswith("0123456789") and body["error"].endswith("…") and len(body["error"]) == 512
 

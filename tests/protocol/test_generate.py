@@ -1,4 +1,4 @@
-"""The flat generate spelling: read as the V2 request it stands for, answered side by side."""
+"""The flat generate spelling: it means what the same request in tensors means, and its values stand side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
-from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
+from mlserver_torch_stream.protocol.generate import FLAT
+from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, StreamEncoder
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import (
     FinishReason,
@@ -34,24 +34,29 @@ _EVENTS = (
 
 
 def _decode(body: dict[str, Any], info: ModelInfo, *, streaming: bool = False) -> GenerationRequest:
-    return decode_request(as_v2_request(body), info, streaming=streaming, request_id="r")
+    return FLAT.decode(PostedBody(body), info, streaming=streaming, request_id="r")
 
 
-def _flat(body: dict[str, Any]) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(orjson.dumps(as_flat_reply(body)))
+def _read(body: JsonObject) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(orjson.dumps(body))
     return read
 
 
+def _said(reply: StreamEncoder, event: TokenEvent) -> dict[str, Any]:
+    [body] = reply.event(event)
+    return _read(body)
+
+
 def _unary(request: GenerationRequest, *events: TokenEvent) -> dict[str, Any]:
-    reply = UnaryReply(request, "model", "v1")
+    reply = FLAT.whole(request, ReplyContext("model", "v1"))
     for event in events:
         reply.add(event)
-    return _flat(reply.body())
+    return _read(reply.body())
 
 
 def test_only_a_text_input_at_the_top_makes_a_body_flat() -> None:
-    assert is_flat({"text_input": "x"})
-    assert not is_flat({"inputs": [{"name": "text_input"}], "parameters": {"text_input": "x"}})
+    assert FLAT.accepts({"text_input": "x"})
+    assert not FLAT.accepts({"inputs": [{"name": "text_input"}], "parameters": {"text_input": "x"}})
 
 
 def test_parameters_stand_at_the_top_or_nested(info: ModelInfo) -> None:
@@ -71,8 +76,8 @@ def test_it_means_the_same_as_in_tensors(info: ModelInfo) -> None:
 
 
 def test_its_id_is_the_requests() -> None:
-    assert as_v2_request({"text_input": "x", "id": "mine"}).id == "mine"
-    assert as_v2_request({"text_input": "x"}).id is None
+    assert FLAT.request_id({"text_input": "x", "id": "mine"}) == "mine"
+    assert FLAT.request_id({"text_input": "x"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -104,8 +109,8 @@ def test_what_is_wrong_is_named(body: dict[str, Any], field: str, info: ModelInf
 
 
 def test_a_delta_is_exactly_this() -> None:
-    reply = StreamReply(_REQUEST, "model", "v1")
-    assert _flat(reply.body(_EVENTS[0])) == {
+    reply = FLAT.stream(_REQUEST, ReplyContext("model", "v1"))
+    assert _said(reply, _EVENTS[0]) == {
         "model_name": "model",
         "model_version": "v1",
         "id": "r1",
@@ -114,7 +119,7 @@ def test_a_delta_is_exactly_this() -> None:
         "chunk_index": 0,
         "triton_final_response": False,
     }
-    last = _flat(reply.body(_EVENTS[1]))
+    last = _said(reply, _EVENTS[1])
     assert (last["text_output"], last["finish_reason"], last["triton_final_response"]) == ("!", "stop", True)
     assert (last["num_input_tokens"], last["num_output_tokens"]) == (4, 2)
 
@@ -129,27 +134,25 @@ def test_a_whole_reply_has_scalars_for_one_sequence_and_lists_for_several() -> N
 
 def test_ids_are_always_a_list_and_logprobs_are_objects() -> None:
     asked = replace(_REQUEST, reply=ReplyOptions(token_ids=True, logprobs=True))
-    reply = StreamReply(asked, "model")
-    first = _flat(reply.body(_EVENTS[0]))
+    reply = FLAT.stream(asked, ReplyContext("model"))
+    first = _said(reply, _EVENTS[0])
     assert first["token_ids"] == [7]
     assert first["logprobs"] == [{"token_id": 7, "logprob": -0.5, "top": []}]
     assert _unary(asked, *_EVENTS)["token_ids"] == [7, 8]
 
 
-def test_a_failure_is_said_on_the_final_reply_only() -> None:
-    reply = StreamReply(replace(_REQUEST, sampling=SamplingParameters(n=2)), "model")
+def test_a_failure_is_said_where_it_happens_and_on_the_final_reply() -> None:
+    reply = FLAT.stream(replace(_REQUEST, sampling=SamplingParameters(n=2)), ReplyContext("model"))
     failed = TokenEvent(1, finish_reason=FinishReason.ERROR, error=RuntimeError("broken"))
-    first = reply.body(failed)
-    last = reply.body(TokenEvent(0, "x", finish_reason=FinishReason.STOP))
-    assert "error" not in first and first["parameters"]["error"] == "broken"
-    assert last["error"] == "broken" and last["parameters"]["triton_final_response"] and last["outputs"]
-    assert _flat(last)["error"] == "broken"
+    first = _said(reply, failed)
+    last = _said(reply, TokenEvent(0, "x", finish_reason=FinishReason.STOP))
+    assert first["error"] == "broken" and not first["triton_final_response"]
+    assert last["error"] == "broken" and last["triton_final_response"] and last["text_output"] == "x"
 
 
 def test_giving_up_ends_what_is_open_and_says_why() -> None:
-    reply = StreamReply(replace(_REQUEST, sampling=SamplingParameters(n=3)), "model")
-    reply.body(TokenEvent(1, "x", finish_reason=FinishReason.STOP))
+    reply = FLAT.stream(replace(_REQUEST, sampling=SamplingParameters(n=3)), ReplyContext("model"))
+    reply.event(TokenEvent(1, "x", finish_reason=FinishReason.STOP))
     bodies = reply.fail(RuntimeError("broken"))
-    assert [body["parameters"]["index"] for body in bodies] == [0, 2]
-    assert ["error" in body for body in bodies] == [False, True]
+    assert [(body["index"], body["error"]) for body in bodies] == [(0, "broken"), (2, "broken")]
     assert reply.fail(RuntimeError("again")) == []

@@ -6,8 +6,9 @@ from mlserver.grpc.converters import ModelMetadataResponseConverter
 from mlserver.types import MetadataModelResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.seldon_spelling import SELDON
+from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
-from mlserver_torch_stream.protocol.v2_reply import UnaryReply
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
@@ -17,7 +18,6 @@ from mlserver_torch_stream.types import (
     TokenEvent,
     Usage,
 )
-from tests.protocol.wire import rest_json
 
 
 def test_every_tensor_that_is_accepted_is_declared_once() -> None:
@@ -29,10 +29,10 @@ def test_every_tensor_that_is_accepted_is_declared_once() -> None:
 
 
 def test_every_output_of_a_reply_is_declared_with_its_datatype() -> None:
-    options = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True, chat_tensors=True)
-    reply = UnaryReply(GenerationRequest("r", (TextPrompt("x"),), SamplingParameters(), options), "m")
+    options = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True)
+    reply = SELDON.whole(GenerationRequest("r", (TextPrompt("x"),), SamplingParameters(), options), ReplyContext("m"))
     reply.add(TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1)))
-    sent = {output["name"]: output["datatype"] for output in rest_json(reply.response())["outputs"]}
+    sent = {output["name"]: output["datatype"] for output in reply.body()["outputs"]}
     assert sent == {tensor.name: tensor.datatype for tensor in output_metadata()}
 
 

@@ -9,7 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from mlserver.types import InferenceResponse
 
+from mlserver_torch_stream.protocol.spelling import ReplyContext
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
 from mlserver_torch_stream.types import (
     FinishReason,
@@ -37,12 +40,17 @@ def ended(index: int, text: str = "", tokens: int = 1, prompt: int = 4, ttft: fl
 
 
 def streamed(request: GenerationRequest, *events: TokenEvent, **options: Any) -> list[dict[str, Any]]:
-    reply = StreamReply(request, "model", **options)
-    return [rest_json(reply.encode(event)) for event in events]
+    reply = StreamReply(request, ReplyContext("model", **options))
+    return [rest_json(encoded(reply, event)) for event in events]
+
+
+def encoded(reply: StreamReply, event: TokenEvent) -> InferenceResponse:
+    [body] = reply.event(event)
+    return as_response(body)
 
 
 def collected(request: GenerationRequest, *events: TokenEvent) -> UnaryReply:
-    reply = UnaryReply(request, "model", "v1")
+    reply = UnaryReply(request, ReplyContext("model", "v1"))
     for event in events:
         reply.add(event)
     return reply
@@ -85,9 +93,9 @@ def test_the_last_response_over_rest_says_why_and_how_much() -> None:
 
 
 def test_grpc_loses_no_parameter_and_no_byte() -> None:
-    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), "model", "v1", request_index=2)
-    reply.encode(EVENTS[0])
-    message = grpc_message(reply.encode(EVENTS[1]))
+    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), ReplyContext("model", "v1", request_index=2))
+    encoded(reply, EVENTS[0])
+    message = grpc_message(encoded(reply, EVENTS[1]))
     parameters = {
         key: getattr(value, value.WhichOneof("parameter_choice")) for key, value in message.parameters.items()
     }
@@ -114,15 +122,15 @@ def test_grpc_loses_no_parameter_and_no_byte() -> None:
 
 
 def test_raw_grpc_carries_the_same_elements() -> None:
-    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), "model")
-    reply.encode(EVENTS[0])
-    message = grpc_message(reply.encode(EVENTS[1]), raw=True)
+    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), ReplyContext("model"))
+    encoded(reply, EVENTS[0])
+    message = grpc_message(encoded(reply, EVENTS[1]), raw=True)
     raw = dict(zip([output.name for output in message.outputs], message.raw_output_contents, strict=True))
     assert raw["text_output"] == struct.pack("<I", 4) + " €".encode()
     assert raw["num_input_tokens"] == struct.pack("<I", 4)
     assert raw["token_ids"] == struct.pack("<q", 9)
     assert raw["cumulative_logprob"] == struct.pack("<d", -1.5)
-    unary = grpc_message(collected(replace(REQUEST, reply=EVERYTHING), *EVENTS).response(), raw=True)
+    unary = grpc_message(as_response(collected(replace(REQUEST, reply=EVERYTHING), *EVENTS).body()), raw=True)
     raw = dict(zip([output.name for output in unary.outputs], unary.raw_output_contents, strict=True))
     assert raw["token_ids"] == struct.pack("<3q", 7, 8, 9)
 
@@ -138,7 +146,7 @@ def test_the_outputs_filter_leaves_the_parameters() -> None:
     bodies = streamed(only, *EVENTS)
     assert [[output["name"] for output in body["outputs"]] for body in bodies] == [["token_ids"], ["token_ids"]]
     assert bodies[-1]["parameters"]["usage_completion_tokens"] == 3
-    assert rest_outputs(collected(only, *EVENTS).response()) == {"token_ids": [7, 8, 9]}
+    assert rest_outputs(as_response(collected(only, *EVENTS).body())) == {"token_ids": [7, 8, 9]}
 
 
 def test_exactly_the_very_last_response_of_a_request_is_final() -> None:
@@ -161,28 +169,40 @@ def test_usage_counts_each_prompt_once_and_every_sequence() -> None:
     assert (parameters["ttft_ms"], parameters["queue_ms"]) == (100, 50)
 
 
-def test_a_request_that_is_given_up_still_ends_exactly_once() -> None:
-    reply = StreamReply(grid(1, 3), "model")
-    reply.encode(ended(1))
-    last = [rest_json(response) for response in reply.abandon(FinishReason.ABORT)]
+def test_a_request_that_fails_still_ends_exactly_once() -> None:
+    reply = StreamReply(grid(1, 3), ReplyContext("model"))
+    encoded(reply, ended(1))
+    last = reply.fail(RuntimeError("broken"))
     assert [body["parameters"]["index"] for body in last] == [0, 2]
     assert [body["parameters"]["triton_final_response"] for body in last] == [False, True]
-    assert all({"name": "finish_reason", "shape": [1], "datatype": "BYTES", "data": ["abort"]} in body["outputs"]
+    assert all({"name": "finish_reason", "shape": [1], "datatype": "BYTES", "data": ["error"]} in body["outputs"]
                for body in last)  # fmt: skip
-    assert reply.finished
-    assert reply.abandon(FinishReason.ABORT) == []
+    assert reply.fail(RuntimeError("again")) == []
+
+
+def test_only_the_final_response_has_an_error_beside_its_outputs() -> None:
+    failed = TokenEvent(1, finish_reason=FinishReason.ERROR, error=RuntimeError("broken"))
+    reply = StreamReply(grid(1, 2), ReplyContext("model"))
+    [first], [last] = reply.event(failed), reply.event(ended(0, "x"))
+    assert "error" not in first and first["parameters"]["error"] == "broken"
+    assert last["error"] == "broken" and last["parameters"]["triton_final_response"] and last["outputs"]
+
+
+def test_cloudevents_headers_stand_in_the_first_response_only() -> None:
+    bodies = streamed(REQUEST, *EVENTS, headers={"Ce-Id": "r1"})
+    assert [body["parameters"].get("headers") for body in bodies] == [{"Ce-Id": "r1"}, None]
 
 
 def test_an_event_without_tokens_sends_no_empty_tensors() -> None:
-    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), "model")
-    names = {output["name"] for output in rest_json(reply.encode(TokenEvent(0)))["outputs"]}
+    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), ReplyContext("model"))
+    names = {output["name"] for output in rest_json(encoded(reply, TokenEvent(0)))["outputs"]}
     assert names == {"text_output"}
 
 
 def test_a_unary_reply_is_the_whole_stream_prompt_major() -> None:
     events = [TokenEvent(3, "d"), TokenEvent(0, "a"), ended(2, "c", 3, 6), ended(0, "A", 1), ended(1, "b", 2),
               ended(3, "D", 4, 6)]  # fmt: skip
-    response = collected(grid(2, 2), *events).response()
+    response = as_response(collected(grid(2, 2), *events).body())
     body = rest_json(response)
     assert rest_outputs(response) == {
         "text_output": ["aA", "b", "c", "dD"],
@@ -198,11 +218,11 @@ def test_a_unary_reply_is_the_whole_stream_prompt_major() -> None:
 
 def test_join_of_the_deltas_is_the_unary_text() -> None:
     deltas = [body["outputs"][0]["data"][0] for body in streamed(REQUEST, *EVENTS)]
-    assert "".join(deltas) == rest_outputs(collected(REQUEST, *EVENTS).response())["text_output"][0] == "hé €"
+    assert "".join(deltas) == rest_outputs(as_response(collected(REQUEST, *EVENTS).body()))["text_output"][0] == "hé €"
 
 
 def test_a_unary_reply_gathers_logprobs_and_ids() -> None:
-    response = collected(replace(REQUEST, reply=EVERYTHING), *EVENTS).response()
+    response = as_response(collected(replace(REQUEST, reply=EVERYTHING), *EVENTS).body())
     outputs = rest_outputs(response)
     assert outputs["token_ids"] == [7, 8, 9]
     assert outputs["cumulative_logprob"] == [-1.5]
@@ -215,26 +235,17 @@ def test_a_unary_reply_gathers_logprobs_and_ids() -> None:
 
 def test_ids_of_several_sequences_are_one_rectangle() -> None:
     events = [ended(0, tokens=1), ended(1, tokens=3)]
-    [output] = rest_json(collected(grid(1, 2, ReplyOptions(token_ids=True, outputs=frozenset({"token_ids"}))),
-                                   *events).response())["outputs"]  # fmt: skip
+    only = grid(1, 2, ReplyOptions(token_ids=True, outputs=frozenset({"token_ids"})))
+    [output] = collected(only, *events).body()["outputs"]
     assert (output["shape"], output["data"]) == ([2, 3], [0, -1, -1, 0, 1, 2])
 
 
 def test_an_echoed_prompt_stands_before_each_of_its_answers() -> None:
     request = grid(2, 2, ReplyOptions(echo_prompt=True))
-    response = collected(request, *(ended(index, str(index)) for index in range(4))).response()
+    response = as_response(collected(request, *(ended(index, str(index)) for index in range(4))).body())
     assert rest_outputs(response)["text_output"] == ["p0 0", "p0 1", "p1 2", "p1 3"]
-
-
-def test_an_abandoned_unary_reply_keeps_its_text() -> None:
-    reply = collected(grid(1, 2), TokenEvent(0, "so far"), ended(1, "done"))
-    assert not reply.finished
-    reply.abandon(FinishReason.TIMEOUT)
-    outputs = rest_outputs(reply.response())
-    assert outputs["text_output"] == ["so far", "done"]
-    assert outputs["finish_reason"] == ["timeout", "length"]
 
 
 def test_a_unary_reply_before_its_end_is_our_own_bug() -> None:
     with pytest.raises(AssertionError):
-        collected(REQUEST, TokenEvent(0, "so far")).response()
+        collected(REQUEST, TokenEvent(0, "so far")).body()

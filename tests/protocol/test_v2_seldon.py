@@ -9,8 +9,9 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
-from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.seldon_spelling import SELDON, spelling_of
+from mlserver_torch_stream.protocol.spelling import ReplyContext
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.types import (
     ChatPrompt,
     FinishReason,
@@ -27,7 +28,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 
 
 def decode(payload: InferenceRequest, info: ModelInfo, *, streaming: bool = False) -> GenerationRequest:
-    return decode_request(payload, info, streaming=streaming, request_id="r1")
+    return SELDON.decode_message(payload, info, streaming=streaming, request_id="r1")
 
 
 def conversation(request: GenerationRequest) -> ChatPrompt:
@@ -51,7 +52,7 @@ def test_one_message_is_plain_strings(wire: Wire, info: ModelInfo) -> None:
     assert messages(payload, info) == [{"role": "user", "content": "Hello!"}]
     request = decode(payload, info)
     assert request.sampling.max_tokens == 3
-    assert request.reply.chat_tensors
+    assert spelling_of(tensor.name for tensor in payload.inputs) is SELDON
 
 
 def test_the_parts_of_one_message_are_joined(wire: Wire, info: ModelInfo) -> None:
@@ -131,10 +132,10 @@ def test_the_outputs_of_a_conversation_can_be_named(info: ModelInfo) -> None:
 
 def test_a_unary_reply_holds_the_whole_openai_object(info: ModelInfo) -> None:
     request = decode(over_rest(*ONE, parameters={"llm_parameters": {"n": 2}}), info)
-    reply = UnaryReply(request, "model", created=17)
+    reply = SELDON.whole(request, ReplyContext("model", created=17))
     for index, answer in enumerate(("hé", "yo")):
         reply.add(TokenEvent(index, answer, finish_reason=FinishReason.STOP, usage=Usage(4, 3)))
-    outputs = rest_outputs(reply.response())
+    outputs = rest_outputs(as_response(reply.body()))
     assert outputs["role"] == ["assistant", "assistant"]
     assert outputs["content"] == outputs["text_output"] == ["hé", "yo"]
     assert outputs["type"] == ["text", "text"]
@@ -155,12 +156,12 @@ def test_a_unary_reply_holds_the_whole_openai_object(info: ModelInfo) -> None:
 
 def test_every_streamed_response_holds_one_openai_chunk(info: ModelInfo) -> None:
     request = decode(over_rest(*ONE, parameters={"llm_parameters": {"stream": True}}), info, streaming=True)
-    reply = StreamReply(request, "model", created=17)
+    reply = SELDON.stream(request, ReplyContext("model", created=17))
     events = (
         TokenEvent(0, "h"),
         TokenEvent(0, "é", finish_reason=FinishReason.LENGTH, usage=Usage(4, 2)),
     )
-    bodies = [rest_json(reply.encode(event)) for event in events]
+    bodies = [rest_json(as_response(body)) for event in events for body in reply.event(event)]
     chunks = []
     for body in bodies:
         outputs = {output["name"]: output for output in body["outputs"]}
@@ -181,8 +182,9 @@ def test_logprobs_reach_the_openai_object(info: ModelInfo) -> None:
     event = TokenEvent(0, "h", (7,), (entry,), -0.5, FinishReason.STOP, Usage(4, 1))
     named = {"token": "token_id:7", "logprob": -0.5, "bytes": None}
     expected = {"content": [{**named, "top_logprobs": [named]}]}
-    chunk = json.loads(rest_outputs(StreamReply(request, "model").encode(event))["output_all"][0])
+    [body] = SELDON.stream(request, ReplyContext("model")).event(event)
+    chunk = json.loads(rest_outputs(as_response(body))["output_all"][0])
     assert chunk["choices"][0]["logprobs"] == expected
-    unary = UnaryReply(request, "model")
+    unary = SELDON.whole(request, ReplyContext("model"))
     unary.add(event)
-    assert json.loads(rest_outputs(unary.response())["output_all"][0])["choices"][0]["logprobs"] == expected
+    assert json.loads(rest_outputs(as_response(unary.body()))["output_all"][0])["choices"][0]["logprobs"] == expected

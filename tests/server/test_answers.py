@@ -23,7 +23,7 @@ class Script:
         self.closed = False
         self.gate: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
 
-    async def replies(self) -> AsyncIterator[str]:
+    async def bodies(self) -> AsyncIterator[str]:
         for step in range(self.count):
             await self.gate()
             yield f"{self.name}.{step}"
@@ -48,7 +48,7 @@ def _merged(scripts: Sequence[Script], most_open: int = 8) -> list[str]:
 
 def _collect(messages: AsyncIterator[Script], most_open: int) -> list[str]:
     async def collect() -> list[str]:
-        answers = ConcurrentReplies(messages, lambda script, index: script, most_open)
+        answers = ConcurrentReplies(messages, lambda script, index: script, str, most_open)
         try:
             return [reply async for reply in answers]
         finally:
@@ -76,7 +76,7 @@ def test_no_more_than_the_bound_are_open_nor_read_ahead() -> None:
             yield read[-1]
 
     async def collect() -> None:
-        async for _ in ConcurrentReplies(messages(), lambda script, index: script, 3):
+        async for _ in ConcurrentReplies(messages(), lambda script, index: script, str, 3):
             most.append(sum(not script.closed for script in read))
 
     asyncio.run(asyncio.wait_for(collect(), _BOUND_S))
@@ -118,7 +118,7 @@ def test_close_closes_every_answer_at_once_and_leaves_no_task_behind() -> None:
     scripts = [Script(name, 1000) for name in range(4)]
 
     async def leave_early() -> int:
-        answers = ConcurrentReplies(_messages(scripts), lambda script, index: script, 8)
+        answers = ConcurrentReplies(_messages(scripts), lambda script, index: script, str, 8)
         async for reply in answers:
             if reply.startswith("3."):
                 break
@@ -143,7 +143,7 @@ def test_a_reader_that_lags_makes_the_answers_wait() -> None:
 
     async def lag() -> None:
         script.gate = count
-        answers = ConcurrentReplies(_messages([script]), lambda script, index: script, 1)
+        answers = ConcurrentReplies(_messages([script]), lambda script, index: script, str, 1)
         await anext(answers)
         for _ in range(100):
             await asyncio.sleep(0)
@@ -154,8 +154,8 @@ def test_a_reader_that_lags_makes_the_answers_wait() -> None:
 
 
 def test_a_loop_that_shuts_down_under_an_open_stream_does_not_hang() -> None:
-    async def forget() -> ConcurrentReplies[Script, str]:
-        answers = ConcurrentReplies(_messages([Script(0, 1000)]), lambda script, index: script, 1)
+    async def forget() -> ConcurrentReplies[Script, str, str]:
+        answers = ConcurrentReplies(_messages([Script(0, 1000)]), lambda script, index: script, str, 1)
         await anext(answers)
         await asyncio.sleep(0)
         return answers

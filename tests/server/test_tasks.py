@@ -52,7 +52,7 @@ def test_a_stream_that_fails_while_it_is_closed() -> None:
     tasks: set[asyncio.Task[Any]] = set()
 
     class Failing:
-        async def replies(self) -> AsyncIterator[str]:
+        async def bodies(self) -> AsyncIterator[str]:
             yield "first"
             try:
                 yield "second"
@@ -75,7 +75,9 @@ def test_a_stream_that_fails_while_it_is_closed() -> None:
 
     async def scenario() -> None:
         before = asyncio.all_tasks()
-        answers: ConcurrentReplies[int, str] = ConcurrentReplies(messages(), lambda message, number: Failing(), 2)
+        answers: ConcurrentReplies[int, str, str] = ConcurrentReplies(
+            messages(), lambda message, number: Failing(), str, 2
+        )
         assert await anext(answers) == "first"
         await asyncio.sleep(0.01)
         tasks.update(asyncio.all_tasks() - before)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
@@ -248,9 +249,9 @@ def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(tmp_path
         async with running(write_handler(tmp_path, COUNTER)) as pool:
             asked = request("count 5000")
             watch = HandlerRequestObserver("r", "model", None, EndpointKind.REST_UNARY, HandlerMetrics())
-            whole = HandlerReply(asked, Reply("model", None, asked, False, None), pool.submit, watch, most_pieces=10)
+            whole = HandlerReply(asked, Reply(ReplyContext("model"), asked, False), pool.submit, watch, most_pieces=10)
             with pytest.raises(HandlerFailed, match="stream it") as failed:
-                await whole.whole_body()
+                await whole.whole()
             assert failed.value.status == 507
             whole.close()
             assert await asyncio.wait_for(ask(pool, "count 1"), 15) == ["0", "end"]

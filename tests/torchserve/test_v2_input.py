@@ -58,3 +58,22 @@ def test_a_time_limit_that_is_none_is_refused(timeout: Any) -> None:
 def test_only_a_list_of_tensors_makes_a_body_v2() -> None:
     assert is_v2({"inputs": [{"name": "x", "datatype": "BYTES"}]}) and is_v2({"inputs": []})
     assert not any(map(is_v2, ({}, {"inputs": "text"}, {"inputs": [1, 2]}, {"inputs": [{"a": 1}]})))
+
+
+def test_a_matrix_is_given_as_deep_as_its_shape_however_it_was_sent() -> None:
+    for data in ([1, 2, 3, 4], [[1, 2], [3, 4]]):
+        payload = InferenceRequest.model_validate(
+            {"inputs": [{"name": "m", "datatype": "INT64", "shape": [2, 2], "data": data}]}
+        )
+        [part] = read_request(payload, "r", read_config({}, {}), "").parts
+        assert part.value == b"[[1,2],[3,4]]"
+
+
+@pytest.mark.parametrize("data", [[[1, 2], [3]], [[1, 2], 3], [[1], [2], [3]]])
+@pytest.mark.parametrize("envelope", ["", "kservev2"])
+def test_nested_elements_that_do_not_fit_their_shape_are_refused(data: Any, envelope: str) -> None:
+    payload = InferenceRequest.model_validate(
+        {"inputs": [{"name": "m", "datatype": "INT64", "shape": [2, 2], "data": data}]}
+    )
+    with pytest.raises(InvalidInput, match=r"^m: "):
+        read_request(payload, "r", read_config({}, {}), envelope)

@@ -5,7 +5,7 @@ Knows nothing of what is built, nor of requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from mlserver import MLModel, ModelSettings
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, SettingsError
+from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
@@ -23,6 +24,7 @@ class BaseRuntime(MLModel):  # type: ignore[misc]
     """The runtimes derive from it, and say of what kind ``_stay`` is. MLServer reloads their modules, but not this."""
 
     streams_tokens = True  # the server's mark of a model of ours
+    rest_routes: Sequence[RestRoute] = REST_ROUTES  # the rows that a server with this model has
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)

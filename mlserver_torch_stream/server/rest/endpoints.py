@@ -1,55 +1,50 @@
-"""The REST doors of our models: one request in, one JSON answer or one stream of events out.
+"""The REST endpoints of our models: one request in, one JSON reply or one stream of events out.
 
-Knows nothing of which models are whose: it is entered for ours and for unknown ones only. MLServer's own counters and
-CloudEvents headers come from its data plane, as for any model; its response cache is passed by, as a sampled answer is
-never the same twice.
+Knows no spelling: it asks the one that accepts the body. It serves requests for our models and for unknown ones only.
+MLServer's own counters and CloudEvents headers are those of its data plane, as for any model; its response cache is not
+asked, as a sampled reply is never the same twice.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
 import orjson
 from mlserver import ModelSettings
+from mlserver.errors import ModelNotFound
 from mlserver.handlers import DataPlane
 from mlserver.logging import logger
-from mlserver.types import InferenceRequest, InferenceResponse
-from mlserver.utils import extract_headers, insert_headers
-from pydantic import ValidationError
+from mlserver.types import InferenceResponse
+from mlserver.utils import extract_headers
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.generation import Generator
-from mlserver_torch_stream.protocol.generate import as_flat_reply, as_v2_request, is_flat
-from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, split_off, with_elements
-from mlserver_torch_stream.protocol.v2_outputs import Body
-from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.protocol.v2_tensors import most_elements
+from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
+from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import (
-    EncodedHeaders,
-    as_invalid_input,
-    as_refusal,
-    send_json,
-    send_whole,
-)
+from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
+from mlserver_torch_stream.server.streams.token_reply import TokenReply
+
+Context = Callable[[str], ReplyContext]
+"""What a reply shows, for the id of its request."""
 
 
 class TokenModel(Protocol):
-    """What a door asks of a model of ours."""
+    """A model whose requests every spelling can decode."""
 
     name: str
     version: str | None
@@ -60,222 +55,228 @@ class TokenModel(Protocol):
 
 
 class EndpointReply(Protocol):
-    """One request being answered: read once, as a stream of bodies or as a whole."""
+    """The reply to one request: read once, as a stream of messages or as a whole."""
 
-    error: Exception | None  # that the client has been told after the answer had begun
+    error: Exception | None  # that the stream has reported after its first message
 
     @property
     def request_id(self) -> str: ...
 
     @property
-    def chat_tensors(self) -> bool: ...
+    def comments(self) -> bool:
+        """True if SSE comments may stand between the events."""
 
-    def bodies(self) -> AsyncIterator[Body]: ...
+    def bodies(self) -> AsyncIterator[JsonObject]: ...
 
-    async def whole_body(self, binary: Callable[[str], bool]) -> Body:
-        """``binary``: the outputs, by name, whose elements are sent as they are, and not as JSON."""
+    async def attached(self) -> tuple[JsonObject, bytes | None]:
+        """The whole reply, and the raw bytes that follow its JSON."""
 
-    def failure_bodies(self, error: Exception) -> Sequence[Body]: ...
+    def failure(self, error: Exception) -> Sequence[JsonObject]: ...
+
+    def end(self) -> bytes | None: ...
 
     def close(self) -> None:
         """Synchronous and idempotent."""
 
 
 class AnswersItself(Protocol):
-    """A model of ours that is no token model, and makes its answers itself."""
+    """A model whose requests no spelling can decode: it reads the bodies itself. Both methods raise RequestError."""
 
-    def parse(self, raw: bytes, headers: Mapping[str, str], door: Endpoint) -> Any:
-        """A body as ``open_answer`` takes it: a JSON object is a dict. Raises RequestError."""
+    def parse(self, raw: bytes, content_type: str, route: RestRoute) -> Any:
+        """A body without binary tensors, as ``open_reply`` takes it."""
 
-    def open_answer(self, body: Any, headers: Mapping[str, str], door: Endpoint) -> EndpointReply:
-        """The answer, not begun. Raises RequestError."""
+    def open_reply(
+        self, posted: PostedBody, route: RestRoute, streaming: bool, entrance: EndpointKind, context: Context
+    ) -> EndpointReply:
+        """The reply, not begun."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An ASGI application behind one kind of route. ``flat``: the generate spelling is understood here too."""
+    """The ASGI application of one row of the table."""
 
     data_plane: DataPlane
     options: ServerOptions
-    streaming: bool
-    flat: bool
-
-    @property
-    def entrance(self) -> EndpointKind:
-        return EndpointKind.REST_STREAM if self.streaming else EndpointKind.REST_UNARY
+    route: RestRoute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = _EndpointRequest(self, scope, receive, send)
+        request = _EndpointRequest(self, scope, receive, send)
         try:
-            await visit.serve()
+            await request.serve()
         except ClientLeft:
             pass
-        except _AlreadyReported as told:
-            logger.warning(f"A stream of model '{visit.name}' failed: {told.__cause__}")
+        except _AlreadyReported as reported:
+            logger.warning(f"A stream of model '{request.name}' failed: {reported.__cause__}")
         except asyncio.CancelledError:
-            if not visit.left:
+            if not request.left:
                 raise
         except Exception as error:
-            visit.notice(error)
-            await as_refusal(error).send(send)
+            await request.refuse(error)
 
 
 class _AlreadyReported(Exception):
-    """The client has been told in its stream; raised so that MLServer counts a failure."""
+    """The stream has reported the error to the client; this is raised so that MLServer counts a failure."""
 
 
 class _EndpointRequest:
-    """One request at a door."""
+    """One request to an endpoint."""
 
-    def __init__(self, door: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        self.name: str = scope["path_params"]["model_name"]
+    def __init__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        route = endpoint.route
+        self.name = ""
         self.left = False
-        self._model: TokenModel | None = None
+        self._version: str | None = None
+        self._model: Any = None
+        self._spelling = route.spellings[0]  # until the body is read, its errors are written in the first one
+        self._streaming = bool(route.streaming)
         self._request_id = ""
-        self._raw = b""  # of tensors, behind the request's JSON object
         self._opened = False
-        self._version: str | None = scope["path_params"].get("model_version")
-        self._door = door
+        self._endpoint = endpoint
+        self._path: dict[str, str] = scope["path_params"]
+        self._headers = Headers(scope=scope)
         self._scope = scope
         self._receive = receive
         self._send = send
 
     async def serve(self) -> None:
-        data_plane = self._door.data_plane
-        # An unknown one is 404, and no metric bears its name.
-        self._model = await data_plane._model_registry.get_model(self.name, self._version)
-        whole = await read_body(self._scope, self._receive, self._door.options.max_body_bytes)
-        headers = Headers(scope=self._scope)
-        spelled, self._raw = split_binary(headers, whole)
-        body = self._parse(spelled, headers)
-        if isinstance(body, dict):
-            self._request_id = str(body.get("id") or "")
-        async with data_plane._infer_contextmanager(self.name, self._version) as model:
-            await (self._stream if self._door.streaming else self._unary)(model, body)
+        if "model_name" in self._path:
+            await self._find(*self._spelling.model(self._path, {}))  # an unknown model is 404 whatever the body is
+        posted = self._posted(await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes))
+        if isinstance(posted.json, dict):
+            await self._choose(posted.json)
+        async with self._endpoint.data_plane._infer_contextmanager(self.name, self._version) as model:
+            await (self._stream if self._streaming else self._unary)(model, posted)
 
-    def notice(self, error: Exception) -> None:
-        """What fails before there is an answer is noticed here; later its watch has noticed it."""
+    async def refuse(self, error: Exception) -> None:
+        """Answers with an error, and records it unless the observer of an opened request has done so."""
         if self._model is not None and not self._opened:
-            watcher = ModelRequestObservers(self._model.name, self._model.version, self._door.entrance)
-            watcher.refused(self._request_id, error)
+            observers = ModelRequestObservers(self._model.name, self._model.version, self._entrance)
+            observers.refused(self._request_id, error)
+        refusal = as_refusal(error)
+        status, body = self._spelling.error(refusal.status, refusal.message, refusal.field)
+        await replace(refusal, status=status).send(self._send, orjson.dumps(body))
 
-    def _parse(self, raw: bytes, headers: Headers) -> Any:
-        """A JSON object, or what else a model that makes its answers itself makes of it. Raises RequestError."""
-        if hasattr(self._model, "open_answer") and JSON_LENGTH not in headers:
-            return cast(AnswersItself, self._model).parse(raw, dict(headers), self._door)
-        return parse_object(raw)
+    @property
+    def _entrance(self) -> EndpointKind:
+        return EndpointKind.REST_STREAM if self._streaming else EndpointKind.REST_UNARY
 
-    async def _unary(self, model: TokenModel, body: Any) -> None:
-        binary = BinaryOutputs.wanted_by(body)
-        answer, flat = self._open(model, body)
-        try:
-            async with watched(self._receive, partial(self._leave, answer)):
-                whole = await answer.whole_body(binary)
-        finally:
-            answer.close()
-        headers = as_headers(self._cloud_events(model, whole["id"]))
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        if binary.asked:
-            await _send_binary(self._send, *split_off(whole, binary), encoded)
+    async def _find(self, name: str, version: str | None) -> None:
+        """Only a name that a model of ours has becomes the label of a metric."""
+        model = await self._endpoint.data_plane._model_registry.get_model(name, version)
+        if not getattr(model, "streams_tokens", False):
+            raise ModelNotFound(name, version)
+        self._model, self.name, self._version = model, name, version
+
+    async def _choose(self, body: JsonObject) -> None:
+        """Finds the spelling, the model and the kind of reply that the body asks for."""
+        route = self._endpoint.route
+        self._spelling = next(spelling for spelling in route.spellings if spelling.accepts(body))
+        self._request_id = self._spelling.request_id(body)
+        if route.streaming is None:
+            self._streaming = self._spelling.streams(body)
+        if self._model is None:
+            await self._find(*self._spelling.model(self._path, body))
+            if hasattr(self._model, "open_reply"):
+                raise InvalidInput("model", f"{self.name} generates no tokens, it takes no request on this path")
+
+    def _posted(self, whole: bytes) -> PostedBody:
+        """A JSON object, or what a model that reads bodies itself makes of it. Raises RequestError."""
+        spelled, raw = split_binary(self._headers, whole)
+        if hasattr(self._model, "open_reply") and JSON_LENGTH not in self._headers:
+            content_type = self._headers.get("content-type", "")
+            body = cast(AnswersItself, self._model).parse(spelled, content_type, self._endpoint.route)
         else:
-            await send_json(self._send, 200, _speller(flat)(whole), encoded)
+            body = parse_object(spelled)
+        return PostedBody(body, dict(self._headers), raw)
 
-    async def _stream(self, model: TokenModel, body: Any) -> None:
-        asked = BinaryOutputs.wanted_by(body).asked
-        if asked:
-            raise InvalidInput(asked, "a stream of events has no binary outputs; use an endpoint that answers once")
-        answer, flat = self._open(model, body)
+    async def _unary(self, model: TokenModel, posted: PostedBody) -> None:
+        reply = self._open(model, posted)
+        try:
+            async with watched(self._receive, partial(self._leave, reply)):
+                whole, raw = await reply.attached()
+        finally:
+            reply.close()
+        attributes = as_headers(self._cloud_events(model, reply.request_id))
+        headers = [(name.encode(), value.encode()) for name, value in attributes.items()]
+        if raw is None:
+            await send_json(self._send, 200, orjson.dumps(whole), headers)
+        else:
+            await send_whole(self._send, 200, *_with_binary(whole, raw, headers))
+
+    async def _stream(self, model: TokenModel, posted: PostedBody) -> None:
+        reply = self._open(model, posted)
         try:
             notice_lag_early(self._scope)
-            async with self._events(answer) as events, watched(self._receive, partial(self._leave, answer)):
-                await self._send_all(answer, events, _first_with(self._cloud_events(model, answer.request_id), flat))
+            async with self._events(reply) as events, watched(self._receive, partial(self._leave, reply)):
+                await self._send_all(reply, events)
         finally:
-            answer.close()
-        if answer.error is not None:
-            raise _AlreadyReported from answer.error
+            reply.close()
+        if reply.error is not None:
+            raise _AlreadyReported from reply.error
 
-    def _open(self, model: TokenModel, body: Any) -> tuple[EndpointReply, bool]:
-        """The answer, not begun, and whether it is spelled flat. Raises RequestError."""
-        headers = dict(Headers(scope=self._scope))
-        if hasattr(model, "open_answer"):
-            if isinstance(body, dict):
-                body = with_elements(body, self._raw, len(self._raw))  # a handler takes any number
-            answer = cast(AnswersItself, model).open_answer(body, headers, self._door)
+    def _open(self, model: TokenModel, posted: PostedBody) -> EndpointReply:
+        """The reply, not begun. Raises RequestError."""
+        context = partial(self._context, model)
+        if hasattr(model, "open_reply"):
+            route = self._endpoint.route
+            own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._entrance, context)
             self._opened = True
-            return answer, False
-        generator = model.generator(self._door.entrance)
-        flat = self._door.flat and is_flat(body)
-        body = with_elements(body, self._raw, most_elements(generator.info.max_context))
-        try:
-            payload = as_v2_request(body) if flat else InferenceRequest.model_validate(body)
-        except ValidationError as error:
-            raise as_invalid_input(error) from None
-        insert_headers(payload, headers)
-        request_id = payload.id or str(uuid4())
-        request = decode_request(payload, generator.info, streaming=self._door.streaming, request_id=request_id)
+            return own
+        generator = model.generator(self._entrance)
+        request_id = self._request_id or str(uuid4())
+        request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=request_id)
         self._opened = True
         start = partial(generator.start, request)
-        return V2Answer(request, ModelName(model.name, model.version), start, request_index=None), flat
+        return TokenReply(request, self._spelling, context(request.request_id), start, posted)
 
-    def _events(self, answer: EndpointReply) -> EventStream:
-        options = self._door.options
+    def _context(self, model: TokenModel, request_id: str) -> ReplyContext:
+        """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
+        headers = self._cloud_events(model, request_id) if self._streaming else {}
+        return ReplyContext(model.name, model.version, int(time.time()), headers=headers)
+
+    def _events(self, reply: EndpointReply) -> EventStream:
+        options = self._endpoint.options
         return EventStream(
             self._send,
-            keep_alive=0.0 if answer.chat_tensors else options.keep_alive,
+            keep_alive=options.keep_alive if reply.comments else 0.0,
             stalled_after=options.stalled_reader_timeout,
-            stalled=partial(self._stalled, answer),
+            stalled=partial(self._stalled, reply),
         )
 
-    async def _send_all(self, answer: EndpointReply, events: EventStream, spell: Callable[[Body], bytes]) -> None:
-        """Raises what goes wrong as long as nothing has been sent; later the stream says it."""
+    async def _send_all(self, reply: EndpointReply, events: EventStream) -> None:
+        """Raises an error as long as nothing has been sent; later the stream reports it."""
         try:
-            async for body in answer.bodies():
-                await events.send(spell(body))
+            async for body in reply.bodies():
+                await events.send(orjson.dumps(body))
         except Exception as error:
             if not events.started:
                 raise
-            answer.error = GenerationFailed(as_refusal(error).message)
-            for body in answer.failure_bodies(answer.error):
-                await events.send(spell(body))
+            reply.error = GenerationFailed(as_refusal(error).message)
+            for body in reply.failure(reply.error):
+                await events.send(orjson.dumps(body))
+        end = reply.end()
+        if end is not None:
+            await events.send(end)
         await events.end()
 
-    def _leave(self, answer: EndpointReply) -> None:
+    def _leave(self, reply: EndpointReply) -> None:
         self.left = True
-        answer.close()
+        reply.close()
 
-    def _stalled(self, answer: EndpointReply) -> None:
-        seconds = self._door.options.stalled_reader_timeout
+    def _stalled(self, reply: EndpointReply) -> None:
+        seconds = self._endpoint.options.stalled_reader_timeout
         logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
-        self._leave(answer)
+        self._leave(reply)
         abort(self._scope)
 
     def _cloud_events(self, model: TokenModel, request_id: str) -> dict[str, str]:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
-        self._door.data_plane._inference_middleware.response_middleware(response, model.settings)
+        self._endpoint.data_plane._inference_middleware.response_middleware(response, model.settings)
         return extract_headers(response) or {}
 
 
-async def _send_binary(send: Send, body: Body, raw: bytes, headers: EncodedHeaders) -> None:
+def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple[bytes, EncodedHeaders]:
     """The JSON object and, behind it, the elements of its binary outputs."""
     spelled = orjson.dumps(body)
     length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
-    await send_whole(send, 200, spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers])
-
-
-def _speller(flat: bool) -> Callable[[Body], bytes]:
-    return (lambda body: orjson.dumps(as_flat_reply(body))) if flat else orjson.dumps
-
-
-def _first_with(headers: Mapping[str, str], flat: bool) -> Callable[[Body], bytes]:
-    """Spells the bodies of a stream, the first of them with CloudEvents headers; flat replies have no place for any."""
-    if flat:
-        return _speller(flat)
-    pending = dict(headers)
-
-    def spell(body: Body) -> bytes:
-        if pending:
-            body["parameters"]["headers"] = dict(pending)
-            pending.clear()
-        return orjson.dumps(body)
-
-    return spell
+    return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]

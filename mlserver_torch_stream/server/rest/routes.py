@@ -1,10 +1,12 @@
 """Our routes on MLServer's app, before its own: for our models and for names that no model has.
 
-Knows nothing of what happens behind them. A request for anybody else's model is not even matched here, so MLServer
-serves it as if we were not there.
+Knows nothing of how a request is served. A path that names another model does not match here, so MLServer serves it as
+if our routes did not exist.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from mlserver import MLModel
 from mlserver.registry import MultiModelRegistry
@@ -12,40 +14,42 @@ from mlserver.rest.server import RESTServer
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.connection import NotesTransport
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
 
-_MODELS = ("/v2/models/{model_name}", "/v2/models/{model_name}/versions/{model_version}")
-_STREAMING = {"infer": False, "infer_stream": True, "generate": False, "generate_stream": True}
 
-
-def install(server: RESTServer, options: ServerOptions) -> None:
+def install(server: RESTServer) -> None:
     """Called once for a server, when its first model of ours is registered."""
-    app, data_plane = server._app, server._data_plane
-    registry = data_plane._model_registry
-    routes = [
-        _OurRoute(f"{models}/{door}", Endpoint(data_plane, options, streaming, door.startswith("generate")), registry)
-        for models in _MODELS
-        for door, streaming in _STREAMING.items()
-    ]
-    app.router.routes[:0] = routes
+    app = server._app
     if app.middleware_stack is None:
         app.middleware_stack = app.build_middleware_stack()
     app.middleware_stack = NotesTransport(app.middleware_stack)
 
 
+def add(server: RESTServer, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
+    """Adds the rows whose paths the server does not have; called for each model of ours."""
+    router, data_plane = server._app.router, server._data_plane
+    known = {route.path for route in router.routes if isinstance(route, _OurRoute)}
+    router.routes[:0] = [
+        _OurRoute(row.path, Endpoint(data_plane, options, row), data_plane._model_registry)
+        for row in rows
+        if row.path not in known
+    ]
+
+
 def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> MLModel | None:
-    """What the registry's own ``get_model`` finds, without its coroutines: a route is matched in plain code."""
+    """The model that the registry's own ``get_model`` finds, but synchronously, as routes are matched."""
     versions = registry._models.get(name)
     return None if versions is None else versions._find_model(version)
 
 
 class _OurRoute(Route):
-    """Matches like any route of its path, but no other model's requests."""
+    """Matches like any route of its path, but no path that names another's model."""
 
-    def __init__(self, path: str, door: Endpoint, registry: MultiModelRegistry) -> None:
-        super().__init__(path, door, methods=["POST"], name=f"torch_stream:{path}")
+    def __init__(self, path: str, endpoint: Endpoint, registry: MultiModelRegistry) -> None:
+        super().__init__(path, endpoint, methods=["POST"], name=f"torch_stream:{path}")
         self._registry = registry
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -55,5 +59,7 @@ class _OurRoute(Route):
         return Match.NONE, {}
 
     def _is_ours(self, path: dict[str, str]) -> bool:
+        if "model_name" not in path:
+            return True
         model = find_model(self._registry, path["model_name"], path.get("model_version"))
         return model is None or bool(getattr(model, "streams_tokens", False))

@@ -1,6 +1,6 @@
-"""The answers to every message of one stream, concurrently, merged in the order in which they come.
+"""Answers every message of one stream concurrently, and merges the replies in the order in which they are made.
 
-Knows neither what a message is nor how one is answered: it is given a callable that answers one.
+Knows neither what a message is nor how one is answered: it is given a callable that opens a reply.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Generic, Protocol, TypeVar
 
 Message = TypeVar("Message")
-Reply = TypeVar("Reply", covariant=True)
+Body = TypeVar("Body")
+Body_co = TypeVar("Body_co", covariant=True)
+Response = TypeVar("Response")
 
 
-class MessageReply(Protocol[Reply]):
-    """One message being answered."""
+class MessageReply(Protocol[Body_co]):
+    """The reply to one message."""
 
-    def replies(self) -> AsyncIterator[Reply]: ...
+    def bodies(self) -> AsyncIterator[Body_co]: ...
 
-    def failure(self, error: Exception) -> Sequence[Reply]:
-        """The last replies of an answer that failed beside others that go on."""
+    def failure(self, error: Exception) -> Sequence[Body_co]:
+        """The last bodies of a reply that failed beside others that go on."""
 
     def close(self) -> None:
-        """Cancels what still runs. Synchronous and idempotent."""
+        """Cancels the work for this reply. Synchronous and idempotent."""
 
 
-class ConcurrentReplies(Generic[Message, Reply]):
-    """Reads messages, answers at most ``most_open`` of them at a time, and yields all replies.
+class ConcurrentReplies(Generic[Message, Body, Response]):
+    """Reads messages, opens at most ``most_open`` replies at a time, and yields the bodies of all, converted.
 
     One task reads and one task per message answers, each held here until it has ended. They meet in an outbox of
     one place, so a reader that lags makes them wait and its token streams merge their events meanwhile. ``close``
@@ -34,22 +36,27 @@ class ConcurrentReplies(Generic[Message, Reply]):
     """
 
     def __init__(
-        self, messages: AsyncIterator[Message], answer: Callable[[Message, int], MessageReply[Reply]], most_open: int
+        self,
+        messages: AsyncIterator[Message],
+        answer: Callable[[Message, int], MessageReply[Body]],
+        convert: Callable[[Body], Response],
+        most_open: int,
     ) -> None:
         self._messages = messages
         self._answer = answer
+        self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
-        self._outbox: asyncio.Queue[Reply | _Failure | None] = asyncio.Queue(1)
-        self._open: dict[asyncio.Task[None], MessageReply[Reply]] = {}
+        self._outbox: asyncio.Queue[Response | _Failure | None] = asyncio.Queue(1)
+        self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False
         self._closed = False
         self._reader = asyncio.create_task(self._read())
 
-    def __aiter__(self) -> AsyncIterator[Reply]:
+    def __aiter__(self) -> AsyncIterator[Response]:
         return self
 
-    async def __anext__(self) -> Reply:
+    async def __anext__(self) -> Response:
         item = await self._outbox.get()
         if item is None:
             raise StopAsyncIteration
@@ -76,10 +83,10 @@ class ConcurrentReplies(Generic[Message, Reply]):
                 await asyncio.wait(self._open)
             await self._outbox.put(None)
         except Exception as error:
-            if not self._closed:  # else nobody takes it, and the task would never end
+            if not self._closed:  # else no reader takes it, and the task would never end
                 await self._outbox.put(_Failure(error))
 
-    def _start(self, answer: MessageReply[Reply], work: Coroutine[None, None, None]) -> None:
+    def _start(self, answer: MessageReply[Body], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._open[task] = answer
         task.add_done_callback(self._ended)
@@ -87,28 +94,31 @@ class ConcurrentReplies(Generic[Message, Reply]):
     def _ended(self, task: asyncio.Task[None]) -> None:
         answer = self._open.pop(task)
         if task.cancelled() and not self._closed and not self._reader.done():
-            # Nobody here did that: a CancelledError from inside the answer, which would hang a gRPC client for ever.
+            # ``close`` has not cancelled it: the CancelledError is from inside the reply, and would hang a gRPC client.
             self._start(answer, self._fail(answer, RuntimeError("the generation was cancelled inside the server")))
         else:
             self._slots.release()
 
-    async def _pump(self, answer: MessageReply[Reply]) -> None:
+    async def _pump(self, answer: MessageReply[Body]) -> None:
         try:
-            async for reply in answer.replies():
-                await self._outbox.put(reply)
+            async for body in answer.bodies():
+                await self._outbox.put(self._convert(body))
                 self._replied = True
         except Exception as error:
             await self._fail(answer, error)
         finally:
             answer.close()
 
-    async def _fail(self, answer: MessageReply[Reply], error: Exception) -> None:
+    async def _fail(self, answer: MessageReply[Body], error: Exception) -> None:
         """An only message that fails before its first reply fails the stream; any other fails alone."""
         if self._closed:
             return
         alone = self._received == 1 and not self._replied
-        for item in [_Failure(error)] if alone else answer.failure(error):
-            await self._outbox.put(item)
+        if alone:
+            await self._outbox.put(_Failure(error))
+            return
+        for body in answer.failure(error):
+            await self._outbox.put(self._convert(body))
 
 
 class _Failure:

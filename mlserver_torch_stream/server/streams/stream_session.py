@@ -1,56 +1,68 @@
-"""One call of ``predict_stream``: its messages in, the responses to all of them out.
+"""One call of ``predict_stream`` of either runtime: its messages in, the responses to all of them out.
 
-Knows MLServer's messages and what several of them on one stream mean; how each is answered is ``V2Answer``'s.
+Knows MLServer's messages; nothing of how a reply to one is made, which an opener does.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 from uuid import uuid4
 
 from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.generation import Generator, Opened
-from mlserver_torch_stream.protocol.v2_pieces import decode_piece
-from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
-from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
+from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies, MessageReply
 from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
-from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
-from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
+
+BodyReply = MessageReply[JsonObject]
+
+
+class ReplyOpener(Protocol):
+    """Opens the replies to the messages of one stream; at most ``most_open`` are open at once."""
+
+    most_open: int
+
+    def first(
+        self, payload: InferenceRequest, request_id: str, following: AsyncIterator[InferenceRequest]
+    ) -> tuple[BodyReply, bool]:
+        """The reply to the first message. True: it reads ``following``, all further messages, itself. Raises
+        RequestError."""
+
+    def further(self, payload: InferenceRequest, request_id: str, index: int) -> BodyReply:
+        """The reply to a later message. Raises RequestError."""
+
+    def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
+        """Writes the responses to a message that could not be read."""
 
 
 class StreamSession:
-    """The first message decides what the others are: requests of their own, or pieces of its prompt.
+    """Further messages are requests of their own, or belong to the first, as its reply says.
 
-    MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. At
-    most as many requests are open at once as a batch has rows; the next message is read when one of them has ended.
-    A reader that takes no response for ``stalled_after`` seconds is given up, and a client that sends no further piece
-    of its prompt for ``piece_timeout`` is told so (0: never).
+    MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. The
+    next message is read when fewer than ``most_open`` requests run. The stream of a reader that takes no response for
+    ``stalled_after`` seconds (0: no bound) is cut.
     """
 
     def __init__(
         self,
-        generator: Generator,
-        model: ModelName,
+        name: str,
+        opener: ReplyOpener,
         payloads: AsyncIterator[InferenceRequest],
         visits: InflightRequests,
         stalled_after: float = 0.0,
-        piece_timeout: float = 0.0,
     ) -> None:
-        self._generator = generator
-        self._model = model
+        self._name = name
+        self._opener = opener
         self._payloads = payloads
         self._visits = visits
-        self._request_id = ""
-        self._running: ConcurrentReplies[InferenceRequest | GenerationRequest, InferenceResponse] | V2Answer | None = (
-            None
-        )
         self._stalled_after = stalled_after
-        self._piece_timeout = piece_timeout
+        self._request_id = ""
+        self._replies: ConcurrentReplies[InferenceRequest | None, JsonObject, InferenceResponse] | None = None
         self._unread: ReadTimeout[InferenceResponse] | None = None
 
     async def open(self) -> AsyncIterator[InferenceResponse]:
@@ -59,59 +71,53 @@ class StreamSession:
         if first is None:
             raise InvalidInput("inputs", "the stream ended before its first message")
         self._request_id = first.id or str(uuid4())
-        request = self._decode(first, self._request_id)
-        if request.stream_mode is StreamMode.PROMPT:
-            self._running = V2Answer(request, self._model, partial(self._assemble, request))
-            return self._watched(self._running.replies())
-        self._running = ConcurrentReplies(self._messages(request), self._answer, self._generator.info.max_rows)
-        return self._watched(self._running)
+        following = until(self._visits.aborting, self._payloads)
+        reply, reads_all = self._opener.first(first, self._request_id, following)
+
+        def answer(message: InferenceRequest | None, index: int) -> BodyReply:
+            return reply if message is None else self._further(message, index)
+
+        messages = self._messages(only_first=reads_all)
+        self._replies = ConcurrentReplies(messages, answer, as_response, self._opener.most_open)
+        self._unread = ReadTimeout(self._replies, self._stalled_after, self._stalled)
+        return self._unread
 
     def close(self) -> None:
-        """Cancels what still runs. Synchronous and idempotent."""
+        """Cancels the replies that still run. Synchronous and idempotent."""
         if self._unread is not None:
             self._unread.close()
-        if self._running is not None:
-            self._running.close()
+        if self._replies is not None:
+            self._replies.close()
 
-    def _watched(self, replies: AsyncIterator[InferenceResponse]) -> AsyncIterator[InferenceResponse]:
-        self._unread = ReadTimeout(replies, self._stalled_after, self._stalled)
-        return self._unread
+    async def _messages(self, *, only_first: bool) -> AsyncIterator[InferenceRequest | None]:
+        """None stands for the first message, which has been read."""
+        yield None
+        if not only_first:
+            async for payload in until(self._visits.refusing, self._payloads):
+                yield payload
+
+    def _further(self, payload: InferenceRequest, index: int) -> BodyReply:
+        request_id = f"{self._request_id}-{index}"
+        try:
+            return self._opener.further(payload, request_id, index)
+        except InvalidInput as error:
+            return _RefusedReply(error, self._opener.refused(request_id, index))
 
     def _stalled(self) -> None:
         seconds = self._stalled_after
-        logger.warning(f"A client of model '{self._model.name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self._name}' has read nothing for {seconds:g} s: its stream is cut")
         self.close()
 
-    def _decode(self, payload: InferenceRequest, request_id: str, mode: StreamMode | None = None) -> GenerationRequest:
-        with self._generator.decoding(request_id):
-            request = decode_request(payload, self._generator.info, streaming=True, request_id=request_id)
-            if mode not in (None, request.stream_mode):
-                raise InvalidInput("stream_mode", "differs from that of the stream's first message")
-            return request
 
-    async def _messages(self, first: GenerationRequest) -> AsyncIterator[InferenceRequest | GenerationRequest]:
-        yield first
-        async for payload in until(self._visits.refusing, self._payloads):
-            yield payload
+class _RefusedReply:
+    """The reply to a message that could not be read."""
 
-    def _answer(self, message: InferenceRequest | GenerationRequest, index: int) -> V2Answer:
-        if isinstance(message, GenerationRequest):
-            return V2Answer(message, self._model, partial(self._generator.start, message), index)
-        request_id = f"{self._request_id}-{index}"
-        try:
-            request = self._decode(message, request_id, StreamMode.EACH)
-        except InvalidInput as error:
-            placeholder = GenerationRequest(request_id, (TextPrompt(""),))
-            return V2Answer(placeholder, self._model, partial(_refuse, error), index)
-        return V2Answer(request, self._model, partial(self._generator.start, request), index)
+    def __init__(self, error: InvalidInput, failure: Callable[[Exception], Sequence[JsonObject]]) -> None:
+        self._error = error
+        self.failure = failure
 
-    async def _assemble(self, request: GenerationRequest, opened: Opened) -> None:
-        await self._generator.assemble(request, self._pieces(request), opened, timeout=self._piece_timeout)
+    async def bodies(self) -> AsyncIterator[JsonObject]:
+        for body in self.failure(self._error):
+            yield body
 
-    async def _pieces(self, request: GenerationRequest) -> AsyncIterator[Prompt]:
-        async for payload in until(self._visits.aborting, self._payloads):
-            yield decode_piece(payload, request, self._generator.info)
-
-
-async def _refuse(error: InvalidInput, opened: Opened) -> None:
-    raise error
+    def close(self) -> None: ...

@@ -1,7 +1,6 @@
-"""One request to a handler being answered: its job, and the V2 responses made of its pieces.
+"""The reply to one request for a handler: reads its job and writes its pieces as V2 responses.
 
-``bodies`` and ``whole_body`` are responses as REST spells them, ``replies`` and ``whole`` are MLServer's model of them,
-for gRPC. Knows nothing of other requests on the same stream.
+Knows nothing of other requests on the same stream.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
-from mlserver.types import InferenceResponse
-
 from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, attach_binary
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
 from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
-from mlserver_torch_stream.torchserve.v2_output import Body, Reply, as_rest, no_output
+from mlserver_torch_stream.torchserve.v2_output import Reply, as_rest
 
 # Of a response that holds all pieces: a handler that never ends is not to fill the memory.
 MOST_WHOLE_BYTES, MOST_WHOLE_PIECES = 1 << 30, 1 << 18
@@ -24,9 +23,12 @@ Submit = Callable[[HandlerRequest], HandlerJob]
 
 
 class HandlerReply:
-    """Reads the job that ``submit`` opens, once: as a stream of responses or as a whole of ``most_pieces``."""
+    """Reads the job that ``submit`` opens, once: as a stream of responses, or whole, of at most ``most_pieces`` pieces.
 
-    chat_tensors = False
+    ``binary``: the outputs that a REST client wants as raw bytes; None: for gRPC, where BYTES are bytes.
+    """
+
+    comments = True
 
     def __init__(
         self,
@@ -34,9 +36,11 @@ class HandlerReply:
         reply: Reply,
         submit: Submit,
         watch: HandlerRequestObserver,
+        binary: BinaryOutputs | None = None,
         most_pieces: int = MOST_WHOLE_PIECES,
     ) -> None:
-        self.error: Exception | None = None  # that the client has been told after the answer had begun
+        self.error: Exception | None = None  # that the stream has reported after its first response
+        self._binary = binary
         self._request = request
         self._reply = reply
         self._submit = submit
@@ -55,28 +59,36 @@ class HandlerReply:
             self._job.close()
         self._watch.closed()
 
-    async def bodies(self) -> AsyncIterator[Body]:
-        async for body in self._bodies():
-            yield as_rest(body)
+    async def bodies(self) -> AsyncIterator[JsonObject]:
+        """Raises an error before the first response; later the last response reports it."""
+        begun = False
+        try:
+            async for piece in self._pieces():
+                body = self._spelled(self._reply.piece(piece))
+                begun = True
+                yield body
+        except Exception as error:
+            if not begun:
+                raise
+            self.error = error
+            yield self._spelled(self._reply.failure(error))
 
-    async def replies(self) -> AsyncIterator[InferenceResponse]:
-        async for body in self._bodies():
-            yield _as_response(body)
+    async def attached(self) -> tuple[JsonObject, bytes | None]:
+        """The whole response over REST, and the raw bytes that follow its JSON. Raises RequestError."""
+        binary = self._binary or BinaryOutputs()
+        return attach_binary(as_rest(await self.whole(), binary), binary)
 
-    async def whole_body(self, binary: Callable[[str], bool] = no_output) -> Body:
-        return as_rest(await self._whole(), binary)
-
-    async def whole(self) -> InferenceResponse:
-        return _as_response(await self._whole())
-
-    def failure_bodies(self, error: Exception) -> Sequence[Body]:
+    def failure(self, error: Exception) -> Sequence[JsonObject]:
         """The final response of a stream that has begun; none if it has had that."""
-        return [] if self._reply.final_sent else [as_rest(self._reply.failure(error))]
+        return [] if self._reply.final_sent else [self._spelled(self._reply.failure(error))]
 
-    def failure(self, error: Exception) -> Sequence[InferenceResponse]:
-        return [] if self._reply.final_sent else [_as_response(self._reply.failure(error))]
+    def end(self) -> None:
+        """The last response is the end."""
 
-    async def _whole(self) -> Body:
+    def _spelled(self, body: JsonObject) -> JsonObject:
+        return body if self._binary is None else as_rest(body)
+
+    async def whole(self) -> JsonObject:
         """All pieces as one response. Raises RequestError."""
         pieces: list[ResponsePiece] = []
         size = 0
@@ -89,24 +101,10 @@ class HandlerReply:
         return self._reply.whole(pieces)
 
     def _too_much(self, message: str) -> HandlerFailed:
-        """The handler is told by whoever closes this answer."""
+        """``close`` tells the handler."""
         error = HandlerFailed(message, 507)
         self._watch.failed(error)
         return error
-
-    async def _bodies(self) -> AsyncIterator[Body]:
-        """Raises what goes wrong before the first response; later the last response says it."""
-        begun = False
-        try:
-            async for piece in self._pieces():
-                body = self._reply.piece(piece)
-                begun = True
-                yield body
-        except Exception as error:
-            if not begun:
-                raise
-            self.error = error
-            yield self._reply.failure(error)
 
     async def _pieces(self) -> AsyncGenerator[ResponsePiece, None]:
         last = False
@@ -119,15 +117,10 @@ class HandlerReply:
                 last = piece.last
                 yield piece
             if not last and self._closed:
-                raise asyncio.CancelledError("the answer was closed before its end")
+                raise asyncio.CancelledError("the reply was closed before its end")
             if not last:
                 raise GenerationFailed("the handler's stream ended early")
         except Exception as error:
             self._watch.failed(error)
             raise
         self._watch.done()
-
-
-def _as_response(body: Body) -> InferenceResponse:
-    """gRPC carries no other parameters than strings, integers and booleans, and no error beside them."""
-    return InferenceResponse.model_validate({key: value for key, value in body.items() if key != "error"})

@@ -1,0 +1,179 @@
+"""Collects the values that replies show: those of one event, those of a whole request, and the counts beside them.
+
+Knows nothing of how a spelling arranges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.chat_completion import ChatChoice, finite
+from mlserver_torch_stream.protocol.usage import UsageCounter
+from mlserver_torch_stream.types import (
+    FinishReason,
+    GenerationRequest,
+    ReplyOptions,
+    TextPrompt,
+    TokenEvent,
+    TokenLogprob,
+)
+
+_MOST_ERROR_CHARACTERS = 512  # of a message in a stream, whose lines are bounded; it may quote anything
+
+
+def shown_values(reply: ReplyOptions) -> frozenset[str]:
+    """The values that a reply carries: those that were asked for, within the request's own list of names."""
+    asked = {
+        names.TEXT_OUTPUT: True,
+        names.FINISH_REASON: reply.finish_reason,
+        names.NUM_INPUT_TOKENS: reply.num_input_tokens,
+        names.NUM_OUTPUT_TOKENS: reply.num_output_tokens,
+        names.CUMULATIVE_LOGPROB: reply.cumulative_logprob,
+        names.LOGPROBS: reply.logprobs,
+        names.TOKEN_IDS: reply.token_ids,
+    }
+    return frozenset(
+        name for name, wanted in asked.items() if wanted and (reply.outputs is None or name in reply.outputs)
+    )
+
+
+def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
+    """The values of one event by name: one each, but a list of ids and a list of log-probabilities."""
+    values: dict[str, Any] = {names.TEXT_OUTPUT: event.text} if names.TEXT_OUTPUT in shown else {}
+    if names.TOKEN_IDS in shown and event.token_ids:
+        values[names.TOKEN_IDS] = list(event.token_ids)
+    if names.LOGPROBS in shown and event.logprobs:
+        values[names.LOGPROBS] = logprob_objects(event.logprobs)
+    if names.CUMULATIVE_LOGPROB in shown and event.cumulative_logprob is not None:
+        values[names.CUMULATIVE_LOGPROB] = finite(event.cumulative_logprob)
+    if event.finish_reason is not None:
+        if names.FINISH_REASON in shown:
+            values[names.FINISH_REASON] = event.finish_reason.value
+        if event.usage is not None and names.NUM_INPUT_TOKENS in shown:
+            values[names.NUM_INPUT_TOKENS] = event.usage.num_input_tokens
+        if event.usage is not None and names.NUM_OUTPUT_TOKENS in shown:
+            values[names.NUM_OUTPUT_TOKENS] = event.usage.num_output_tokens
+    return values
+
+
+def logprob_objects(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [
+        {
+            "token_id": entry.token_id,
+            "logprob": finite(entry.logprob),
+            "top": [[token_id, finite(logprob)] for token_id, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+class StreamProgress:
+    """Numbers the messages of one streamed request, and knows which of them is the last."""
+
+    def __init__(self, request: GenerationRequest, request_index: int | None) -> None:
+        self.usage = UsageCounter(request)
+        self.error = ""  # the message of the last sequence that failed
+        self._request_index = request_index
+        self._messages = 0
+
+    def describe(self, event: TokenEvent, target: dict[str, Any]) -> bool:
+        """Writes into ``target`` where the event's message stands in its stream. True: it is the request's last."""
+        final = self.usage.note(event)
+        target["index"] = event.index
+        target["chunk_index"] = self._messages
+        target["triton_final_response"] = final
+        self._messages += 1
+        if self._request_index is not None:
+            target["request_index"] = self._request_index
+        if event.error is not None:
+            self.error = target["error"] = _shortened(str(event.error) or type(event.error).__name__)
+        if final:
+            target.update(totals(self.usage))
+        return final
+
+    def endings(self, error: Exception) -> list[TokenEvent]:
+        """The last events of all sequences that have not ended, which ``error`` ends."""
+        return [TokenEvent(index, finish_reason=FinishReason.ERROR, error=error) for index in self.usage.unfinished]
+
+
+def totals(usage: UsageCounter) -> dict[str, int]:
+    """The counts that only the last message carries."""
+    return {
+        "usage_prompt_tokens": usage.prompt_tokens,
+        "usage_completion_tokens": usage.completion_tokens,
+        "ttft_ms": usage.ttft_ms,
+        "queue_ms": usage.queue_ms,
+    }
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= _MOST_ERROR_CHARACTERS else f"{message[: _MOST_ERROR_CHARACTERS - 1]}…"
+
+
+class _CollectedSequence:
+    """The events of one sequence, joined."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        self.texts.append(event.text)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.finish_reason = event.finish_reason
+        if event.cumulative_logprob is not None:
+            self.cumulative_logprob = event.cumulative_logprob
+
+
+class CollectedReply:
+    """All events of a request, joined by sequence."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.usage = UsageCounter(request)
+        self._request = request
+        self._sequences = [_CollectedSequence() for _ in self.usage.unfinished]
+
+    def add(self, event: TokenEvent) -> None:
+        self.usage.note(event)
+        self._sequences[event.index].add(event)
+
+    def values(self, shown: frozenset[str]) -> dict[str, list[Any]]:
+        """The values by name, one element for each sequence or prompt; the ids of all sequences are one list."""
+        assert not self.usage.unfinished, "a whole reply is asked for before its last event"
+        sequences = self._sequences
+        every: dict[str, list[Any]] = {
+            names.TEXT_OUTPUT: self._echoed_texts(),
+            names.FINISH_REASON: [each.finish_reason.value for each in sequences if each.finish_reason is not None],
+            names.NUM_INPUT_TOKENS: self.usage.prompt_tokens_each,
+            names.NUM_OUTPUT_TOKENS: self.usage.completion_tokens_each,
+            names.CUMULATIVE_LOGPROB: [finite(each.cumulative_logprob) for each in sequences],
+            names.LOGPROBS: [logprob_objects(each.logprobs) for each in sequences],
+            names.TOKEN_IDS: [token_id for each in self._filled_ids() for token_id in each],
+        }
+        return {name: value for name, value in every.items() if name in shown}
+
+    def choices(self) -> list[ChatChoice]:
+        """Every sequence as OpenAI's objects name it."""
+        wanted = self._request.sampling.logprobs
+        return [
+            ChatChoice(index, "".join(each.texts), each.finish_reason, each.logprobs if wanted else None)
+            for index, each in enumerate(self._sequences)
+        ]
+
+    def _echoed_texts(self) -> list[str]:
+        texts = ["".join(each.texts) for each in self._sequences]
+        if not self._request.reply.echo_prompt:
+            return texts
+        prompts = [prompt.text if isinstance(prompt, TextPrompt) else "" for prompt in self._request.prompts]
+        return [prompts[index // self._request.sampling.n] + text for index, text in enumerate(texts)]
+
+    def _filled_ids(self) -> list[list[int]]:
+        """The ids of each sequence; the shorter ones are filled up with -1."""
+        longest = max(len(each.token_ids) for each in self._sequences)
+        return [[*each.token_ids, *[-1] * (longest - len(each.token_ids))] for each in self._sequences]

@@ -1,0 +1,105 @@
+"""Declares what a spelling is: how a request is read, and how its replies, its errors and its end are written.
+
+Knows no transport: nothing of HTTP, gRPC, MLServer or asyncio. A new spelling is one file that derives from
+``Spelling`` and one row of the table in ``spellings``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TokenEvent
+
+JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PostedBody:
+    """The body of one request: its JSON object, the raw bytes that follow the object, and the HTTP headers."""
+
+    json: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    raw: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """What a reply shows besides the request and its tokens.
+
+    ``created`` is in seconds since the epoch. ``request_index`` numbers the requests of one gRPC stream. ``headers``
+    are CloudEvents attributes; a spelling that has a place for them writes them into the first message.
+    """
+
+    model_name: str
+    model_version: str | None = None
+    created: int = 0
+    request_index: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class StreamEncoder(Protocol):
+    """Writes the messages of one streamed request. An event of ``MOST_PER_EVENT`` is at most 48 KiB in each message."""
+
+    def event(self, event: TokenEvent) -> Sequence[JsonObject]:
+        """The messages of one event; the last event's include all that follows it, such as the usage."""
+
+    def fail(self, error: Exception) -> Sequence[JsonObject]:
+        """Ends every sequence that has not ended because of ``error``; no message if all have ended."""
+
+    def end(self) -> bytes | None:
+        """The data of the event that ends the stream, such as ``[DONE]``; None if the last message is the end."""
+
+
+class WholeEncoder(Protocol):
+    """Writes the one reply of a request that is not streamed: every event is added, then ``body`` is called once."""
+
+    def add(self, event: TokenEvent) -> None: ...
+
+    def body(self) -> JsonObject: ...
+
+
+class Spelling(ABC):
+    """One way to write a request and its replies. A spelling has no state; its encoders have.
+
+    ``comments``: SSE comments may stand between the events of its streams.
+    """
+
+    comments = True
+
+    def accepts(self, body: Mapping[str, Any]) -> bool:
+        """True if a body is in this spelling; the spellings of a path are asked in the order of the table."""
+        return True
+
+    def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Name and version of the model: from the path, unless the spelling has them in the body."""
+        return path["model_name"], path.get("model_version")
+
+    def streams(self, body: Mapping[str, Any]) -> bool:
+        """True if the body asks for a stream. Asked only where the path leaves that to the body."""
+        return body.get("stream") is True
+
+    def request_id(self, body: Mapping[str, Any]) -> str:
+        """The client's own id of the request; empty if there is none."""
+        return str(body.get("id") or "")
+
+    @abstractmethod
+    def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        """Raises InvalidInput."""
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder: ...
+
+    @abstractmethod
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder: ...
+
+    def attach(self, posted: PostedBody, body: JsonObject) -> tuple[JsonObject, bytes | None]:
+        """The whole reply as it is sent, and the raw bytes that follow its JSON; None: the reply is JSON alone."""
+        return body, None
+
+    def error(self, status: int, message: str, param: str | None) -> tuple[int, JsonObject]:
+        """Status and body of an error before the first token. ``status`` is that of the error table; ``param`` is the
+        field of the request that is wrong."""
+        return status, {"error": message}

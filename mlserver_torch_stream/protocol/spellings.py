@@ -1,0 +1,38 @@
+"""The table of REST paths: which spellings each of them takes, in the order in which they are tried.
+
+Knows nothing of how a path is served. A row of a new spelling is added here, or by a runtime of one's own in its
+attribute ``rest_routes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlserver_torch_stream.protocol.generate import FLAT
+from mlserver_torch_stream.protocol.seldon_spelling import SELDON
+from mlserver_torch_stream.protocol.spelling import Spelling
+from mlserver_torch_stream.protocol.v2_spelling import V2
+
+
+@dataclass(frozen=True, slots=True)
+class RestRoute:
+    """``streaming`` None: the body says whether it asks for a stream. The first spelling that accepts a body reads it;
+    the last one accepts every body. A path without ``{model_name}`` has spellings that name the model in the body."""
+
+    path: str
+    streaming: bool | None
+    spellings: tuple[Spelling, ...]
+
+
+_MODELS = ("/v2/models/{model_name}", "/v2/models/{model_name}/versions/{model_version}")
+_ENDPOINTS: tuple[tuple[str, bool, tuple[Spelling, ...]], ...] = (
+    ("infer", False, (SELDON, V2)),
+    ("infer_stream", True, (SELDON, V2)),
+    ("generate", False, (FLAT, SELDON, V2)),
+    ("generate_stream", True, (FLAT, SELDON, V2)),
+)
+REST_ROUTES = tuple(
+    RestRoute(f"{models}/{endpoint}", streaming, spellings)
+    for models in _MODELS
+    for endpoint, streaming, spellings in _ENDPOINTS
+)

@@ -1,0 +1,114 @@
+"""The reply to one request for tokens: reads its token stream and writes it in the request's spelling.
+
+Knows nothing of other requests on the same stream, nor of how a token stream is started: it is given a callable that
+starts one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from mlserver_torch_stream.engine.api import TokenStream
+from mlserver_torch_stream.errors import GenerationFailed, RequestError
+from mlserver_torch_stream.generation import Opened
+from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
+from mlserver_torch_stream.types import GenerationRequest, TokenEvent
+
+Start = Callable[[Opened], Awaitable[None]]
+
+
+class TokenReply:
+    """Reads the token stream that ``start`` opens, once: as a stream of messages or as a whole.
+
+    ``posted``: the body that the request was read from, for replies over REST.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        spelling: Spelling,
+        context: ReplyContext,
+        start: Start,
+        posted: PostedBody | None = None,
+    ) -> None:
+        self._request = request
+        self._spelling = spelling
+        self._context = context
+        self._start = start
+        self._posted = posted
+        self._stream: TokenStream | None = None
+        self._closed = False
+        self._begun = False
+        self._encoder = spelling.stream(request, context)
+        self.error: Exception | None = None  # of the first sequence that failed after the reply had begun
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def comments(self) -> bool:
+        return self._spelling.comments
+
+    def close(self) -> None:
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+
+    async def bodies(self) -> AsyncIterator[JsonObject]:
+        """The messages; one whole reply, if the request said ``stream: false``."""
+        if self._request.stream is False:
+            yield await self.whole()
+            return
+        encode = self._encoder.event
+        async for event in self._events():
+            self.error = self.error or event.error
+            messages = encode(event)
+            self._begun = True
+            for message in messages:
+                yield message
+
+    async def whole(self) -> JsonObject:
+        """All that was generated, as one reply."""
+        encoder = self._spelling.whole(self._request, self._context)
+        async for event in self._events():
+            if event.error is not None:
+                raise _as_request_error(event.error)
+            encoder.add(event)
+        return encoder.body()
+
+    async def attached(self) -> tuple[JsonObject, bytes | None]:
+        """The whole reply over REST, and the raw bytes that follow its JSON."""
+        whole = await self.whole()
+        return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
+
+    def failure(self, error: Exception) -> Sequence[JsonObject]:
+        """The last messages of the sequences that have none, which say why."""
+        return self._encoder.fail(error)
+
+    def end(self) -> bytes | None:
+        return self._encoder.end()
+
+    async def _events(self) -> AsyncIterator[TokenEvent]:
+        await self._start(self._opened)
+        assert self._stream is not None
+        unfinished = len(self._request.prompts) * self._request.sampling.n
+        async for event in self._stream:
+            if event.error is not None and not self._begun:
+                raise _as_request_error(event.error)
+            unfinished -= event.finish_reason is not None
+            yield event
+        if unfinished and self._closed:
+            raise asyncio.CancelledError("the reply was closed before its end")
+        if unfinished:
+            raise GenerationFailed("the token stream ended early")
+
+    def _opened(self, stream: TokenStream) -> None:
+        self._stream = stream
+        if self._closed:
+            stream.close()
+
+
+def _as_request_error(error: Exception) -> RequestError:
+    return error if isinstance(error, RequestError) else GenerationFailed(str(error) or type(error).__name__)

@@ -1,0 +1,58 @@
+"""A spelling of at most 60 lines, added through the interface alone: its own path, errors, usage message and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.reply_values import CollectedReply, StreamProgress
+from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
+from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
+from mlserver_torch_stream.runtime import TorchStreamRuntime
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, SamplingParameters, TextPrompt, TokenEvent
+
+
+class TrialSpelling(Spelling):
+    def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
+        return str(body.get("model")), None
+
+    def streams(self, body: Mapping[str, Any]) -> bool:
+        return body.get("live") is True
+
+    def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        if not isinstance(posted.json.get("say"), str):
+            raise InvalidInput("say", "must be a string")
+        sampling = SamplingParameters(max_tokens=int(posted.json.get("limit", 5)), ignore_eos=True)
+        return GenerationRequest(request_id, (TextPrompt(posted.json["say"]),), sampling)
+
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> TrialStream:
+        return TrialStream(request, context.request_index)
+
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> TrialWhole:
+        return TrialWhole(request)
+
+    def error(self, status: int, message: str, param: str | None) -> tuple[int, JsonObject]:
+        return 400 if status == 422 else status, {"problem": {"what": message, "where": param}}
+
+
+class TrialStream(StreamProgress):
+    def event(self, event: TokenEvent) -> Sequence[JsonObject]:
+        final = self.describe(event, {})
+        message = {"problem": {"what": str(event.error)}} if event.error else {"piece": event.text}
+        return (message, {"used": self.usage.completion_tokens}) if final and not event.error else (message,)
+
+    def fail(self, error: Exception) -> Sequence[JsonObject]:
+        return [message for ending in self.endings(error) for message in self.event(ending)]
+
+    def end(self) -> bytes | None:
+        return None if self.error else b"[FIN]"
+
+
+class TrialWhole(CollectedReply):
+    def body(self) -> JsonObject:
+        return {"pieces": [choice.text for choice in self.choices()]}
+
+
+class TrialRuntime(TorchStreamRuntime):
+    rest_routes = (*REST_ROUTES, RestRoute("/trial/chat", None, (TrialSpelling(),)))
