@@ -19,7 +19,7 @@ from benchmarks import chart, gains, machine, report  # noqa: E402
 from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
 from benchmarks.growth import QUICK as QUICK_LADDER  # noqa: E402
 from benchmarks.growth import Ladder, chunk_curve, growth  # noqa: E402
-from benchmarks.model_folder import max_context, model_folder  # noqa: E402
+from benchmarks.model_folder import max_model_len, model_folder  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
 from benchmarks.servers import Ours  # noqa: E402
 from benchmarks.sweep import Plan, run_quietly, run_sweeps, started  # noqa: E402
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     ladder = QUICK_LADDER if options.quick else Ladder()
     if "growth" in options.parts:
         say("growth")
-        result["growth"] = growth(ours, prompts, ladder, max_context(folder))
+        result["growth"] = growth(ours, prompts, ladder, max_model_len(folder))
     if "chunks" in options.parts:
         result["chunk_case"] = "c4+p200" if options.quick else "c32+p2000"
         say("prefill chunks")

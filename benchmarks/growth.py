@@ -35,13 +35,13 @@ class Ladder:
 QUICK = Ladder(streams=(1, 4), stream_tokens=16, contexts=(128, 256), context_tokens=8, waiting=16, chunks=(64, 256))
 
 
-def growth(ours: Ours, prompts: Prompts, ladder: Ladder, max_context: int) -> dict[str, Any]:
+def growth(ours: Ours, prompts: Prompts, ladder: Ladder, max_model_len: int) -> dict[str, Any]:
     rows = max(ladder.streams)
-    many = replace(ours, extra={**ours.extra, "max_num_seqs": rows, "max_queue": 2 * rows})
-    contexts = [each for each in ladder.contexts if each + ladder.context_tokens < max_context]
+    many = replace(ours, extra={**ours.extra, "max_num_seqs": rows, "max_queued_requests": 2 * rows})
+    contexts = [each for each in ladder.contexts if each + ladder.context_tokens < max_model_len]
     with started(many) as live:
         streams, lengths = run_quietly(_climb(live, prompts, ladder, contexts))
-    one = replace(ours, extra={**ours.extra, "max_num_seqs": 1, "max_queue": 2 * ladder.waiting})
+    one = replace(ours, extra={**ours.extra, "max_num_seqs": 1, "max_queued_requests": 2 * ladder.waiting})
     with started(one) as live:
         waiting = run_quietly(_waiting(live, prompts, ladder))
     return {"streams": streams, "contexts": lengths, "memory": {**_per_running(streams), **waiting}}
@@ -94,8 +94,8 @@ def chunk_curve(ours: Ours, prompts: Prompts, scale: Scale, ladder: Ladder, case
     """For each size of prefill chunk: what running streams feel of a long prompt, and how long it waits itself."""
     points = []
     for chunk in ladder.chunks:
-        with started(replace(ours, extra={**ours.extra, "prefill_chunk": chunk})) as live:
-            points.append({"prefill_chunk": chunk, **run_quietly(_disturb(live, prompts, scale, case))})
+        with started(replace(ours, extra={**ours.extra, "chunked_prefill_size": chunk})) as live:
+            points.append({"chunked_prefill_size": chunk, **run_quietly(_disturb(live, prompts, scale, case))})
     return points
 
 

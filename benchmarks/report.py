@@ -111,10 +111,10 @@ def growth_tables(growth: Mapping[str, Any]) -> list[Table]:
 
 
 def chunk_table(points: Sequence[Mapping[str, float]]) -> Table:
-    rows: Table = [["prefill_chunk", "ITL p50 of the others", "ITL p99", "TTFT of the long prompt"]]
+    rows: Table = [["chunked_prefill_size", "ITL p50 of the others", "ITL p99", "TTFT of the long prompt"]]
     for point in points:
         times = [_ms(point, key) for key in ("itl_p50_ms", "itl_p99_ms", "ttft_p50_ms")]
-        rows.append([f"{point['prefill_chunk']:.0f}", *times])
+        rows.append([f"{point['chunked_prefill_size']:.0f}", *times])
     return rows
 
 

@@ -120,14 +120,14 @@ class EngineSettings(BaseModel):
     engine: Literal["auto", "batched", "serial"] = "auto"
     fast_path: Literal["auto", "off"] = "auto"  # our own kernels, where they give the model's logits
     weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load, for our own kernels alone
-    max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
+    max_model_len: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
     max_num_seqs: int = Field(default=32, gt=0)
-    max_queue: int = Field(default=256, gt=0)  # prompts that wait; more are refused
-    max_queue_tokens: int | None = Field(default=None, gt=0)  # tokens of the prompts that wait; None: no bound
+    max_queued_requests: int = Field(default=256, gt=0)  # prompts that wait; more are refused
+    max_queued_tokens: int | None = Field(default=None, gt=0)  # tokens of the prompts that wait; None: no bound
     queue_timeout: float | None = Field(default=None, gt=0)  # seconds that a prompt may wait
     request_timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
     step_timeout: float = Field(default=1800.0, gt=0)  # seconds for the forward of a chunk; then the process ends
-    prefill_chunk: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
+    chunked_prefill_size: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
     kv_cache_memory: Bytes | None = None
     prefix_cache_memory: BytesOrNone | None = None  # of it, for prompts that later ones begin with; 0: none
     threads: int | None = Field(default=None, gt=0)

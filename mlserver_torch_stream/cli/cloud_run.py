@@ -131,7 +131,7 @@ async def model(
 
 def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
     """The engine's queue holds what the stages may hand to it, unless it was told otherwise."""
-    return {"max_queue": max(256, rows), **extra}
+    return {"max_queued_requests": max(256, rows), **extra}
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:

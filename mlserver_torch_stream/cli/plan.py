@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except (SettingsError, LoadFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    context = min(arguments.context, size.max_context)
+    context = min(arguments.context, size.max_model_len)
     on_host = arguments.device == _HOST  # whose ranks would share one memory
     counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else arguments.devices)]
     share, most_kept = (KV_SHARE, HOST_PREFIX_BYTES) if on_host else (GPU_CACHE_SHARE, None)

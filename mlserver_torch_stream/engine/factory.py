@@ -171,7 +171,7 @@ def _start(
     new_backend, context, how = _choose_backend(resolved, prepared, loaded, samplers, codec, host, shares)
     info = ModelInfo(
         vocab_size=vocab_size,
-        max_context=context,
+        max_model_len=context,
         max_rows=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
@@ -182,12 +182,12 @@ def _start(
         info,
         loaded.eos_token_ids,
         bounds=QueueLimits(
-            settings.max_queue,
-            settings.max_queue_tokens,
+            settings.max_queued_requests,
+            settings.max_queued_tokens,
             settings.queue_timeout,
             settings.request_timeout,
             settings.step_timeout,
-            settings.prefill_chunk,
+            settings.chunked_prefill_size,
         ),
         # Our kernels have threads of their own; OpenMP's spin after each operation and would be in their way.
         threads=1 if isinstance(prepared.forward, NativeForward) else threads,
@@ -215,7 +215,7 @@ def _choose_backend(
     """What makes a backend over the weights, the context that it holds, and how it works, in words."""
     settings, findings = resolved.settings, prepared.findings
     problem, steady = findings.problem, steady_positions(loaded.model)
-    if problem is None and steady is not None and loaded.max_context > steady:
+    if problem is None and steady is not None and loaded.max_model_len > steady:
         problem = f"its positions are scaled anew beyond {steady} tokens"
     if findings.cost is None or problem is not None:
         if settings.engine == "batched" or prepared.ranks is not None:
@@ -228,8 +228,8 @@ def _choose_backend(
             check_devices=prepared.check_devices,
             **({} if prepared.pipeline is None else {"passage": prepared.pipeline.run}),
         )
-        return serial, loaded.max_context, f"one request at a time ({problem})"
-    parts = device_shares(findings.costs, loaded.max_context)
+        return serial, loaded.max_model_len, f"one request at a time ({problem})"
+    parts = device_shares(findings.costs, loaded.max_model_len)
     ranks = prepared.ranks
     budget = cache_budget(
         *(parts, settings.kv_cache_memory, shares, codec, host),
@@ -244,17 +244,17 @@ def _choose_backend(
         cache_bytes=budget,
         prefix_bytes=prefix_bytes(budget, settings.prefix_cache_memory, on_host=HOST in parts),
         max_rows=settings.max_num_seqs,
-        prefill_tokens=settings.prefill_chunk if findings.chunked else None,
+        prefill_tokens=settings.chunked_prefill_size if findings.chunked else None,
         forward=prepared.forward if ranks is None else ranks.forward,
         layout=None if ranks is None else ranks.layout,
         faults=_faults(),
         check_devices=prepared.check_devices,
     )
     backend = batched()
-    context = backend.longest_row(loaded.max_context)
+    context = backend.longest_row(loaded.max_model_len)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        if settings.prefix_cache_memory and batched(prefix_bytes=0).longest_row(loaded.max_context) >= 2:
+        if settings.prefix_cache_memory and batched(prefix_bytes=0).longest_row(loaded.max_model_len) >= 2:
             key = "prefix_cache_memory"
         left, free = backend.stats().kv_cache_budget, free_bytes(findings.costs, host)
         raise LoadFailed(f"parameters.extra.{key}: {no_room(prepared.placement, findings.costs, left, free)}")

@@ -136,7 +136,7 @@ class RequestState:
     prompt: list[int]
     params: SamplingParameters
     mailbox: Mailbox
-    max_context: int  # tokens that a row may hold: the model's context, or what the cache can take
+    max_model_len: int  # tokens that a row may hold: the model's context, or what the cache can take
     sealed: bool = True
     priority: int = DEFAULT_PRIORITY
     client: str = ""
@@ -149,13 +149,18 @@ class RequestState:
 
     @classmethod
     def of(
-        cls, given: EngineRequest, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
+        cls,
+        given: EngineRequest,
+        mailbox: Mailbox,
+        codec: TextCodec,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
     ) -> RequestState:
         request = cls(
             list(given.prompt_ids),
             given.sampling,
             mailbox,
-            max_context,
+            max_model_len,
             sealed=not given.open,
             priority=given.priority,
             client=given.client,
@@ -180,7 +185,7 @@ class RequestState:
 
     @property
     def max_tokens(self) -> int:
-        room = self.max_context - len(self.prompt)
+        room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property

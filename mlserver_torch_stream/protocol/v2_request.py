@@ -48,7 +48,7 @@ def decode_request(
     refuse_unreadable(payload)
     if len(payload.id or "") > _MOST_ID_CHARACTERS:
         raise InvalidInput("id", f"must have at most {_MOST_ID_CHARACTERS} characters")
-    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_context)
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
     given = merge_parameters(
         parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
     )

@@ -50,10 +50,10 @@ class Tensor:
         return self.elements[0]
 
 
-def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_context: int) -> dict[str, Tensor]:
+def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_model_len: int) -> dict[str, Tensor]:
     """The tensors by name. One that is not known is refused by name, as is a name that comes twice.
 
-    ``max_context``: tokens that the model takes, so that longer lists are not even looked at.
+    ``max_model_len``: tokens that the model takes, so that longer lists are not even looked at.
     """
     tensors: dict[str, Tensor] = {}
     for given in inputs:
@@ -61,13 +61,13 @@ def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_cont
             refuse(given.name, ..., known, what="input tensor")
         if given.name in tensors:
             raise InvalidInput(given.name, "given twice")
-        tensors[given.name] = _read_tensor(given, most_elements(max_context))
+        tensors[given.name] = _read_tensor(given, most_elements(max_model_len))
     return tensors
 
 
-def most_elements(max_context: int) -> int:
+def most_elements(max_model_len: int) -> int:
     """What a tensor may have for a model of this context."""
-    return max(max_context, _MOST_ELEMENTS)
+    return max(max_model_len, _MOST_ELEMENTS)
 
 
 def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:

@@ -84,5 +84,5 @@ def test_a_quick_run_from_end_to_end(tiny_model: Path, tmp_path: Path, capfd: py
     assert server["failures"] == {}
     assert kept["gains"]["health_p99_ms"] > 0
     assert kept["growth"]["memory"]["waiting"] == 16
-    assert [point["prefill_chunk"] for point in kept["chunks"]] == [64, 256]
+    assert [point["chunked_prefill_size"] for point in kept["chunks"]] == [64, 256]
     assert (tmp_path / "bench.md").is_file()

@@ -37,7 +37,7 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
 
 
 def endless(engine: EngineCore, seed: int = 0, prompt: int = 5) -> EngineRequest:
-    return EngineRequest(prompt_of(prompt, seed), greedy(engine.info.max_context - prompt))
+    return EngineRequest(prompt_of(prompt, seed), greedy(engine.info.max_model_len - prompt))
 
 
 def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrainedModel) -> None:

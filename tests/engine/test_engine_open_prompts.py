@@ -280,7 +280,7 @@ def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTraine
         await until(lambda: engine.stats().open_prompts == 0, "their end")
         opened(engine).close()
 
-    with running(model, max_queue=3) as engine:
+    with running(model, max_queued_requests=3) as engine:
         run(scenario(engine))
 
 

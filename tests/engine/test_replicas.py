@@ -46,7 +46,7 @@ def deaths() -> list[BaseException]:
 
 @pytest.fixture
 def three(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
-    built = build(tiny_model, deaths, replicas=3, max_queue=4, step_timeout=6.0)
+    built = build(tiny_model, deaths, replicas=3, max_queued_requests=4, step_timeout=6.0)
     yield built
     end(built)
 
@@ -127,7 +127,7 @@ def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -
 
 
 def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path) -> None:
-    built = build(tiny_model, replicas=2, max_queue=1, max_num_seqs=1)
+    built = build(tiny_model, replicas=2, max_queued_requests=1, max_num_seqs=1)
 
     async def scenario() -> None:
         streams = []

@@ -29,7 +29,7 @@ from tests.engine.tiny import collect, greedy, idle, prompt_of, run, tokens_of, 
 from tests.engine.tiny import tiny_model as make
 
 REQUESTS = [(prompt_of(3 + 9 * number, number), 8 + 5 * number) for number in range(5)]
-SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 8, "fast_path": "off"}
+SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "chunked_prefill_size": 8, "fast_path": "off"}
 
 
 def build(folder: Path, deaths: list[BaseException] | None = None, **extra: Any) -> BuiltEngine:
@@ -124,7 +124,7 @@ def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
     ranks: BuiltEngine, tiny_model: Path, expected: list[list[int]]
 ) -> None:
     """As after a reload, while the last requests of the engine before still run."""
-    settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queue": 7}
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queued_requests": 7}
     other = build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ranks.shares)
     assert ranks.shares.weights.made == 1
 

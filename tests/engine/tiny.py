@@ -136,8 +136,8 @@ def running(
     prefill_tokens: int | None = 4,
     cache_bytes: int = 2**24,
     max_rows: int = 8,
-    max_queue: int = 64,
-    max_queue_tokens: int | None = None,
+    max_queued_requests: int = 64,
+    max_queued_tokens: int | None = None,
     queue_timeout: float | None = None,
     step_timeout: float | None = None,
     context: int = CONTEXT,
@@ -165,8 +165,8 @@ def running(
             **more,
         )
         context = backend.longest_row(context)
-    info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    bounds = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=context, max_rows=max_rows)
+    bounds = QueueLimits(max_queued_requests, max_queued_tokens, queue_timeout, step_timeout=step_timeout)
     engine = EngineCore(backend, codec, info, eos_token_ids, bounds=bounds, turns=turns, name="test")
     try:
         yield engine

@@ -28,7 +28,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     models = [
         Model("tiny", str(tiny_model), version="v1"),
         Model("other", str(tiny_model), implementation=MODULE_SPELLING),
-        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_num_seqs": 1}),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
         Model("tight", str(tiny_model), extra={"max_num_seqs": 2, "kv_cache_memory": "1MiB"}),
     ]
     with serve(tmp_path_factory.mktemp("server") / "models", models, settings=QUIET) as running:
@@ -52,7 +52,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     }
     models = [
         Model("tiny", str(tiny_model)),
-        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_num_seqs": 1}),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
     ]
     with serve(tmp_path_factory.mktemp("slow") / "models", models, settings=QUIET, environment=environment) as running:
         yield running
@@ -70,7 +70,7 @@ def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: 
     """All that can be noticed of a server is on, but for prompts in the log; ``tiny`` and ``narrow`` as above."""
     models = [
         Model("tiny", str(tiny_model), version="v1"),
-        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_num_seqs": 1}),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
     ]
     environment = {
         "MLSERVER_TORCH_STREAM_VLLM_METRIC_NAMES": "true",

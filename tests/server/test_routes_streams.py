@@ -26,7 +26,7 @@ _LONG = {"max_tokens": 900, "ignore_eos": True}
 def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Each model's 40th decode step fails, long after the first token was sent, then its third prefill."""
     environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01,decode:40:raise,prefill:3:raise"}
-    models = [Model(name, str(tiny_model), extra={"max_context": 1000 + i}) for i, name in enumerate("abc")]
+    models = [Model(name, str(tiny_model), extra={"max_model_len": 1000 + i}) for i, name in enumerate("abc")]
     folder = tmp_path_factory.mktemp("failing") / "models"
     with serve(folder, models, settings=QUIET, environment=environment) as running:
         yield running

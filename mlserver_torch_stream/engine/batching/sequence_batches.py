@@ -85,9 +85,9 @@ class SequenceBatches:
         self._stats = EngineStats(kv_cache_budget=cache_bytes)
         self.progress = StepProgress()
 
-    def longest_row(self, max_context: int) -> int:
+    def longest_row(self, max_model_len: int) -> int:
         """Tokens, prompt and answer together, that the cache's memory has room for in a single row."""
-        return self._scheduler.longest_row(max_context)
+        return self._scheduler.longest_row(max_model_len)
 
     def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
         if self._scheduler.fits_alone(rows, final_length, prompt):

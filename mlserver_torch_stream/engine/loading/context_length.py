@@ -16,17 +16,17 @@ UNLIMITED_CONTEXT = 32768
 _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
 
 
-def max_context(model: Any, asked: int | None) -> int:
+def max_model_len(model: Any, asked: int | None) -> int:
     """Tokens, prompt and answer together; ``asked``: the setting."""
     own = _own_limit(model)
     if own is None:
         return asked or UNLIMITED_CONTEXT
     if asked is not None and asked > own:
-        logger.warning("max_context %d is more than the model's %d positions: using %d", asked, own, own)
+        logger.warning("max_model_len %d is more than the model's %d positions: using %d", asked, own, own)
     steady = steady_positions(model)
     if asked is None and steady is not None and steady < own:
         logger.warning(
-            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_context set to more it "
+            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_model_len set to more it "
             "runs one request at a time",
             *(steady, steady, own),
         )

@@ -24,9 +24,9 @@ class Admission:
         self._bounds = bounds
 
     def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
-        if len(requests) > self._bounds.max_queue:
+        if len(requests) > self._bounds.max_queued_requests:
             raise InvalidInput(
-                "text_input", f"{len(requests)} prompts are more than the queue's {self._bounds.max_queue}"
+                "text_input", f"{len(requests)} prompts are more than the queue's {self._bounds.max_queued_requests}"
             )
         for request in requests:
             self.check_length(len(request.prompt_ids), open_ended=request.open)
@@ -34,7 +34,7 @@ class Admission:
             self.check_size(request, len(request.prompt_ids), refusal)
 
     def check_length(self, tokens: int, *, open_ended: bool) -> None:
-        context = self._info.max_context
+        context = self._info.max_model_len
         if tokens == 0 and not open_ended:
             raise InvalidInput("text_input", "the prompt is empty")
         if tokens >= context:
@@ -48,7 +48,7 @@ class Admission:
 
     def check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
         """Of a prompt that has so many tokens now."""
-        context, asked = self._info.max_context, request.sampling.max_tokens
+        context, asked = self._info.max_model_len, request.sampling.max_tokens
         final = context if asked is None else min(context, prompt + asked)
         reason = refusal(request.sampling.n, prompt, final)
         if reason is not None:
@@ -57,17 +57,20 @@ class Admission:
 
     def check_open(self, count: int, retry_after: int) -> None:
         """Of prompts whose end has not come, before another one is opened."""
-        if count >= self._bounds.max_queue:
+        if count >= self._bounds.max_queued_requests:
             raise QueueFull(
-                f"{count} prompts are being sent in pieces already, of {self._bounds.max_queue} allowed", retry_after
+                f"{count} prompts are being sent in pieces already, of {self._bounds.max_queued_requests} allowed",
+                retry_after,
             )
 
     def check_queue(
         self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int
     ) -> None:
         bounds = self._bounds
-        if waiting + len(requests) > bounds.max_queue:
-            raise QueueFull(f"{waiting} prompts are waiting already, of {bounds.max_queue} allowed", retry_after)
+        if waiting + len(requests) > bounds.max_queued_requests:
+            raise QueueFull(
+                f"{waiting} prompts are waiting already, of {bounds.max_queued_requests} allowed", retry_after
+            )
         tokens = waiting_tokens + sum(len(request.prompt_ids) for request in requests)
-        if bounds.max_queue_tokens is not None and waiting and tokens > bounds.max_queue_tokens:
-            raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queue_tokens} allowed", retry_after)
+        if bounds.max_queued_tokens is not None and waiting and tokens > bounds.max_queued_tokens:
+            raise QueueFull(f"{tokens} prompt tokens would wait, of {bounds.max_queued_tokens} allowed", retry_after)

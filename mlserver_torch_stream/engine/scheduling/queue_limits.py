@@ -21,8 +21,8 @@ FAR = 3600.0  # seconds; a thread cannot wait for the 300 years that somebody ma
 class QueueLimits:
     """Times in seconds; None: no bound."""
 
-    max_queue: int = 256  # prompts that wait
-    max_queue_tokens: int | None = None  # of the prompts that wait
+    max_queued_requests: int = 256  # prompts that wait
+    max_queued_tokens: int | None = None  # of the prompts that wait
     queue_timeout: float | None = None  # from submit to the start of the prefill
     request_timeout: float | None = None  # from submit to the last token, where the request says nothing
     step_timeout: float | None = None  # for the forward of up to ``chunk`` tokens

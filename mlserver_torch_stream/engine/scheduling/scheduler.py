@@ -144,9 +144,9 @@ class Scheduler:
         need = bytes_alone(self.limits.cost, rows, final_length, prompt)
         return rows <= self.limits.max_rows and need <= self.limits.cache_bytes
 
-    def longest_row(self, max_context: int) -> int:
+    def longest_row(self, max_model_len: int) -> int:
         """The most tokens that a single row can hold, prompt and answer together."""
-        low, high = 0, max_context
+        low, high = 0, max_model_len
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.fits_alone(1, middle, middle) else (low, middle - 1)

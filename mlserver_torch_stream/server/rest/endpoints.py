@@ -205,7 +205,7 @@ class _EndpointRequest:
             return answer, False
         generator = model.generator(self._door.entrance)
         flat = self._door.flat and is_flat(body)
-        body = with_elements(body, self._raw, most_elements(generator.info.max_context))
+        body = with_elements(body, self._raw, most_elements(generator.info.max_model_len))
         try:
             payload = as_v2_request(body) if flat else InferenceRequest.model_validate(body)
         except ValidationError as error:
