@@ -46,11 +46,11 @@ class EngineStats:
     prefix_cache_bytes: int = 0  # of prompts that are kept for later ones that begin alike
     decode_steps: int = 0
     prefill_tokens: int = 0
-    prefix_hit_tokens: int = 0  # of prompts, copied instead of prefilled
-    generated_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0  # of prompts, copied instead of prefilled
+    generation_tokens: int = 0
     cancelled_sequences: int = 0  # their stream was closed
     timed_out_sequences: int = 0
-    zombie_steps: int = 0  # rows decoded in a step that began after their stream was closed
+    wasted_tokens: int = 0  # rows decoded in a step that began after their stream was closed
 
     def counting_on(self, before: EngineStats) -> EngineStats:
         """With the counts of what was in this one's place before."""
@@ -60,11 +60,11 @@ class EngineStats:
 COUNTERS = (
     "decode_steps",
     "prefill_tokens",
-    "prefix_hit_tokens",
-    "generated_tokens",
+    "prefix_cache_hit_tokens",
+    "generation_tokens",
     "cancelled_sequences",
     "timed_out_sequences",
-    "zombie_steps",
+    "wasted_tokens",
 )
 
 

@@ -29,7 +29,7 @@ class ServerOptions(BaseModel):
     drain_delay: float = Field(0.0, ge=0)  # after SIGTERM, not ready but still taking requests, while routers look away
     drain_grace: float = Field(30.0, ge=0)  # then, for the streams in flight; what is left ends with `abort`
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # of a REST request, after decompression
-    keep_alive: float = Field(15.0, ge=0)  # between comments on a silent REST stream; 0: none
+    sse_ping_interval: float = Field(15.0, ge=0)  # between comments on a silent REST stream; 0: none
     stalled_reader_timeout: float = Field(60.0, ge=0)  # for a client that reads nothing; 0: none
     piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC; 0: none
     log_requests: bool = True  # one line per request, never its prompt

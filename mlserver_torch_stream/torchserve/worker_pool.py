@@ -34,11 +34,11 @@ class WorkerPool:
         name: str,
         config: HandlerConfig,
         order: Callable[[int], WorkerOrder],
-        figures: HandlerMetrics,
+        metrics: HandlerMetrics,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._figures = figures
+        self._metrics = metrics
         self._close = close
         self._waiting = BatchQueue(config)
         self._jobs: dict[str, HandlerJob] = {}
@@ -50,7 +50,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Raises LoadFailed."""
         await self._crew.start()
-        self._figures.asked = self
+        self._metrics.gauges = self
 
     # --- what the lifecycle asks of an engine ---
 
@@ -70,10 +70,10 @@ class WorkerPool:
         self._crew.end()
         self._close()  # first: a process that is to end waits for the rest no longer than a moment
         self._crew.wait()
-        if self._figures.asked is self:  # and not who came after it
-            self._figures.asked = None
+        if self._metrics.gauges is self:  # and not who came after it
+            self._metrics.gauges = None
 
-    # --- what figures ask ---
+    # --- what the metrics read ---
 
     @property
     def waiting(self) -> int:
@@ -169,15 +169,15 @@ class WorkerPool:
             job.signed = now
             job.alone |= len(batch) == 1 or self._joinable
             place.active[job.key] = job
-        self._figures.batches += 1
-        self._figures.batched_requests += len(batch)
+        self._metrics.batches += 1
+        self._metrics.batched_requests += len(batch)
         assert place.worker is not None
         place.worker.send(*batch_message(batch), everybody=self.config.broadcasts)
 
     # --- what workers say ---
 
     def came(self, place: WorkerSlot) -> None:
-        self._figures.restarts = self._crew.restarts
+        self._metrics.worker_restarts = self._crew.restarts
         self._pump()
 
     def heard(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
@@ -189,7 +189,7 @@ class WorkerPool:
         elif kind in ("sends", "asks", "next", "meets"):
             self._of_ranks(place, header)
         elif kind == "metric":
-            self._figures.note(header["name"], header["type"], header["value"], header["labels"])
+            self._metrics.note(header["name"], header["type"], header["value"], header["labels"])
 
     def lost(self, place: WorkerSlot, why: str) -> None:
         """Its requests fail, and those of the sequences whose state it held."""
@@ -212,7 +212,7 @@ class WorkerPool:
             if job is None:
                 continue
             job.signed = place.signed
-            self._figures.pieces += 1
+            self._metrics.responses += 1
             if _SEQUENCE_END in item["headers"]:
                 job.closes_sequence = True
             self._hand_over(place, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))

@@ -196,7 +196,7 @@ def test_random_company(family: str, seed: int) -> None:
     async def scenario(engine: EngineCore) -> None:
         await asyncio.gather(*(one(engine, number) for number in range(len(lengths))))
         await until(lambda: idle(engine), "an idle engine")
-        assert engine.stats().zombie_steps == 0
+        assert engine.stats().wasted_tokens == 0
 
     with running(model, context=1024, prefill_tokens=16, max_queued_requests=100, cache_bytes=2**20) as engine:
         run(scenario(engine))

@@ -82,8 +82,8 @@ def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltE
     end(one)
     assert "3 replicas" in three.summary
     assert run(scenario(three.engine)) == expected
-    assert three.engine.stats().generated_tokens == sum(count for _, count in REQUESTS)
-    assert [member.stats().generated_tokens > 0 for member in members(three)] == [True] * 3
+    assert three.engine.stats().generation_tokens == sum(count for _, count in REQUESTS)
+    assert [member.stats().generation_tokens > 0 for member in members(three)] == [True] * 3
 
 
 def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:

@@ -85,9 +85,9 @@ def test_two_ranks_give_the_tokens_of_one_process(ranks: BuiltEngine, expected: 
 
 def test_kept_prompts_are_kept_on_every_rank(ranks: BuiltEngine, expected: list[list[int]]) -> None:
     run(together(ranks.engine, REQUESTS))
-    before = ranks.engine.stats().prefix_hit_tokens
+    before = ranks.engine.stats().prefix_cache_hit_tokens
     assert run(together(ranks.engine, REQUESTS)) == expected
-    assert ranks.engine.stats().prefix_hit_tokens > before
+    assert ranks.engine.stats().prefix_cache_hit_tokens > before
 
 
 def test_each_rank_holds_half_of_the_cache_and_of_the_layers(ranks: BuiltEngine, tiny_model: Path) -> None:

@@ -46,7 +46,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Every step takes its time and every bound is small; ``narrow`` has one row and one place in its queue."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": "prefill:1:slow=0.3,decode:1:slow=0.02",
-        "MLSERVER_TORCH_STREAM_KEEP_ALIVE": "0.05",
+        "MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL": "0.05",
         "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "0.5",
         "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(SMALL_BODY),
     }

@@ -141,13 +141,13 @@ _SPELLINGS = {
 def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
     """Proxies read lines of 64 KiB at most; with all that may be asked for, a token is two kilobytes and more."""
     door, body = _SPELLINGS[spelling]
-    before = server.counters("tiny")["generated_tokens"]
+    before = server.counters("tiny")["generation_tokens"]
     slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
     with (
         httpx.Client(transport=slow, timeout=v2.TIMEOUT_S) as reader,
         reader.stream("POST", f"{server.url}/v2/models/tiny/{door}", json=body) as response,
     ):
-        server.wait_for("tiny", lambda now: now["generated_tokens"] - before >= 500)
+        server.wait_for("tiny", lambda now: now["generation_tokens"] - before >= 500)
         lines = [line for line in response.iter_lines() if line.startswith("data: ")]
     assert sum(map(len, lines)) > 200_000 > 48 * 1024 >= max(len(line.encode()) for line in lines)
     replies = [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -90,7 +90,7 @@ def test_more_than_one_message_carries_is_run_in_several_batches(tmp_path: Path,
                 pool.submit(request("x" * 5000))
             jobs = [pool.submit(request("x" * 1500, f"r{index}")) for index in range(4)]
             assert [(await texts(job))[0].split()[1] for job in jobs] == ["1500"] * 4
-            assert pool._figures.batched_requests == 4 and pool._crew.restarts == 0
+            assert pool._metrics.batched_requests == 4 and pool._crew.restarts == 0
 
     run(scenario())
 
@@ -122,7 +122,7 @@ def test_all_for_whom_there_is_room_go_to_a_worker_that_comes_back_however_many_
             await outcome(pool.submit(request("")))
             jobs = [pool.submit(request("x" * 1500, f"r{index}")) for index in range(4)]
             assert [await texts(job) for job in jobs] == [["met"]] * 4
-            assert pool._figures.batches == 3  # the first one, and two for the four
+            assert pool._metrics.batches == 3  # the first one, and two for the four
 
     run(scenario())
 
@@ -147,7 +147,7 @@ def test_a_batch_and_an_answer_of_more_than_a_gibibyte_leave_the_worker_alive(tm
             jobs = [pool.submit(HandlerRequest(f"r{index}", [RequestPart("body", "", quarter)])) for index in range(5)]
             for job in jobs:
                 assert [len(piece.value) async for piece in job] == [1 << 28]
-            assert pool._figures.batches == 2
+            assert pool._metrics.batches == 2
             with pytest.raises(RequestTooLarge):
                 pool.submit(HandlerRequest("five", [RequestPart("body", "", quarter)] * 5))
             failed = await outcome(pool.submit(HandlerRequest("large", [RequestPart("large", "", b"")])))

@@ -90,7 +90,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
                 "server_name": "MMS",
                 "limit_max_image_pixels": True,
             }
-            own = {(name, kind): value for (name, kind, _), value in pool._figures.own.items()}
+            own = {(name, kind): value for (name, kind, _), value in pool._metrics.own.items()}
             assert own["Seen", "counter"] == [1, 2.0] and own["Took", "gauge"] == [1, 1.5]
             with pytest.raises(HandlerFailed, match="no such thing") as failed:
                 await texts(pool.submit(HandlerRequest("r-2", [RequestPart("fail", "text/plain", b"yes")])))

@@ -157,7 +157,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
             raise choice
         self._sampler.accept(choice.token_id)
         self._answer.accept(choice.token_id, choice.logprob)
-        self._backend.count(decode_steps=1, generated_tokens=1)
+        self._backend.count(decode_steps=1, generation_tokens=1)
         self._deliver([self._answer])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0

@@ -21,35 +21,41 @@ from mlserver_torch_stream.server.observability.request_metrics import ModelRequ
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "running_sequences": ("Rows that are being decoded now", lambda now: now.running_sequences),
-    "waiting_requests": ("Prompts that are queued", lambda now: now.waiting_requests),
-    "waiting_tokens": ("Tokens of the prompts that are queued", lambda now: now.waiting_tokens),
+    "running_sequences": ("Sequences that are being decoded", lambda now: now.running_sequences),
+    "waiting_requests": ("Prompts in the queue", lambda now: now.waiting_requests),
+    "waiting_tokens": ("Tokens of the prompts in the queue", lambda now: now.waiting_tokens),
     "prefilling_requests": ("Prompts that are in prefill", lambda now: now.prefilling_requests),
     "open_prompts": ("Prompts that are being sent in pieces", lambda now: now.open_prompts),
-    "kv_cache_bytes": ("KV cache reserved by running and prefilling rows", lambda now: now.kv_cache_bytes),
-    "kv_cache_budget_bytes": ("KV cache that may be reserved at most", lambda now: now.kv_cache_budget),
+    "kv_cache_bytes": ("Bytes of KV cache that running sequences and prefills reserve", lambda now: now.kv_cache_bytes),
+    "kv_cache_budget_bytes": ("Bytes of KV cache that may be reserved", lambda now: now.kv_cache_budget),
     "prefix_cache_bytes": (
-        "KV cache of prompts kept for later ones that begin alike",
+        "Bytes of the prefix cache",
         lambda now: now.prefix_cache_bytes,
     ),
-    "kv_cache_use_ratio": (
-        "Share of the KV cache's budget that is reserved",
+    "kv_cache_usage_ratio": (
+        "Share of the KV cache's budget that is reserved, from 0 to 1",
         lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
     ),
 }
 _ENGINE_COUNTERS = {
-    "decode_steps": "Decode steps of the whole batch",
-    "prefill_tokens": "Prompt tokens prefilled",
-    "prefix_hit_tokens": "Prompt tokens that were copied from an earlier prompt instead",
-    "generated_tokens": "Tokens generated, also those that nobody read",
-    "cancelled_sequences": "Sequences that ended because their client left",
-    "timed_out_sequences": "Sequences that ended because their time was over, in the queue or later",
-    "zombie_steps": "Rows decoded in a step that began after their stream was closed",
+    "decode_steps": "Decode steps of the batch",
+    "prefill_tokens": "Prompt tokens that were prefilled",
+    "prefix_cache_hit_tokens": "Prompt tokens that were copied from the prefix cache instead",
+    "generation_tokens": "Tokens that were generated, whether or not a client read them",
+    "cancelled_sequences": "Sequences whose client disconnected",
+    "timed_out_sequences": "Sequences that timed out, in the queue or later",
+    "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",
 }
 _REQUEST_COUNTERS = {
-    "requests": ("reason", "Requests by the gravest finish reason of their sequences, or `cancelled`, or `refused`"),
-    "sequences": ("reason", "Sequences by finish reason; those of a client that left are `abort`"),
-    "request_errors": ("error", "Requests that failed, by REST status, whichever door they came through"),
+    "requests": (
+        "finish_reason",
+        "Requests: the gravest finish reason of their sequences, `cancelled` or `refused`",
+    ),
+    "sequences": ("finish_reason", "Sequences by finish reason; those of a client that disconnected are `abort`"),
+    "request_errors": (
+        "status_code",
+        "Requests that failed, by the REST status of their error, also over gRPC",
+    ),
 }
 _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": ("first_token", "From a request's start to its first event, tokenizing included"),
@@ -57,8 +63,11 @@ _REQUEST_HISTOGRAMS = {
         "inter_token",
         "Between a sequence's tokens; k tokens that came as one event are k gaps of a k-th of the time since the last",
     ),
-    "queue_time_seconds": ("queue", "The longest wait of a request's prompts before their prefill began"),
-    "request_seconds": ("request", "From a request's start to its last event; without refused and cancelled ones"),
+    "request_queue_time_seconds": ("queue", "The longest wait of a request's prompts before their prefill began"),
+    "e2e_request_latency_seconds": (
+        "request",
+        "From a request's start to its last event; refused and cancelled requests are left out",
+    ),
 }
 
 

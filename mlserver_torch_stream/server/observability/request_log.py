@@ -45,19 +45,19 @@ class RequestLog:
         logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
 
     def _fields(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
-        yield "request", _quoted(record.request_id)
+        yield "request_id", _quoted(record.request_id)
         yield "model", _quoted(record.model)
         yield "version", _quoted(record.version)
-        yield "door", record.entrance.value
+        yield "endpoint", record.endpoint.value
         yield "status", str(record.status)
-        yield "client", "left" if record.client_left else "stayed"
-        yield "finish", ",".join(reason.value for reason in record.reasons) or "-"
+        yield "client", "disconnected" if record.client_disconnected else "connected"
+        yield "finish_reason", ",".join(reason.value for reason in record.reasons) or "-"
         yield "sequences", str(record.sequences)
         yield "prompt_tokens", str(record.prompt_tokens)
-        yield "generated_tokens", str(record.generated_tokens)
-        yield "queue_ms", _milliseconds(record.queue_s)
+        yield "completion_tokens", str(record.completion_tokens)
+        yield "queue_time_ms", _milliseconds(record.queue_s)
         yield "ttft_ms", _milliseconds(record.ttft_s)
-        yield "total_ms", _milliseconds(record.total_s)
+        yield "e2e_latency_ms", _milliseconds(record.e2e_s)
         if record.error is not None:
             yield "error", type(record.error).__name__
         if isinstance(record.error, InvalidInput):
@@ -70,9 +70,9 @@ def _contents(record: RequestRecord) -> Iterator[tuple[str, str]]:
     if record.prompts:
         yield "prompts", _json([_prompt(prompt) for prompt in record.prompts])
     if record.texts:
-        yield "texts", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
+        yield "outputs", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
     if record.error is not None:
-        yield "message", _json(str(record.error))
+        yield "error_message", _json(str(record.error))
 
 
 def _prompt(prompt: Prompt) -> Any:

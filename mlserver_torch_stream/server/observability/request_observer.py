@@ -17,7 +17,7 @@ from mlserver_torch_stream.server.observability import tracing
 from mlserver_torch_stream.server.observability.metrics import REQUESTS
 from mlserver_torch_stream.server.observability.request_log import RequestLog
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
-from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, EndpointKind, RequestRecord
+from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
 # What a request ended with if its sequences ended differently: the first of these.
@@ -100,7 +100,7 @@ class ServerRequestObserver:
             elif self._record.ttft_s is None:
                 self._first_token(now)
             self._last[event.index] = now
-            self._record.generated_tokens += count
+            self._record.completion_tokens += count
         if self._keeps_text:
             self._record.texts.setdefault(event.index, []).append(event.text)
         if event.finish_reason is not None:
@@ -115,7 +115,7 @@ class ServerRequestObserver:
     def closed(self) -> None:
         """Nobody reads on. Before its end, and without an error, that means that the client has left."""
         if self._record.error is None and not self._ended:
-            self._record.status = CLIENT_LEFT
+            self._record.status = CLIENT_CLOSED_REQUEST
         self._end()
 
     def _first_token(self, now: float) -> None:
@@ -140,7 +140,7 @@ class ServerRequestObserver:
             return
         self._ended = True
         record = self._record
-        record.total_s = time.monotonic() - self._began
+        record.e2e_s = time.monotonic() - self._began
         if record.error is not None:
             record.status = status_of(record.error)
         self._count()
@@ -161,12 +161,12 @@ class ServerRequestObserver:
         metrics.sequences[FinishReason.ABORT.value] += self._unfinished
         if record.queue_s is not None:
             metrics.queue.observe(record.queue_s)
-        if not record.client_left:
-            metrics.request.observe(record.total_s)
+        if not record.client_disconnected:
+            metrics.request.observe(record.e2e_s)
 
     def _outcome(self) -> str:
         record = self._record
-        if record.client_left:
+        if record.client_disconnected:
             return CANCELLED
         if not self._accepted:
             return REFUSED

@@ -11,7 +11,7 @@ from enum import Enum
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt
 
 OK = 200
-CLIENT_LEFT = 499  # nginx's; it goes to logs only, as nobody is there to see it
+CLIENT_CLOSED_REQUEST = 499  # nginx's; it goes to logs only, as nobody is there to see it
 
 
 class EndpointKind(str, Enum):
@@ -34,14 +34,14 @@ class RequestRecord:
     request_id: str
     model: str
     version: str
-    entrance: EndpointKind
+    endpoint: EndpointKind
     request: GenerationRequest | None = None  # None: it could not be decoded
     prompts: tuple[Prompt, ...] = ()  # whole, although they may have come in pieces
     prompt_tokens: int = 0
-    generated_tokens: int = 0  # that the reader was given
+    completion_tokens: int = 0  # that the reader was given
     queue_s: float | None = None
     ttft_s: float | None = None
-    total_s: float = 0.0
+    e2e_s: float = 0.0
     reasons: list[FinishReason] = field(default_factory=list)  # of the sequences that ended
     texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only for who may log them
     error: BaseException | None = None
@@ -52,5 +52,5 @@ class RequestRecord:
         return len(self.request.prompts) * self.request.sampling.n if self.request is not None else 0
 
     @property
-    def client_left(self) -> bool:
-        return self.status == CLIENT_LEFT
+    def client_disconnected(self) -> bool:
+        return self.status == CLIENT_CLOSED_REQUEST

@@ -40,7 +40,7 @@ def start_span(tracer: Tracer, record: RequestRecord) -> Span:
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.request_id,
         "mlserver_torch_stream.model.version": record.version,
-        "mlserver_torch_stream.door": record.entrance.value,
+        "mlserver_torch_stream.endpoint": record.endpoint.value,
     }
     if request is not None:
         attributes.update(_asked(request))
@@ -64,7 +64,7 @@ def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
 
 def end_span(span: Span, record: RequestRecord) -> None:
     span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
-    span.set_attribute("gen_ai.usage.output_tokens", record.generated_tokens)
+    span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
     span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
     if record.ttft_s is not None:
         span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
@@ -74,7 +74,7 @@ def end_span(span: Span, record: RequestRecord) -> None:
         span.set_attribute("error.type", type(record.error).__name__)
         # What is said of bad input may quote it.
         span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
-    elif record.client_left:
-        span.set_attribute("error.type", "client_left")
-        span.set_status(Status(StatusCode.ERROR, "the client left"))
+    elif record.client_disconnected:
+        span.set_attribute("error.type", "client_disconnected")
+        span.set_status(Status(StatusCode.ERROR, "the client disconnected"))
     span.end()

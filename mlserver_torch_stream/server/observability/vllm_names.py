@@ -39,10 +39,10 @@ _HISTOGRAMS = {
 
 
 _TOKENS: dict[str, Callable[[EngineStats], float]] = {
-    "prompt_tokens": lambda stats: stats.prefill_tokens + stats.prefix_hit_tokens,
-    "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_hit_tokens,
-    "prefix_cache_hits": lambda stats: stats.prefix_hit_tokens,
-    "generation_tokens": lambda stats: stats.generated_tokens,
+    "prompt_tokens": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
+    "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
+    "prefix_cache_hits": lambda stats: stats.prefix_cache_hit_tokens,
+    "generation_tokens": lambda stats: stats.generation_tokens,
 }
 
 

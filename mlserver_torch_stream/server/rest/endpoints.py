@@ -221,7 +221,7 @@ class _EndpointRequest:
         options = self._door.options
         return EventStream(
             self._send,
-            keep_alive=0.0 if answer.chat_tensors else options.keep_alive,
+            keep_alive=0.0 if answer.chat_tensors else options.sse_ping_interval,
             stalled_after=options.stalled_reader_timeout,
             stalled=partial(self._stalled, answer),
         )

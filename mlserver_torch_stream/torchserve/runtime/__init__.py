@@ -28,7 +28,7 @@ from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
 from mlserver_torch_stream.server.rest.refusal import as_invalid_input
 from mlserver_torch_stream.server.status import as_server_error
-from mlserver_torch_stream.torchserve.handler_metrics import FIGURES
+from mlserver_torch_stream.torchserve.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build, envelope_of
 from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
@@ -122,6 +122,6 @@ class TorchServeRuntime(BaseRuntime):
         built = self._stay.built
         speaks_v2 = envelope_of(built.archive) == "kservev2"
         reply = Reply(self.name, self.version, request, speaks_v2, request_index)
-        figures = FIGURES.of(self.name, self.version)
+        figures = HANDLER_METRICS.of(self.name, self.version)
         watch = HandlerRequestObserver(request.request_id, self.name, self.version, entrance, figures)
         return HandlerReply(request, reply, built.engine.submit, watch)

@@ -11,7 +11,7 @@ from mlserver_torch_stream.errors import NotServing, QueueFull
 from mlserver_torch_stream.server.observability.metrics import REQUESTS
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
 from mlserver_torch_stream.server.observability.request_observer import SINKS, status_of
-from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, EndpointKind, RequestRecord
+from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.types import FinishReason
 
@@ -43,7 +43,7 @@ class HandlerRequestObserver:
     def closed(self) -> None:
         """Nobody reads on. Before its end that means that the client has left."""
         if not self._ended:
-            self._record.status = CLIENT_LEFT
+            self._record.status = CLIENT_CLOSED_REQUEST
             self._end("cancelled", CANCELLED, None)
 
     def _end(self, outcome: str, reason: str, error: Exception | None) -> None:
@@ -52,7 +52,7 @@ class HandlerRequestObserver:
         self._ended = True
         record = self._record
         record.error = error
-        record.total_s = time.monotonic() - self._began
+        record.e2e_s = time.monotonic() - self._began
         self._figures.requests[outcome] += 1
         counts = REQUESTS.of(record.model, record.version)
         counts.requests[reason] += 1
