@@ -23,10 +23,10 @@ from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
-from mlserver_torch_stream.server.observability.metrics import ENGINES, REQUESTS
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.streams.stream_session import StreamSession
 from mlserver_torch_stream.server.streams.v2_answer import ModelName, V2Answer
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class TorchStreamRuntime(BaseRuntime):
     """Streams the tokens of a Hugging Face causal language model."""
 
-    _stay: ModelSlot[BuiltEngine]
+    _slot: ModelSlot[BuiltEngine]
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -48,16 +48,16 @@ class TorchStreamRuntime(BaseRuntime):
     async def load(self) -> bool:
         with self._loading():
             resolved = resolve(self.settings)
-            built = await self._stay.begin(partial(build, resolved, f"{self.name}/{self.version or ''}"))
-        ENGINES.add(self.name, self.version, built.engine.stats)
-        REQUESTS.of(self.name, self.version)  # all figures are there from now on, at 0
+            built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
+        ENGINE_METRICS.add(self.name, self.version, built.engine.stats)
+        REQUEST_METRICS.of(self.name, self.version)  # all figures are there from now on, at 0
         logger.info(f"Model '{self.name}': {built.summary}{resolved.told}")
         return True
 
     async def unload(self) -> bool:
-        built = await self._stay.end()
+        built = await self._slot.unload()
         if built is not None:
-            ENGINES.remove(self.name, self.version, built.engine.stats)
+            ENGINE_METRICS.remove(self.name, self.version, built.engine.stats)
             del built
             await in_thread(reclaim_memory)
         return True
@@ -83,7 +83,7 @@ class TorchStreamRuntime(BaseRuntime):
             generator = self._entered(EndpointKind.GRPC_STREAM)
             options = read_options()
             patience = options.stalled_reader_timeout, options.piece_timeout
-            session = StreamSession(generator, self._model_name(), payloads, self.visits, *patience)
+            session = StreamSession(generator, self._model_name(), payloads, self.inflight, *patience)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -95,7 +95,7 @@ class TorchStreamRuntime(BaseRuntime):
 
     def generator(self, entrance: EndpointKind) -> Generator:
         """What turns requests into token streams. Raises NotServing."""
-        built = self._stay.built
+        built = self._slot.built
         return Generator(built.engine, built.codec, built.info, self._watcher(entrance))
 
     def _entered(self, entrance: EndpointKind, request_id: str = "") -> Generator:

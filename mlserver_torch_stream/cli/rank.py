@@ -57,10 +57,10 @@ def _lead(folder: str) -> int:
         print(f"error: {word}", file=sys.stderr, flush=True)
     finally:
         from mlserver_torch_stream.engine.tensor_parallel.rendezvous import dismiss
-        from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
+        from mlserver_torch_stream.server.process_state import LIFECYCLE
 
         # A signal, which all ranks get, rather than a failure: MLServer ends alike.
-        told = status == 0 and (LIFECYCLE.ending or models == [])
+        told = status == 0 and (LIFECYCLE.draining or models == [])
         if dismiss(os.environ, word, 1.0 if told else _PATIENCE) and not told:
             status = 1
     return status

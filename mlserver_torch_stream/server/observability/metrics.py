@@ -1,15 +1,13 @@
-"""All metrics of this process's token models, in prometheus_client's default registry, read at scrape time.
+"""The Prometheus metrics of token models, computed at scrape time.
 
-Knows nothing of who scrapes. Registered once per process: MLServer never reloads this module, and the registry refuses
-a second collector with the same names. The labels are a model's name and version, as its settings have them, and a
-``reason`` or ``error`` out of a fixed list: nothing that a client writes.
+Knows nothing of scrapers. The labels are a model's name and version from its settings, and a ``finish_reason`` or a
+``status_code`` from a fixed list: no text of a client becomes a label. Names follow vLLM's where vLLM has the metric.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -72,7 +70,7 @@ _REQUEST_HISTOGRAMS = {
 
 
 class TokenMetrics(Collector):
-    """What the engines and the watched requests have counted, by model and version."""
+    """Exports the counts of engines and of requests, by model and version."""
 
     def __init__(self, engines: EngineMetrics, requests: RequestMetrics) -> None:
         self.vllm_names = False
@@ -80,7 +78,7 @@ class TokenMetrics(Collector):
         self._requests = requests
 
     def describe(self) -> Iterator[Metric]:
-        """Our own names, so that nobody else takes them."""
+        """Our own names, so that the registry refuses another collector that uses them."""
         return self._own({}, {}, [])
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +93,7 @@ class TokenMetrics(Collector):
         counters: dict[Labels, EngineStats],
         requests: list[tuple[Labels, ModelRequests]],
     ) -> Iterator[Metric]:
-        yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models whose engine is here", value=len(gauges))
+        yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models that are loaded", value=len(gauges))
         for name, (text, read) in _ENGINE_GAUGES.items():
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
             for labels, stats in gauges.items():
@@ -122,9 +120,3 @@ def _of_requests(requests: list[tuple[Labels, ModelRequests]]) -> Iterator[Metri
             observed = getattr(counts, field)
             histogram.add_metric(labels, observed.buckets(), observed.sum)
         yield histogram
-
-
-ENGINES = EngineMetrics()
-REQUESTS = RequestMetrics()
-METRICS = TokenMetrics(ENGINES, REQUESTS)
-REGISTRY.register(METRICS)

@@ -1,7 +1,7 @@
-"""One line per request at its end, as ``key=value`` pairs, in the format that MLServer's own lines have.
+"""One log line per request at its end, as ``key=value`` pairs, in the format of MLServer's own lines.
 
-Knows nothing of where lines go. What a client wrote is quoted as JSON, so that no line and no terminal command can be
-made of it; neither prompts nor answers nor error messages, which may quote them, are in it unless asked for.
+Knows nothing of log handlers. A client's text is quoted as JSON, so that it can forge no line and no terminal command.
+Prompts, answers and error messages, which may quote them, are left out unless the operator asks for them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt
 
 _PACKAGE = "mlserver_torch_stream"
 _PLAIN = frozenset("-_.:/+@")
-_MOST_CHARS = 128  # of what a client may choose freely
+_MOST_CHARS = 128  # of a text that a client chooses
 
 logger = logging.getLogger(f"{_PACKAGE}.requests")
 
 
 def join_mlservers_log() -> None:
-    """Our loggers take level and handlers from MLServer's, unless an operator gives them their own. Idempotent.
+    """Gives our loggers MLServer's level and handlers, unless an operator configures their own. Idempotent.
 
-    Their names are not below ``mlserver``, so without it nothing below a warning would be shown.
+    Our loggers' names are not below ``mlserver``, so that without it only warnings would be shown.
     """
     logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
 
 
 class RequestLog:
-    """``prompts``: with prompts, answers and error messages. ``structured``: lines end up inside a JSON string."""
+    """``prompts`` adds prompts, answers and error messages; ``structured``: MLServer puts lines into JSON strings."""
 
     def __init__(self, *, prompts: bool = False, structured: bool = False) -> None:
         self.prompts = prompts
@@ -84,7 +84,7 @@ def _prompt(prompt: Prompt) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """As it is, if it can be taken for nothing else; otherwise as a JSON string of ASCII characters."""
+    """The text itself if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
     if len(text) > _MOST_CHARS:
         text = f"{text[:_MOST_CHARS]}..."
     plain = text.isascii() and all(character.isalnum() or character in _PLAIN for character in text)

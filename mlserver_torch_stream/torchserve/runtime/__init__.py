@@ -42,18 +42,18 @@ from mlserver_torch_stream.torchserve.v2_output import Reply
 class TorchServeRuntime(BaseRuntime):
     """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
 
-    _stay: ModelSlot[BuiltPool]
+    _slot: ModelSlot[BuiltPool]
 
     async def load(self) -> bool:
         join_mlservers_log()
         loop = asyncio.get_running_loop()
         with self._loading():
-            built = await self._stay.begin(lambda _: build(self.settings, loop))
+            built = await self._slot.load(lambda _: build(self.settings, loop))
         logger.info(f"Model '{self.name}': {built.summary}")
         return True
 
     async def unload(self) -> bool:
-        await self._stay.end()
+        await self._slot.unload()
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
@@ -71,7 +71,7 @@ class TorchServeRuntime(BaseRuntime):
         session: HandlerSession | None = None
         try:
             opened = partial(self._open, entrance=EndpointKind.GRPC_STREAM)
-            session = HandlerSession(self.name, opened, payloads, self.visits, read_options().stalled_reader_timeout)
+            session = HandlerSession(self.name, opened, payloads, self.inflight, read_options().stalled_reader_timeout)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -91,7 +91,7 @@ class TorchServeRuntime(BaseRuntime):
         """For the REST doors: a V2 request, or behind ``generate`` the handler's own body."""
         request_id = str((body.get("id") if isinstance(body, dict) else None) or uuid4())
         if isinstance(body, RequestPart) or (door.flat and not is_v2(body)):
-            request = read_body(body, headers, request_id, self._stay.built.engine.config)
+            request = read_body(body, headers, request_id, self._slot.built.engine.config)
             return self._answer(request, None, door.entrance)
         try:
             payload = InferenceRequest.model_validate(body)
@@ -112,14 +112,14 @@ class TorchServeRuntime(BaseRuntime):
         return self._answer(request, request_index, entrance)
 
     def _read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
-        built = self._stay.built
+        built = self._slot.built
         unreadable = getattr(payload, "_error", None)
         if isinstance(unreadable, InvalidInput):  # a gRPC message that could not be converted
             raise unreadable
         return read_request(payload, request_id, built.engine.config, envelope_of(built.archive))
 
     def _answer(self, request: HandlerRequest, request_index: int | None, entrance: EndpointKind) -> HandlerReply:
-        built = self._stay.built
+        built = self._slot.built
         speaks_v2 = envelope_of(built.archive) == "kservev2"
         reply = Reply(self.name, self.version, request, speaks_v2, request_index)
         figures = HANDLER_METRICS.of(self.name, self.version)
