@@ -31,9 +31,9 @@ def headline(result: Mapping[str, Any]) -> list[str]:
     return [f"{machine['date']}, {where}{load}; {result['model']}, sweeps: {result['sweeps']}"]
 
 
-def case_table(server: Mapping[str, Any], door: str) -> Table:
+def case_table(server: Mapping[str, Any], endpoint: str) -> Table:
     rows = [_CASE_HEAD]
-    for name, found in server["cases"].get(door, {}).items():
+    for name, found in server["cases"].get(endpoint, {}).items():
         best, median = found["best"], found["median"]
         rate = f"{best['tokens_per_s']:.0f} ({median['tokens_per_s']:.0f})" if "tokens_per_s" in best else _NONE
         times = [_ms(best, key) for key in (
@@ -125,7 +125,7 @@ def sections(result: Mapping[str, Any]) -> list[tuple[str, list[str] | Table]]:
     if len(servers) > 1:
         found.append(("Ratios, ours / theirs", ratio_table(result)))
     for server in servers:
-        found += [(f"{server['name']}, {door}", case_table(server, door)) for door in server["cases"]]
+        found += [(f"{server['name']}, {endpoint}", case_table(server, endpoint)) for endpoint in server["cases"]]
     if servers:
         found += [("", legend(servers[0])), ("Servers", server_table(result))]
     if "gains" in result:

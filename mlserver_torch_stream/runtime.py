@@ -51,7 +51,7 @@ class TorchStreamRuntime(BaseRuntime):
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         ENGINE_METRICS.add(self.name, self.version, built.engine.stats)
         REQUEST_METRICS.of(self.name, self.version)  # all figures are there from now on, at 0
-        logger.info(f"Model '{self.name}': {built.summary}{resolved.told}")
+        logger.info(f"Model '{self.name}': {built.summary}{resolved.summary}")
         return True
 
     async def unload(self) -> bool:

@@ -57,7 +57,7 @@ def test_a_chart_is_drawn_of_what_is_there(result: dict[str, Any], tmp_path: Pat
     assert (tmp_path / "docs" / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--parts", "all,x"], ["--doors", "telnet"]])
+@pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--parts", "all,x"], ["--endpoints", "telnet"]])
 def test_wrong_options_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse(arguments)
