@@ -19,7 +19,7 @@ from benchmarks import chart, gains, machine, report  # noqa: E402
 from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
 from benchmarks.growth import QUICK as QUICK_LADDER  # noqa: E402
 from benchmarks.growth import Ladder, chunk_curve, growth  # noqa: E402
-from benchmarks.model_folder import max_context, model_folder  # noqa: E402
+from benchmarks.model_folder import max_model_len, model_folder  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
 from benchmarks.servers import Ours  # noqa: E402
 from benchmarks.sweep import Plan, run_quietly, run_sweeps, started  # noqa: E402
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"warning: {busy}", file=sys.stderr)
     if "load" in options.parts:
         cases = make_cases(options.cases, options.scale, prompts)
-        plan = Plan(cases, options.scale, prompts, options.sweeps, options.doors, say=say)
+        plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
         result["servers"] = [measured.as_json() for measured in run_sweeps([ours], plan)]
     if "gains" in options.parts:
         say("sixteen at once and in turn, liveness")
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     ladder = QUICK_LADDER if options.quick else Ladder()
     if "growth" in options.parts:
         say("growth")
-        result["growth"] = growth(ours, prompts, ladder, max_context(folder))
+        result["growth"] = growth(ours, prompts, ladder, max_model_len(folder))
     if "chunks" in options.parts:
         result["chunk_case"] = "c4+p200" if options.quick else "c32+p2000"
         say("prefill chunks")
@@ -84,13 +84,13 @@ def keep(result: dict[str, Any], folder: Path | None, name: str, title: str) -> 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
-    parser.add_argument("--doors", default="rest,grpc", help="default: %(default)s")
+    parser.add_argument("--endpoints", default="rest,grpc", help="default: %(default)s")
     parser.add_argument("--parts", default="load,gains,growth", help=f"of {', '.join(_PARTS)}, or all")
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
-    options.doors = tuple(options.doors.split(","))
+    options.endpoints = tuple(options.endpoints.split(","))
     options.parts = _PARTS if options.parts == "all" else tuple(options.parts.split(","))
-    for given, known in ((options.doors, ("rest", "grpc")), (options.parts, _PARTS)):
+    for given, known in ((options.endpoints, ("rest", "grpc")), (options.parts, _PARTS)):
         for each in given:
             if each not in known:
                 parser.error(f"{each!r} is none of {', '.join(known)}")

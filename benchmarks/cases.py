@@ -6,7 +6,7 @@
     c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
     mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
 
-Knows no server: it is given a door.
+Knows no server: it is given an endpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from benchmarks import load
 from benchmarks.answers import Answer, Ask, check_all
 from benchmarks.figures import Figures, disturbance, summarize
-from benchmarks.load import Door
+from benchmarks.load import Endpoint
 from benchmarks.process import Usage
 from benchmarks.prompts import Prompts
 from benchmarks.recording import Recording
@@ -69,47 +69,47 @@ class Case:
         match = _match(self.name)
         return bool(match["mix"] or match["late"] or int(match["streams"] or 1) > _SERIAL_STREAMS)
 
-    async def run(self, door: Door, pid: int, sweep: object) -> Figures:
+    async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
         """``sweep`` names this run: no other has its prompts. Raises WrongCount or BadAnswer."""
         match = _match(self.name)
         if match["mix"]:
-            return await self._mix(door, pid, sweep)
+            return await self._mix(endpoint, pid, sweep)
         if match["late"]:
-            return await self._late(door, pid, sweep, int(match["streams"]), int(match["late"]))
+            return await self._late(endpoint, pid, sweep, int(match["streams"]), int(match["late"]))
         if match["again"]:
-            return await self._again(door, pid, sweep, int(match["prompt"]))
+            return await self._again(endpoint, pid, sweep, int(match["prompt"]))
         if match["prompt"]:
-            return await self._waves(door, pid, [[self._ask(int(match["prompt"]), sweep)]])
+            return await self._waves(endpoint, pid, [[self._ask(int(match["prompt"]), sweep)]])
         streams = int(match["streams"])
         waves = max(1, self.scale.wave_streams // streams)
         size = self.scale.prompt_tokens
         asked = [[self._ask(size, sweep, wave, index) for index in range(streams)] for wave in range(waves)]
-        return await self._waves(door, pid, asked)
+        return await self._waves(endpoint, pid, asked)
 
-    async def _waves(self, door: Door, pid: int, asked: Sequence[Sequence[Ask]]) -> Figures:
+    async def _waves(self, endpoint: Endpoint, pid: int, asked: Sequence[Sequence[Ask]]) -> Figures:
         async with Usage(pid) as usage:
-            recorded = [await load.together(door, asks) for asks in asked]
-        waves = [_read(door, asks, recordings) for asks, recordings in zip(asked, recorded, strict=True)]
+            recorded = [await load.together(endpoint, asks) for asks in asked]
+        waves = [_read(endpoint, asks, recordings) for asks, recordings in zip(asked, recorded, strict=True)]
         return {**summarize(waves), **usage.figures}
 
-    async def _late(self, door: Door, pid: int, sweep: object, streams: int, late_tokens: int) -> Figures:
+    async def _late(self, endpoint: Endpoint, pid: int, sweep: object, streams: int, late_tokens: int) -> Figures:
         size = self.scale.prompt_tokens
         asks = [self._ask(size, sweep, index, new=self.scale.running_new_tokens) for index in range(streams - 1)]
         late = self._ask(late_tokens, sweep, "late", new=self.scale.late_new_tokens)
         async with Usage(pid) as usage:
-            recordings, intruder = await load.intrusion(door, asks, late)
-        answers, late_answer = _read(door, asks, recordings), _read(door, [late], [intruder])[0]
+            recordings, intruder = await load.intrusion(endpoint, asks, late)
+        answers, late_answer = _read(endpoint, asks, recordings), _read(endpoint, [late], [intruder])[0]
         return {**disturbance(answers, late_answer), **usage.figures}
 
-    async def _again(self, door: Door, pid: int, sweep: object, tokens: int) -> Figures:
+    async def _again(self, endpoint: Endpoint, pid: int, sweep: object, tokens: int) -> Figures:
         """Two prompts that differ in their last tokens only."""
         text, _ = self.prompts.text(tokens, self.name, sweep)
         endings = [f"{text} {ending}" for ending in ("And then it rained.", "The next day was dry.")]
         first, second = [Ask(each, self.prompts.count(each), self.scale.new_tokens) for each in endings]
-        _read(door, [first], await load.together(door, [first]))
-        return await self._waves(door, pid, [[second]])
+        _read(endpoint, [first], await load.together(endpoint, [first]))
+        return await self._waves(endpoint, pid, [[second]])
 
-    async def _mix(self, door: Door, pid: int, sweep: object) -> Figures:
+    async def _mix(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
         scale = self.scale
         dice = random.Random(7)  # the same lengths and arrivals in every sweep and for every server
         asks, offsets, now = [], [], 0.0
@@ -119,8 +119,8 @@ class Case:
             offsets.append(now)
             now += dice.expovariate(scale.mix_per_s)
         async with Usage(pid) as usage:
-            recordings = await load.at_times(door, asks, offsets)
-        return {**summarize([_read(door, asks, recordings)]), **usage.figures}
+            recordings = await load.at_times(endpoint, asks, offsets)
+        return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
 
     def _ask(self, tokens: int, *label: object, new: int | None = None) -> Ask:
         return Ask(*self.prompts.text(tokens, self.name, *label), new or self.scale.new_tokens)
@@ -131,12 +131,12 @@ def make_cases(names: Sequence[str], scale: Scale, prompts: Prompts) -> list[Cas
     return [Case(_match(name)[0], scale, prompts) for name in names]
 
 
-async def warm_up(door: Door, scale: Scale, prompts: Prompts, streams: int) -> None:
+async def warm_up(endpoint: Endpoint, scale: Scale, prompts: Prompts, streams: int) -> None:
     """So that nothing is done for the first time while it is measured: alone, in a batch, and a long prompt."""
     short = replace(scale, new_tokens=min(8, scale.new_tokens))
     for count, tokens in ((1, scale.prompt_tokens), (streams, scale.prompt_tokens), (1, 4 * scale.prompt_tokens)):
         asks = [Ask(*prompts.text(tokens, "warm", count, index), short.new_tokens) for index in range(count)]
-        _read(door, asks, await load.together(door, asks))
+        _read(endpoint, asks, await load.together(endpoint, asks))
 
 
 def describe(name: str) -> str:
@@ -157,8 +157,8 @@ def _match(name: str) -> re.Match[str]:
     return match
 
 
-def _read(door: Door, asks: Sequence[Ask], recordings: Sequence[Recording]) -> list[Answer]:
-    answers = [door.read(recording) for recording in recordings]
+def _read(endpoint: Endpoint, asks: Sequence[Ask], recordings: Sequence[Recording]) -> list[Answer]:
+    answers = [endpoint.read(recording) for recording in recordings]
     check_all(asks, answers)
     return answers
 

@@ -24,7 +24,7 @@ def available() -> bool:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Over the number of concurrent streams: rate, first token, gaps between tokens; each server and door a line."""
+    """Over the number of streams: rate, first token, gaps between tokens; a line for each server and endpoint."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,7 +60,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each server and door: how it is called, and its cases."""
+    """Each server and endpoint: how it is called, and its cases."""
     for server in result["servers"]:
-        for door, cases in server["cases"].items():
-            yield server["name"] + (f", {door}" if len(server["cases"]) > 1 else ""), cases
+        for endpoint, cases in server["cases"].items():
+            yield server["name"] + (f", {endpoint}" if len(server["cases"]) > 1 else ""), cases

@@ -19,19 +19,19 @@ _HEALTH_GOAL_MS = 100.0
 
 
 async def measure(live: Live, prompts: Prompts, streams: int, tokens: int, health_tokens: int) -> dict[str, Any]:
-    door = live.doors["rest"]
+    endpoint = live.endpoints["rest"]
 
     def asks(label: str, new_tokens: int) -> list[Ask]:
         return [Ask(*prompts.text(16, "gains", label, index), new_tokens) for index in range(streams)]
 
     warm, at_once, one_by_one, beside = (asks(each, tokens) for each in ("warm", "together", "in turn", "health"))
-    await load.together(door, warm)
-    together = [door.read(each) for each in await load.together(door, at_once)]
-    in_turn = [door.read(each) for each in await load.in_turn(door, one_by_one)]
+    await load.together(endpoint, warm)
+    together = [endpoint.read(each) for each in await load.together(endpoint, at_once)]
+    in_turn = [endpoint.read(each) for each in await load.in_turn(endpoint, one_by_one)]
     check_all(at_once, together)
     check_all(one_by_one, in_turn)
     running = asyncio.ensure_future(
-        load.together(door, [Ask(ask.prompt, ask.prompt_tokens, health_tokens) for ask in beside])
+        load.together(endpoint, [Ask(ask.prompt, ask.prompt_tokens, health_tokens) for ask in beside])
     )
     latencies = await load.probe_health(live.http_port, running)
     await running

@@ -111,9 +111,9 @@ async def speed(engine: Engine, rows: int, seconds: float) -> float:
             await asyncio.sleep(0.01)
         if (found := engine.stats().running_sequences) < rows:
             print(f"    only {found} of {rows} rows run at the same time")
-        began, tokens = time.monotonic(), engine.stats().generated_tokens
+        began, tokens = time.monotonic(), engine.stats().generation_tokens
         await asyncio.sleep(seconds)
-        return (engine.stats().generated_tokens - tokens) / (time.monotonic() - began)
+        return (engine.stats().generation_tokens - tokens) / (time.monotonic() - began)
     finally:
         for stream in streams:
             stream.close()

@@ -1,6 +1,6 @@
 """Shapes of load: all at once, one after another, as they come, and one long prompt among running streams.
 
-Knows neither servers nor figures: it sends asks through a door and gives back the recordings.
+Knows neither servers nor figures: it sends asks through an endpoint and gives back the recordings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STREAM_S = 1800.0  # a serial server takes minutes for the last of 32
 _SETTLED = 16
 
 
-class Door(Protocol):
+class Endpoint(Protocol):
     """One way into one running server."""
 
     def request(self, ask: Ask) -> bytes: ...
@@ -30,49 +30,51 @@ class Door(Protocol):
     async def close(self) -> None: ...
 
 
-async def together(door: Door, asks: Sequence[Ask]) -> list[Recording]:
+async def together(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
     """All at once."""
-    return await _run(door, asks, [0.0] * len(asks))
+    return await _run(endpoint, asks, [0.0] * len(asks))
 
 
-async def in_turn(door: Door, asks: Sequence[Ask]) -> list[Recording]:
+async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
     """Each when the one before it has ended."""
-    return [recording for ask in asks for recording in await together(door, [ask])]
+    return [recording for ask in asks for recording in await together(endpoint, [ask])]
 
 
-async def at_times(door: Door, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
+async def at_times(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
     """Each at its own time, whatever the server makes of it."""
-    return await _run(door, asks, offsets)
+    return await _run(endpoint, asks, offsets)
 
 
-async def intrusion(door: Door, asks: Sequence[Ask], late: Ask) -> tuple[list[Recording], Recording]:
+async def intrusion(endpoint: Endpoint, asks: Sequence[Ask], late: Ask) -> tuple[list[Recording], Recording]:
     """All at once; when every one of them streams, the late one comes."""
     recordings = [Recording() for _ in asks]
     settled = when_all_stream(recordings, _SETTLED)
-    first = asyncio.gather(*(_send(door, door.request(ask), each) for ask, each in zip(asks, recordings, strict=True)))
+    first = asyncio.gather(
+        *(_send(endpoint, endpoint.request(ask), each) for ask, each in zip(asks, recordings, strict=True))
+    )
     intruder = Recording()
     try:
         either: list[asyncio.Future[Any]] = [settled, first]
         await asyncio.wait(either, timeout=STREAM_S, return_when=asyncio.FIRST_COMPLETED)
-        await _send(door, door.request(late), intruder)
+        await _send(endpoint, endpoint.request(late), intruder)
     finally:
         await first
     return recordings, intruder
 
 
-async def _run(door: Door, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
-    requests = [door.request(ask) for ask in asks]
+async def _run(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
+    requests = [endpoint.request(ask) for ask in asks]
     recordings = [Recording() for _ in asks]
     await asyncio.gather(
-        *(_send(door, *each) for each in zip(requests, recordings, offsets, strict=True)),
+        *(_send(endpoint, *each) for each in zip(requests, recordings, offsets, strict=True)),
     )
     return recordings
 
 
-async def _send(door: Door, request: bytes, recording: Recording, offset: float = 0.0) -> None:
+async def _send(endpoint: Endpoint, request: bytes, recording: Recording, offset: float = 0.0) -> None:
     if offset:
         await asyncio.sleep(offset)
-    await asyncio.wait_for(door.send(request, recording), STREAM_S)
+    await asyncio.wait_for(endpoint.send(request, recording), STREAM_S)
 
 
 async def probe_health(port: int, until: asyncio.Future[Any], every_s: float = 0.01) -> list[float]:

@@ -36,6 +36,6 @@ def model_folder(uri: str, extra: Mapping[str, Any]) -> Path:
     return folder
 
 
-def max_context(folder: Path) -> int:
+def max_model_len(folder: Path) -> int:
     """Tokens, as the model's own config says."""
     return int(json.loads((folder / "config.json").read_text()).get("max_position_embeddings", 2048))

@@ -125,10 +125,10 @@ async def _measure(engine: EngineCore, rows: int, seconds: float) -> float:
 
 async def _next_step(engine: EngineCore) -> tuple[float, int]:
     """When one has ended, and the tokens so far; what lies between two of them is whole steps."""
-    tokens = engine.stats().generated_tokens
-    while engine.stats().generated_tokens == tokens:
+    tokens = engine.stats().generation_tokens
+    while engine.stats().generation_tokens == tokens:
         await asyncio.sleep(0.0005)
-    return time.monotonic(), engine.stats().generated_tokens
+    return time.monotonic(), engine.stats().generation_tokens
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Figure(NamedTuple):
 def measure(uri: str, seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     _say(f"overload, {seconds:g} s")
-    with started(uri, {"max_num_seqs": _ROWS, "max_queue": _QUEUE}) as server:
+    with started(uri, {"max_num_seqs": _ROWS, "max_queued_requests": _QUEUE}) as server:
         found["overload"] = asyncio.run(overload(server, _ROWS, _TOKENS, seconds))
     for kind in ("raise", "death"):
         _say(f"fault: {kind}")

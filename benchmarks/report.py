@@ -31,9 +31,9 @@ def headline(result: Mapping[str, Any]) -> list[str]:
     return [f"{machine['date']}, {where}{load}; {result['model']}, sweeps: {result['sweeps']}"]
 
 
-def case_table(server: Mapping[str, Any], door: str) -> Table:
+def case_table(server: Mapping[str, Any], endpoint: str) -> Table:
     rows = [_CASE_HEAD]
-    for name, found in server["cases"].get(door, {}).items():
+    for name, found in server["cases"].get(endpoint, {}).items():
         best, median = found["best"], found["median"]
         rate = f"{best['tokens_per_s']:.0f} ({median['tokens_per_s']:.0f})" if "tokens_per_s" in best else _NONE
         times = [_ms(best, key) for key in (
@@ -111,10 +111,10 @@ def growth_tables(growth: Mapping[str, Any]) -> list[Table]:
 
 
 def chunk_table(points: Sequence[Mapping[str, float]]) -> Table:
-    rows: Table = [["prefill_chunk", "ITL p50 of the others", "ITL p99", "TTFT of the long prompt"]]
+    rows: Table = [["chunked_prefill_size", "ITL p50 of the others", "ITL p99", "TTFT of the long prompt"]]
     for point in points:
         times = [_ms(point, key) for key in ("itl_p50_ms", "itl_p99_ms", "ttft_p50_ms")]
-        rows.append([f"{point['prefill_chunk']:.0f}", *times])
+        rows.append([f"{point['chunked_prefill_size']:.0f}", *times])
     return rows
 
 
@@ -125,7 +125,7 @@ def sections(result: Mapping[str, Any]) -> list[tuple[str, list[str] | Table]]:
     if len(servers) > 1:
         found.append(("Ratios, ours / theirs", ratio_table(result)))
     for server in servers:
-        found += [(f"{server['name']}, {door}", case_table(server, door)) for door in server["cases"]]
+        found += [(f"{server['name']}, {endpoint}", case_table(server, endpoint)) for endpoint in server["cases"]]
     if servers:
         found += [("", legend(servers[0])), ("Servers", server_table(result))]
     if "gains" in result:

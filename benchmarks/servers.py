@@ -1,4 +1,4 @@
-"""Servers as a bench sees them: something that starts, is ready at some time, and has doors.
+"""Servers as a bench sees them: something that starts, is ready at some time, and has endpoints.
 
 Knows neither what is measured nor how one particular server is started, but for ours.
 """
@@ -18,9 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.grpc_door import GrpcDoor
-from benchmarks.http_door import HOST, HttpDoor
-from benchmarks.load import Door
+from benchmarks.grpc_endpoint import GrpcEndpoint
+from benchmarks.http_endpoint import HOST, HttpEndpoint
+from benchmarks.load import Endpoint
 from benchmarks.process import free_ports, running
 from benchmarks.spellings import V2Spelling
 
@@ -41,7 +41,7 @@ class Live:
     pid: int
     http_port: int
     ready_s: float
-    doors: Mapping[str, Door]
+    endpoints: Mapping[str, Endpoint]
 
 
 class Contender(Protocol):
@@ -85,9 +85,9 @@ class Ours:
         command = [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)]
         with running(command, clean_environment(), log, folder) as process:
             wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)
-            rest: Door = HttpDoor(http_port, V2Spelling(self.model))
-            doors = {"rest": rest, "grpc": GrpcDoor(grpc_port, self.model)}
-            yield Live(process.pid, http_port, time.perf_counter() - began, doors)
+            rest: Endpoint = HttpEndpoint(http_port, V2Spelling(self.model))
+            endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model)}
+            yield Live(process.pid, http_port, time.perf_counter() - began, endpoints)
 
 
 def write_mlserver_folder(

@@ -19,7 +19,7 @@ import uvloop
 from benchmarks.answers import WrongCount
 from benchmarks.cases import Case, Scale, warm_up
 from benchmarks.figures import Figures, best_and_median
-from benchmarks.http_door import BadAnswer
+from benchmarks.http_endpoint import BadAnswer
 from benchmarks.process import family, rss_mib
 from benchmarks.prompts import Prompts
 from benchmarks.servers import Contender, Live, StartFailed
@@ -30,7 +30,7 @@ _WARM_STREAMS = 32
 
 @dataclass
 class Measured:
-    """All that was measured of one server: door, then case, then one entry per sweep."""
+    """All that was measured of one server: endpoint, then case, then one entry per sweep."""
 
     name: str
     versions: dict[str, str]
@@ -39,16 +39,16 @@ class Measured:
     runs: dict[str, dict[str, list[Figures]]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
-    def add(self, door: str, case: str, figures: Figures) -> None:
-        self.runs.setdefault(door, {}).setdefault(case, []).append(figures)
+    def add(self, endpoint: str, case: str, figures: Figures) -> None:
+        self.runs.setdefault(endpoint, {}).setdefault(case, []).append(figures)
 
     def as_json(self) -> dict[str, Any]:
         cases = {
-            door: {
+            endpoint: {
                 case: dict(zip(("best", "median", "runs"), (*best_and_median(runs), runs), strict=True))
                 for case, runs in by_case.items()
             }
-            for door, by_case in self.runs.items()
+            for endpoint, by_case in self.runs.items()
         }
         return {
             "name": self.name,
@@ -68,7 +68,7 @@ class Plan:
     scale: Scale
     prompts: Prompts
     sweeps: int
-    doors: Sequence[str] = ("rest",)
+    endpoints: Sequence[str] = ("rest",)
     lenient: bool = False
     say: Callable[[str], None] = print
 
@@ -99,31 +99,33 @@ def started(contender: Contender) -> Iterator[Live]:
 
 
 async def _run_cases(contender: Contender, live: Live, plan: Plan, sweep: int, measured: Measured) -> None:
-    for door_name in [name for name in plan.doors if name in live.doors]:
-        door = live.doors[door_name]
+    for endpoint_name in [name for name in plan.endpoints if name in live.endpoints]:
+        endpoint = live.endpoints[endpoint_name]
         try:
-            await warm_up(door, plan.scale, plan.prompts, 2 if contender.one_at_a_time else _WARM_STREAMS)
+            await warm_up(endpoint, plan.scale, plan.prompts, 2 if contender.one_at_a_time else _WARM_STREAMS)
             for case in plan.cases:
                 if contender.one_at_a_time and case.needs_batching:
                     measured.failures[case.name] = "answers one request at a time"
                     continue
-                label = (sweep, door_name)  # else the second door would find the prompts of the first one cached
-                figures = await _attempt(case, door, live.pid, label, measured, plan.lenient)
+                label = (sweep, endpoint_name)  # else the second endpoint would find the first one's prompts cached
+                figures = await _attempt(case, endpoint, live.pid, label, measured, plan.lenient)
                 if figures is not None:
-                    measured.add(door_name, case.name, figures)
-                    plan.say(f"  {door_name} {case.name}: {_brief(figures)}")
+                    measured.add(endpoint_name, case.name, figures)
+                    plan.say(f"  {endpoint_name} {case.name}: {_brief(figures)}")
         except (WrongCount, BadAnswer) as error:
             if not plan.lenient:
                 raise
             measured.failures["warm-up"] = str(error)
             plan.say(f"  {contender.name}: {error}")
         finally:
-            await door.close()
+            await endpoint.close()
 
 
-async def _attempt(case: Case, door: Any, pid: int, label: object, measured: Measured, lenient: bool) -> Figures | None:
+async def _attempt(
+    case: Case, endpoint: Any, pid: int, label: object, measured: Measured, lenient: bool
+) -> Figures | None:
     try:
-        return await case.run(door, pid, label)
+        return await case.run(endpoint, pid, label)
     except (WrongCount, BadAnswer, OSError, asyncio.TimeoutError) as error:
         if not lenient:
             raise type(error)(f"case {case.name}: {error}") from error

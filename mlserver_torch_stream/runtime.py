@@ -23,10 +23,10 @@ from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
-from mlserver_torch_stream.server.observability.metrics import ENGINES, REQUESTS
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.streams.stream_session import StreamSession
 from mlserver_torch_stream.server.streams.token_opener import TokenOpener
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class TorchStreamRuntime(BaseRuntime):
     """Streams the tokens of a Hugging Face causal language model."""
 
-    _stay: ModelSlot[BuiltEngine]
+    _slot: ModelSlot[BuiltEngine]
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -49,16 +49,16 @@ class TorchStreamRuntime(BaseRuntime):
     async def load(self) -> bool:
         with self._loading():
             resolved = resolve(self.settings)
-            built = await self._stay.begin(partial(build, resolved, f"{self.name}/{self.version or ''}"))
-        ENGINES.add(self.name, self.version, built.engine.stats)
-        REQUESTS.of(self.name, self.version)  # all figures are there from now on, at 0
-        logger.info(f"Model '{self.name}': {built.summary}{resolved.told}")
+            built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
+        ENGINE_METRICS.add(self.name, self.version, built.engine.stats)
+        REQUEST_METRICS.of(self.name, self.version)  # all figures are there from now on, at 0
+        logger.info(f"Model '{self.name}': {built.summary}{resolved.summary}")
         return True
 
     async def unload(self) -> bool:
-        built = await self._stay.end()
+        built = await self._slot.unload()
         if built is not None:
-            ENGINES.remove(self.name, self.version, built.engine.stats)
+            ENGINE_METRICS.remove(self.name, self.version, built.engine.stats)
             del built
             await in_thread(reclaim_memory)
         return True

@@ -1,6 +1,6 @@
-"""A model's settings: one frozen, validated object, and where each of its values came from.
+"""A model's settings: one frozen, validated object, and the origin of each of its values.
 
-Knows nothing of torch, MLServer's classes or how a model is loaded; it reads the file system only to find the model.
+Knows nothing of torch, of MLServer's classes or of loading; it reads the file system only to find the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DEFAULT = "default"
 
 
 def _number_keys(value: Any) -> Any:
-    """JSON has only string keys: ``{"0": "20GiB"}`` means device 0."""
+    """Reads ``{"0": "20GiB"}`` as device 0, because JSON has only string keys."""
     if not isinstance(value, dict):
         return value
     return {int(key) if isinstance(key, str) and key.isdigit() else key: item for key, item in value.items()}
@@ -84,9 +84,9 @@ _INT8_NEEDS: Mapping[str, tuple[Any, ...]] = {
 
 
 class EngineSettings(BaseModel):
-    """Everything that ``parameters.extra`` may hold.
+    """The keys of ``parameters.extra``.
 
-    Knows nothing of the host: None means that the loader or the engine derives the value and says so at load.
+    Knows nothing of the host: None means that the loader or the engine derives the value and logs it at load.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -99,23 +99,23 @@ class EngineSettings(BaseModel):
     device_map: DeviceMap | None = None
     max_memory: MaxMemory | None = None
     offload_folder: str | None = None
-    pipeline: Literal["auto", "off"] = "auto"  # the devices of a map work at the same time
+    pipeline: Literal["auto", "off"] = "auto"  # auto: the devices of a map compute at the same time
     attn_implementation: str | None = None
     quantization_config: dict[str, Any] | None = None
     trust_remote_code: bool = False
     engine: Literal["auto", "batched", "serial"] = "auto"
-    fast_path: Literal["auto", "off"] = "auto"  # our own kernels, where they give the model's logits
-    weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load, for our own kernels alone
-    max_context: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
+    fast_path: Literal["auto", "off"] = "auto"  # auto: our own kernels, where they give the model's logits
+    weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load; only our own kernels run it
+    max_model_len: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
     max_num_seqs: int = Field(default=32, gt=0)
-    max_queue: int = Field(default=256, gt=0)  # prompts that wait; more are refused
-    max_queue_tokens: int | None = Field(default=None, gt=0)  # tokens of the prompts that wait; None: no bound
-    queue_timeout: float | None = Field(default=None, gt=0)  # seconds that a prompt may wait
+    max_queued_requests: int = Field(default=256, gt=0)  # prompts in the queue; further ones are refused
+    max_queued_tokens: int | None = Field(default=None, gt=0)  # of the prompts in the queue; None: no bound
+    queue_timeout: float | None = Field(default=None, gt=0)  # seconds in the queue
     request_timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    step_timeout: float = Field(default=1800.0, gt=0)  # seconds for the forward of a chunk; then the process ends
-    prefill_chunk: int = Field(default=512, gt=0)  # tokens of prompt between two decode steps
+    step_timeout: float = Field(default=1800.0, gt=0)  # seconds for a prefill chunk's forward; then the process ends
+    chunked_prefill_size: int = Field(default=512, gt=0)  # prompt tokens between two decode steps
     kv_cache_memory: Bytes | None = None
-    prefix_cache_memory: BytesOrNone | None = None  # of it, for prompts that later ones begin with; 0: none
+    prefix_cache_memory: BytesOrNone | None = None  # taken from kv_cache_memory; 0: no prefix cache
     threads: int | None = Field(default=None, gt=0)
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks, each of which holds a part of every layer
     replicas: int = Field(default=1, gt=0)  # engines on a device each, behind one name
@@ -137,7 +137,7 @@ KNOWN_KEYS = tuple(EngineSettings.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """The settings, the model that they name, and for each key where its value came from."""
+    """The settings, the model that they name, and the origin of each key's value."""
 
     settings: EngineSettings
     source: ModelSource
@@ -149,8 +149,8 @@ class ResolvedSettings:
         return Path(self.settings.cache_dir)
 
     @property
-    def told(self) -> str:
-        """What somebody has set, behind where it was, as the end of a line; the model is told by who loads it."""
+    def summary(self) -> str:
+        """The values that are not defaults, by origin, as the end of a log line that names the model already."""
         places: dict[str, list[str]] = {}
         for key, origin in self.origins.items():
             if origin != _DEFAULT and key != "model":
@@ -165,7 +165,7 @@ def parse_settings(
     source_folder: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ResolvedSettings:
-    """Validates what MLServer read from a model's settings and the environment, and finds the model.
+    """Validates the settings that MLServer and the environment give, and finds the model.
 
     ``uri`` and ``extra`` are ``ModelSettings.parameters``' (None where it has none: then the environment counts),
     ``parameter_level_extras`` its ``model_extra``, ``source_folder`` the folder of ``model-settings.json`` if any.
@@ -208,7 +208,7 @@ def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         field = EngineSettings.model_fields.get(key)
         if isinstance(value, str) and field is not None and _reads_as_json(value, field.annotation):
-            with contextlib.suppress(ValueError):  # validation will say what is wrong with it
+            with contextlib.suppress(ValueError):  # the validation names what is wrong with it
                 typed[key] = json.loads(value)
     return typed
 
@@ -219,7 +219,7 @@ def _reads_as_json(value: str, annotation: Any) -> bool:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The plain types that a field may hold."""
+    """Yields the plain types of a field's annotation."""
     origin = get_origin(annotation)
     if origin in (Union, UnionType, Annotated):
         for part in get_args(annotation)[: 1 if origin is Annotated else None]:
@@ -239,7 +239,7 @@ def _validate(values: Mapping[str, Any]) -> EngineSettings:
 
 
 def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
-    """Makes relative paths absolute and a template's file its text, in place."""
+    """Replaces relative paths by absolute ones, and the file of a template by its text, in place."""
     template = values.get("chat_template")
     if isinstance(template, str) and "{" not in template:
         path = find_path(template, source_folder)
@@ -262,10 +262,10 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
 
 
 def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Names settings that stand where MLServer swallows or ignores them.
+    """Refuses settings in places where MLServer swallows or ignores them.
 
-    MLServer hands every line of a ``.env`` file to ``parameters`` too, in lower case, with its own prefix or without
-    (that depends on pydantic-settings): those are nobody's mistake unless they bear the prefix and one of our names.
+    MLServer also passes every line of a ``.env`` file in ``parameters``, in lower case, with its own prefix or without
+    (that depends on pydantic-settings): such a line is refused only if it has the prefix and one of our names.
     """
     for variable in environ:
         key = variable.removeprefix(ENV_PREFIX).lower()
@@ -308,7 +308,7 @@ def _environment_extra(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _file_parameters(source_folder: str | None) -> dict[str, Any]:
-    """The ``parameters`` block as it stands in the file, to tell its values from the environment's."""
+    """The ``parameters`` block of the file itself, by which its values are distinguished from the environment's."""
     if source_folder is None:
         return {}
     try:

@@ -214,7 +214,7 @@ class ModelInfo:
     """
 
     vocab_size: int
-    max_context: int  # tokens, prompt and answer together
+    max_model_len: int  # tokens, prompt and answer together
     max_rows: int  # rows in one batch; bounds n
     has_chat_template: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)

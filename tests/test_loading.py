@@ -53,15 +53,17 @@ def test_a_garbage_collection_does_not_walk_what_torch_and_transformers_brought(
 
 
 def test_what_was_set_is_told_with_its_place(tmp_path: Path) -> None:
-    file = {"implementation": "x", "parameters": {"extra": {"max_queue": 7, "threads": 1}}}
+    file = {"implementation": "x", "parameters": {"extra": {"max_queued_requests": 7, "threads": 1}}}
     (tmp_path / "model-settings.json").write_text(json.dumps(file))
     environ = {"MLSERVER_MODEL_EXTRA": json.dumps({"dtype": "float32"}), "MLSERVER_TORCH_STREAM_CACHE": "/var/cache"}
-    extra = {"max_queue": 7, "threads": 1, "dtype": "float32", "chat_template": "{{ messages }}" * 100}
-    told = parse_settings("embedded://x", extra, None, str(tmp_path), environ).told
-    assert "; model-settings.json: max_queue=7, threads=1" in told.replace("threads=1, max_queue=7", "")
-    assert "; MLSERVER_MODEL_EXTRA: dtype='float32'" in told
-    assert "; MLSERVER_TORCH_STREAM_CACHE: cache_dir='/var/cache'" in told
-    assert len(told) < 300 and "\n" not in told and "prefill_chunk" not in told
+    extra = {"max_queued_requests": 7, "threads": 1, "dtype": "float32", "chat_template": "{{ messages }}" * 100}
+    summary = parse_settings("embedded://x", extra, None, str(tmp_path), environ).summary
+    assert "; model-settings.json: max_queued_requests=7, threads=1" in summary.replace(
+        "threads=1, max_queued_requests=7", ""
+    )
+    assert "; MLSERVER_MODEL_EXTRA: dtype='float32'" in summary
+    assert "; MLSERVER_TORCH_STREAM_CACHE: cache_dir='/var/cache'" in summary
+    assert len(summary) < 300 and "\n" not in summary and "chunked_prefill_size" not in summary
 
 
 def test_a_model_that_brings_only_a_sentencepiece_file_has_a_tokenizer(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_door import Spelling
+from benchmarks.http_endpoint import Spelling
 from benchmarks.peers.peer import Peer, PeerUnavailable
 from benchmarks.spellings import OpenAISpelling
 

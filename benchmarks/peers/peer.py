@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_door import HttpDoor, Spelling
+from benchmarks.http_endpoint import HttpEndpoint, Spelling
 from benchmarks.process import free_ports, running
 from benchmarks.servers import Live, clean_environment, wait_until_ready
 
@@ -87,8 +87,8 @@ class Peer(ABC):
         environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", **self.environment()}
         with running(self.command(folder, port), environment, log, folder) as process:
             wait_until_ready(process, port, self.ready_path, log)
-            doors = {"rest": HttpDoor(port, self.spelling)}
-            yield Live(process.pid, port, time.perf_counter() - began, doors)
+            endpoints = {"rest": HttpEndpoint(port, self.spelling)}
+            yield Live(process.pid, port, time.perf_counter() - began, endpoints)
 
     # --- for those that live in a virtual environment ---
 

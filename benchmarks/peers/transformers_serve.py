@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_door import Spelling
+from benchmarks.http_endpoint import Spelling
 from benchmarks.peers.peer import Peer
 from benchmarks.spellings import GenerationConfigSpelling
 

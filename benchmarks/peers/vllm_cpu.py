@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_door import Spelling
+from benchmarks.http_endpoint import Spelling
 from benchmarks.peers.peer import TORCH, Peer, PeerUnavailable
 from benchmarks.spellings import OpenAISpelling
 

@@ -56,7 +56,7 @@ def _lead(folder: str) -> int:
         print(f"error: {reason}", file=sys.stderr, flush=True)
     finally:
         from mlserver_torch_stream.engine.tensor_parallel.rendezvous import dismiss
-        from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
+        from mlserver_torch_stream.server.process_state import LIFECYCLE
 
         # A signal, which all ranks get, is no failure: MLServer returns 0 for both.
         orderly = status == 0 and (LIFECYCLE.ending or models == [])

@@ -60,11 +60,11 @@ class EngineStats:
 COUNTERS = (
     "decode_steps",
     "prefill_tokens",
-    "prefix_hit_tokens",
-    "generated_tokens",
+    "prefix_cache_hit_tokens",
+    "generation_tokens",
     "cancelled_sequences",
     "timed_out_sequences",
-    "zombie_steps",
+    "wasted_tokens",
 )
 
 

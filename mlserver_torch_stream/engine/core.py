@@ -121,7 +121,7 @@ class EngineCore:
         if any(request.open for request in requests):
             self._admission.check_open(self._submitted - self._accepted + stats.open_prompts, 1)
         mailbox = Mailbox(asyncio.get_running_loop(), sum(request.sampling.n for request in requests), self._closed)
-        context = self.info.max_context
+        context = self.info.max_model_len
         accepted = [
             RequestState.of(request, mailbox, self._codec, self._eos_token_ids, context) for request in requests
         ]

@@ -185,7 +185,7 @@ def _start(
             settings.queue_timeout,
             settings.request_timeout,
             settings.step_timeout,
-            settings.prefill_chunk,
+            settings.chunked_prefill_size,
         ),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
         threads=1 if isinstance(prepared.forward, NativeForward) else threads,
@@ -261,7 +261,7 @@ def _batch_continuously(
         cache_bytes=budget,
         prefix_bytes=prefix_bytes(budget, settings.prefix_cache_memory, on_host=HOST in parts),
         max_rows=settings.max_num_seqs,
-        prefill_tokens=settings.prefill_chunk if findings.chunked else None,
+        prefill_tokens=settings.chunked_prefill_size if findings.chunked else None,
         forward=prepared.forward if ranks is None else ranks.forward,
         layout=None if ranks is None else ranks.layout,
         faults=_faults(),

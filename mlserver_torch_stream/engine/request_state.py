@@ -146,7 +146,12 @@ class RequestState:
 
     @classmethod
     def of(
-        cls, given: EngineRequest, mailbox: Mailbox, codec: TextCodec, eos_token_ids: tuple[int, ...], max_context: int
+        cls,
+        given: EngineRequest,
+        mailbox: Mailbox,
+        codec: TextCodec,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
     ) -> RequestState:
         request = cls(
             list(given.prompt_ids),
@@ -178,7 +183,7 @@ class RequestState:
 
     @property
     def max_tokens(self) -> int:
-        room = self.max_context - len(self.prompt)
+        room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property

@@ -24,7 +24,7 @@ def decode_piece(payload: InferenceRequest, first: GenerationRequest, info: Mode
             raise InvalidInput(key, "only the first message of a prompt in pieces takes parameters")
     if payload.outputs:
         raise InvalidInput("outputs", "only the first message of a prompt in pieces names outputs")
-    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_context)
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
     source = prompt_source(tensors)
     allowed = names.TEXT_TENSORS if isinstance(first.prompts[0], TextPrompt) else (names.INPUT_IDS,)
     if source not in allowed:

@@ -51,7 +51,7 @@ class Tensor:
 def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_context: int) -> dict[str, Tensor]:
     """The tensors by name. One that is not known is refused by name, as is a name that stands twice.
 
-    ``max_context``: tokens that the model takes, so that longer lists are not even looked at.
+    ``max_model_len``: tokens that the model takes, so that longer lists are not even looked at.
     """
     tensors: dict[str, Tensor] = {}
     for given in inputs:

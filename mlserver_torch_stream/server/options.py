@@ -1,6 +1,6 @@
-"""What an operator sets once for the whole server, from ``MLSERVER_TORCH_STREAM_*`` in the environment.
+"""The options of the whole server, read from ``MLSERVER_TORCH_STREAM_*`` in the environment.
 
-Knows nothing of models: what belongs to one of them is in ``settings``.
+Knows nothing of models: ``settings`` has the settings of one model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
 
 PREFIX = "MLSERVER_TORCH_STREAM_"
-# Read elsewhere under the same prefix: the folder of converted models, and faults for tests.
+# Other modules read these under the same prefix: the folder of converted models, and faults for tests.
 _ELSEWHERE = frozenset({"cache", "faults"})
-# What Kubernetes gives every pod for a Service named mlserver-torch-stream, or for one whose name begins so.
+# Kubernetes sets such variables in every pod for a Service whose name begins with mlserver-torch-stream.
 _SERVICE_LINK = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)?)")
 
 
@@ -26,15 +26,15 @@ class ServerOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    drain_delay: float = Field(0.0, ge=0)  # after SIGTERM, not ready but still taking requests, while routers look away
-    drain_grace: float = Field(30.0, ge=0)  # then, for the streams in flight; what is left ends with `abort`
+    drain_delay: float = Field(0.0, ge=0)  # after SIGTERM: not ready, still accepting requests
+    drain_grace: float = Field(30.0, ge=0)  # then, for the streams in flight; the rest ends with `abort`
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # of a REST request, after decompression
-    keep_alive: float = Field(15.0, ge=0)  # between comments on a silent REST stream; 0: none
-    stalled_reader_timeout: float = Field(60.0, ge=0)  # for a client that reads nothing; 0: none
+    sse_ping_interval: float = Field(15.0, ge=0)  # between ": ping" comments on a silent REST stream; 0: none
+    stalled_reader_timeout: float = Field(60.0, ge=0)  # then a client that reads nothing is cut off; 0: none
     piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC; 0: none
     log_requests: bool = True  # one line per request, never its prompt
     log_prompts: bool = False  # the prompt and the answer too
-    vllm_metric_names: bool = False  # also show the metrics under vLLM's names
+    vllm_metric_names: bool = False  # the metrics are exported under vLLM's names too
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:

@@ -1,7 +1,7 @@
-"""What MLServer's own settings would do to streams, repaired or said once.
+"""Installs all patches of MLServer, and warns of server settings that do not suit streams.
 
-Knows nothing of models' contents. MLServer hands its settings to no model, so they are read from the REST server at the
-moment when it registers one of ours.
+Knows nothing of a model's contents. MLServer passes its settings to no model, so they are read from the REST server
+when it registers a model of ours.
 """
 
 from __future__ import annotations
@@ -20,26 +20,22 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.server import grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.lifecycle import health, ports, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.observability import telemetry
-from mlserver_torch_stream.server.observability.weights_metrics import WEIGHTS
 from mlserver_torch_stream.server.options import ServerOptions, read_options
+from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
 from mlserver_torch_stream.server.rest import http1, routes
 from mlserver_torch_stream.server.status import ModelNotLoaded, extend_grpc_codes
 
-_MARK = "_torch_stream_guarded"
+_MARK = "_torch_stream_patched"
 
 
 def install() -> None:
-    """Extends MLServer's gRPC side and puts our routes before its own when it registers a model of ours.
-
-    Idempotent.
-    """
+    """Patches MLServer's classes, and adds our routes when its REST server registers a model of ours. Idempotent."""
     extend_grpc_codes()
     shutdown.install()
     readiness.install()
     grpc_messages.install()
     grpc_refusals.install()
-    registry_lock.install()
-    WEIGHTS.show()
+    registry_lock.install(REGISTRY_LOCK)
     original = RESTServer.add_custom_handlers
     if getattr(original, _MARK, False):
         return
@@ -88,12 +84,12 @@ def warn_of_server_settings(settings: Settings) -> None:
 def keep_out_of_workers(settings: ModelSettings) -> None:
     """Makes MLServer run this model in the main process, whatever the server's ``parallel_workers``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the field is deprecated, said to go in MLServer 1.8
+        warnings.simplefilter("ignore", DeprecationWarning)  # the field is to go in MLServer 1.8
         settings.parallel_workers = 0
 
 
 def keep_out_of_the_cache(settings: ModelSettings) -> None:
-    """MLServer's response cache would give every client the first one's sample."""
+    """Switches MLServer's response cache off: every client would get the sample of the first."""
     settings.cache_enabled = False
 
 

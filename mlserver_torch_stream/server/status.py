@@ -1,6 +1,6 @@
-"""Our errors as MLServer's, with the status that REST and gRPC clients see.
+"""Our errors as MLServer's errors, with the status that REST and gRPC clients see.
 
-Knows no route and no servicer. Never reloaded by MLServer, so that the table is extended once.
+Knows no route and no servicer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StreamStatus(int):
 
 
 class ModelNotLoaded(MLServerError):  # type: ignore[misc]
-    """A model of ours could not be loaded; the log has said so. MLServer hands it to whoever asked for the load."""
+    """The load of a model of ours failed, and the log says why. MLServer returns it to the client that asked."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why, 500)
@@ -53,7 +53,7 @@ def extend_grpc_codes() -> None:
 
 
 class RefusedCall(MLServerError):  # type: ignore[misc]
-    """What a model of ours raises where MLServer waits for an answer. The request has its line in the log."""
+    """The error that a model of ours raises to MLServer. The request has its line in the log already."""
 
 
 def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:

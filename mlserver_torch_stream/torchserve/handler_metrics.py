@@ -1,14 +1,15 @@
-"""What is counted of handlers: requests, pieces, workers, and the handlers' own metrics; shown at scrape time.
+"""The metrics of handlers: requests, responses, workers, and what the handlers themselves count; read at scrape time.
 
-Knows nothing of who scrapes. Registered once per process in prometheus_client's default registry. Labels are a model's
-name and version, and what a handler's author calls dimensions; of those there are no more than a bound.
+Knows nothing of scrapers. ``HANDLER_METRICS`` is registered once per process in prometheus_client's default registry,
+which refuses a second collector of the same names; MLServer reloads models, but never this module. Labels are a model's
+name and version, and what a handler's author calls dimensions, whose number is bounded.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ ModelLabels = tuple[str, str]
 
 
 class HandlerGauges(Protocol):
-    """What is so now."""
+    """The values of a loaded model's gauges now."""
 
     @property
     def waiting(self) -> int: ...
@@ -39,18 +40,18 @@ class HandlerGauges(Protocol):
 
 @dataclass
 class HandlerMetrics:
-    """Of one model, since the process began. ``asked`` is when somebody looks."""
+    """The counters of one model since the process began. ``gauges`` is read at each scrape."""
 
     requests: Counter[str] = field(default_factory=lambda: Counter({"ok": 0, "error": 0, "cancelled": 0, "refused": 0}))
-    pieces: int = 0
+    responses: int = 0
     batches: int = 0
     batched_requests: int = 0
-    restarts: int = 0
-    asked: HandlerGauges | None = None  # None: the model is not loaded
+    worker_restarts: int = 0
+    gauges: HandlerGauges | None = None  # None: the model is not loaded
     own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
 
     def note(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
-        """A value of a handler's own metric. A histogram is shown as count and sum."""
+        """Records a value of a handler's own metric. A histogram is exported as count and sum."""
         fit = tuple(sorted((_fit(key), str(text)[:_MOST_LABEL_CHARS]) for key, text in labels.items()))
         key = (_fit(name), kind, fit)
         if key not in self.own and len(self.own) >= _MOST_SERIES:
@@ -61,7 +62,7 @@ class HandlerMetrics:
 
 
 class HandlerMetricsCollector(Collector):
-    """All models' figures. Written on the event loop's thread; a scrape in another may see them one request apart."""
+    """The metrics of all models. The event loop's thread writes; a scrape in another may read them a request apart."""
 
     def __init__(self) -> None:
         self._models: dict[ModelLabels, HandlerMetrics] = {}
@@ -84,34 +85,37 @@ class HandlerMetricsCollector(Collector):
 
 def _ours(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
     requests = CounterMetricFamily(_PREFIX + "requests", "Requests by how they ended", labels=(*_LABELS, "outcome"))
-    for labels, figures in models.items():
-        for outcome, count in figures.requests.items():
+    for labels, metrics in models.items():
+        for outcome, count in metrics.requests.items():
             requests.add_metric((*labels, outcome), count)
     yield requests
     counters: dict[str, str] = {
-        "pieces": "Pieces that handlers sent, last ones included",
+        "responses": "Responses that handlers sent, intermediate and last ones",
         "batches": "Batches, or joins to a continuous batch, that were sent to workers",
         "batched_requests": "Requests in them",
-        "restarts": "Workers that were started again",
+        "worker_restarts": "Workers that were started again",
     }
     for name, text in counters.items():
         counter = CounterMetricFamily(_PREFIX + name, text, labels=_LABELS)
-        for labels, figures in models.items():
-            counter.add_metric(labels, getattr(figures, name))
+        for labels, metrics in models.items():
+            counter.add_metric(labels, getattr(metrics, name))
         yield counter
-    gauges = {"waiting": "Requests that wait for a worker", "workers": "Workers that are ready"}
-    for name, text in gauges.items():
+    gauges: dict[str, tuple[str, Callable[[HandlerGauges], int]]] = {
+        "waiting_requests": ("Requests that wait for a worker", lambda now: now.waiting),
+        "workers": ("Workers that are ready", lambda now: now.workers),
+    }
+    for name, (text, read) in gauges.items():
         gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
-        for labels, figures in models.items():
-            gauge.add_metric(labels, 0 if figures.asked is None else getattr(figures.asked, name))
+        for labels, metrics in models.items():
+            gauge.add_metric(labels, 0 if metrics.gauges is None else read(metrics.gauges))
         yield gauge
 
 
 def _theirs(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
-    """By name: all series of one name have one type and one set of labels, or they are no exposition."""
+    """Prometheus accepts one type and one set of labels for a name: series that differ from the first are left out."""
     families: dict[str, tuple[str, tuple[str, ...], Any]] = {}
-    for model_labels, figures in models.items():
-        for (name, kind, labels), (count, total) in list(figures.own.items()):
+    for model_labels, metrics in models.items():
+        for (name, kind, labels), (count, total) in list(metrics.own.items()):
             names = tuple(key for key, _ in labels)
             if name not in families:
                 families[name] = (kind, names, _family(name, kind, (*_LABELS, *names)))
@@ -132,5 +136,5 @@ def _fit(name: str) -> str:
     return _UNFIT.sub("_", name)[:_MOST_LABEL_CHARS] or "_"
 
 
-FIGURES = HandlerMetricsCollector()
-REGISTRY.register(FIGURES)
+HANDLER_METRICS = HandlerMetricsCollector()
+REGISTRY.register(HANDLER_METRICS)

@@ -14,7 +14,7 @@ from benchmarks import load
 from benchmarks.answers import Ask, WrongCount, check_all
 from benchmarks.cases import QUICK, Case, UnknownCase, make_cases
 from benchmarks.figures import Figures
-from benchmarks.http_door import BadAnswer
+from benchmarks.http_endpoint import BadAnswer
 from benchmarks.prompts import Prompts
 from benchmarks.servers import Live, Ours
 from benchmarks.sweep import started
@@ -38,17 +38,17 @@ def test_prompts_have_their_length_and_no_common_beginning(prompts: Prompts) -> 
     assert made[0] == prompts.text(128, "case", 0)
 
 
-@pytest.mark.parametrize("door", ["rest", "grpc"])
-def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, door: str) -> None:
-    asks = [Ask(*prompts.text(24, door, index), 5 + index) for index in range(4)]
+@pytest.mark.parametrize("endpoint", ["rest", "grpc"])
+def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, endpoint: str) -> None:
+    asks = [Ask(*prompts.text(24, endpoint, index), 5 + index) for index in range(4)]
 
     async def run() -> list[load.Recording]:
         try:
-            return await load.together(live.doors[door], asks)
+            return await load.together(live.endpoints[endpoint], asks)
         finally:
-            await live.doors[door].close()
+            await live.endpoints[endpoint].close()
 
-    answers = [live.doors[door].read(recording) for recording in asyncio.run(run())]
+    answers = [live.endpoints[endpoint].read(recording) for recording in asyncio.run(run())]
     check_all(asks, answers)
     for ask, answer in zip(asks, answers, strict=True):
         assert 0 < answer.ttft <= answer.ended - answer.started
@@ -59,15 +59,15 @@ def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, 
 
 
 def test_a_refused_request_is_an_error(live: Live) -> None:
-    door = live.doors["rest"]
-    recordings = asyncio.run(load.together(door, [Ask("a", 1, 0)]))
+    endpoint = live.endpoints["rest"]
+    recordings = asyncio.run(load.together(endpoint, [Ask("a", 1, 0)]))
     with pytest.raises(BadAnswer, match="4"):
-        door.read(recordings[0])
+        endpoint.read(recordings[0])
 
 
 @pytest.mark.parametrize("name", ["c3", "p64", "p64-again", "mix"])
 def test_every_case_gives_its_figures(live: Live, prompts: Prompts, name: str) -> None:
-    figures = asyncio.run(Case(name, QUICK, prompts).run(live.doors["rest"], live.pid, 0))
+    figures = asyncio.run(Case(name, QUICK, prompts).run(live.endpoints["rest"], live.pid, 0))
     assert figures["tokens_per_s"] == pytest.approx(figures["new_tokens"] / figures["seconds"])
     _are_figures(figures)
 
@@ -77,7 +77,7 @@ def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) ->
     case = Case("c3+p100", replace(QUICK, running_new_tokens=800), prompts)
     found = []
     for sweep in range(10):
-        figures = asyncio.run(case.run(live.doors["rest"], live.pid, sweep))
+        figures = asyncio.run(case.run(live.endpoints["rest"], live.pid, sweep))
         _are_figures(figures)
         found.append(figures["running_at_arrival"])
         if found[-1] == 2:
@@ -93,7 +93,7 @@ def _are_figures(figures: Figures) -> None:
 
 
 def test_streams_in_turn_do_not_overlap(live: Live, prompts: Prompts) -> None:
-    recordings = asyncio.run(load.in_turn(live.doors["rest"], [Ask(*prompts.text(24, i), 4) for i in range(3)]))
+    recordings = asyncio.run(load.in_turn(live.endpoints["rest"], [Ask(*prompts.text(24, i), 4) for i in range(3)]))
     assert all(earlier.ended <= later.started for earlier, later in pairwise(recordings))
 
 

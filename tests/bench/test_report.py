@@ -57,7 +57,7 @@ def test_a_chart_is_drawn_of_what_is_there(result: dict[str, Any], tmp_path: Pat
     assert (tmp_path / "docs" / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--parts", "all,x"], ["--doors", "telnet"]])
+@pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--parts", "all,x"], ["--endpoints", "telnet"]])
 def test_wrong_options_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse(arguments)
@@ -84,5 +84,5 @@ def test_a_quick_run_from_end_to_end(tiny_model: Path, tmp_path: Path, capfd: py
     assert server["failures"] == {}
     assert kept["gains"]["health_p99_ms"] > 0
     assert kept["growth"]["memory"]["waiting"] == 16
-    assert [point["prefill_chunk"] for point in kept["chunks"]] == [64, 256]
+    assert [point["chunked_prefill_size"] for point in kept["chunks"]] == [64, 256]
     assert (tmp_path / "bench.md").is_file()

@@ -44,7 +44,7 @@ def _check_streams(server: Server, model: str) -> None:
             for each in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]), timeout=60)
         ]
     assert len(replies) > 2 and v2.joined(replies) == "".join(map(str, rest))
-    assert server.counters(model)["generated_tokens"] == 2 * _TOKENS
+    assert server.counters(model)["generation_tokens"] == 2 * _TOKENS
     assert "cannot stream" not in server.log and "gzip_enabled" not in server.log
 
 

@@ -50,7 +50,7 @@ def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None
 
 
 def test_beyond_it_each_request_runs_alone_and_gets_what_generate_gives(longrope: Path) -> None:
-    one = built(longrope, max_context=300)
+    one = built(longrope, max_model_len=300)
     requests = [(prompt_of(length, length), 30) for length in (10, 50, 100)]
     model = one.lease.value.weights.value.weights.model
 
@@ -67,4 +67,4 @@ def test_beyond_it_each_request_runs_alone_and_gets_what_generate_gives(longrope
 
 def test_who_insists_on_batches_is_told_why_not(longrope: Path) -> None:
     with pytest.raises(LoadFailed, match="scaled anew beyond 64 tokens"):
-        built(longrope, max_context=300, engine="batched")
+        built(longrope, max_model_len=300, engine="batched")

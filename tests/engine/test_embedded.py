@@ -52,6 +52,6 @@ def test_it_answers_a_question_and_starts_in_seconds_the_second_time(tmp_path: P
     assert "Paris" in loaded.tokenizer.decode(reply)
     assert reply[-1] in loaded.eos_token_ids, "it ends its answer itself"
     assert loaded.tokenizer.convert_ids_to_tokens(list(loaded.eos_token_ids)) == ["<|im_end|>"]
-    assert loaded.max_context == 8192
+    assert loaded.max_model_len == 8192
     assert loaded.default_sampling == {}
     assert loaded.description.startswith(f"{NAME} (llama, 134.5M parameters, bfloat16) on ")

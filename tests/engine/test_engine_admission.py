@@ -153,12 +153,12 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
                 refused()
             assert caught.value.field == "n"
         opened.close()
-        longest = engine.info.max_context
+        longest = engine.info.max_model_len
         assert len(await tokens_of(engine, prompt_of(longest - 1), SamplingParameters(ignore_eos=True))) == 1
 
     budget = bytes_for(model, rows=1, length=200)
     with running(model, cache_bytes=budget) as engine:
-        assert 190 <= engine.info.max_context < CONTEXT
+        assert 190 <= engine.info.max_model_len < CONTEXT
         run(scenario(engine))
 
 
@@ -196,7 +196,7 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
             assert [event async for event in stream][-1].finish_reason is not None
         assert len(await tokens_of(engine, prompt_of(5), greedy(3))) == 3
 
-    with running(model, max_rows=1, max_queue=3) as engine:
+    with running(model, max_rows=1, max_queued_requests=3) as engine:
         run(scenario(engine))
 
 
@@ -216,7 +216,7 @@ def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model:
             assert [event async for event in stream][-1].finish_reason is not None
         assert len(await tokens_of(engine, prompt_of(90), greedy(3))) == 3  # nothing is left of them
 
-    with running(model, max_rows=1, max_queue_tokens=100) as engine:
+    with running(model, max_rows=1, max_queued_tokens=100) as engine:
         run(scenario(engine))
 
 
@@ -235,7 +235,7 @@ def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel
         for stream in streams:
             assert [event async for event in stream][-1].finish_reason is not None
 
-    with running(model, max_rows=1, max_queue=1) as engine:
+    with running(model, max_rows=1, max_queued_requests=1) as engine:
         run(scenario(engine))
 
 

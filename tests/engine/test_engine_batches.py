@@ -110,7 +110,7 @@ def test_a_batch_whose_longest_row_left_moves_along_and_does_not_grow(model: Pre
 
 
 def test_a_flood_of_short_prompts_does_not_keep_rows_from_decoding(model: PreTrainedModel, watch: Watch) -> None:
-    """Between two decode steps there are at most as many forwards as ``prefill_chunk`` pays for."""
+    """Between two decode steps there are at most as many forwards as ``chunked_prefill_size`` pays for."""
 
     async def scenario(engine: EngineCore) -> None:
         row = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
@@ -188,7 +188,7 @@ def test_random_company(family: str, seed: int) -> None:
     async def scenario(engine: EngineCore) -> None:
         await asyncio.gather(*(one(engine, number) for number in range(len(lengths))))
         await until(lambda: idle(engine), "an idle engine")
-        assert engine.stats().zombie_steps == 0
+        assert engine.stats().wasted_tokens == 0
 
-    with running(model, context=1024, prefill_tokens=16, max_queue=100, cache_bytes=2**20) as engine:
+    with running(model, context=1024, prefill_tokens=16, max_queued_requests=100, cache_bytes=2**20) as engine:
         run(scenario(engine))

@@ -22,7 +22,7 @@ from tests.engine.tiny import (
 
 
 def endless(engine: EngineCore, seed: int = 0, prompt: int = 5) -> EngineRequest:
-    return EngineRequest(prompt_of(prompt, seed), greedy(engine.info.max_context - prompt))
+    return EngineRequest(prompt_of(prompt, seed), greedy(engine.info.max_model_len - prompt))
 
 
 def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrainedModel) -> None:
@@ -38,8 +38,8 @@ def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrained
         await until(lambda: idle(engine), "an idle engine")
         stats = engine.stats()
         assert stats.cancelled_sequences == 1
-        assert stats.zombie_steps == 0
-        assert stats.generated_tokens < 200  # it did stop
+        assert stats.wasted_tokens == 0
+        assert stats.generation_tokens < 200  # it did stop
 
     with running(model) as engine:
         run(scenario(engine))
@@ -60,7 +60,7 @@ def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel,
         assert [len(step) for step in watch.steps[seen:]] == [1] * len(watch.steps[seen:])
         survivor.close()
         await until(lambda: idle(engine), "an idle engine")
-        assert engine.stats().zombie_steps == 0
+        assert engine.stats().wasted_tokens == 0
 
     with running(model) as engine:
         run(scenario(engine))
@@ -93,7 +93,7 @@ def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: W
         watch.let_go()
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().prefill_tokens < 200
-        assert engine.stats().generated_tokens == 0
+        assert engine.stats().generation_tokens == 0
         assert engine.stats().cancelled_sequences == 1
 
     with running(model, prefill_tokens=4) as engine:
@@ -108,7 +108,7 @@ def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> Non
         stream.close()
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences == 12
-        assert engine.stats().zombie_steps == 0
+        assert engine.stats().wasted_tokens == 0
 
     with running(model) as engine:
         run(scenario(engine))
@@ -159,7 +159,7 @@ def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: P
         stream.close()
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await until(lambda: idle(engine), "an idle engine")
-        assert engine.stats().generated_tokens < 200
+        assert engine.stats().generation_tokens < 200
 
     with running(model, batcher=one_by_one(model)) as engine:
         run(scenario(engine))
@@ -190,7 +190,7 @@ def test_two_hundred_random_cancels_under_load_leave_nothing_behind(model: PreTr
             ended += sum(await asyncio.gather(*(one(engine, *load) for load in loads[start : start + 25])))
         assert 0 < ended < len(loads)  # some lived, some were cancelled
         await until(lambda: idle(engine), "an idle engine")
-        assert engine.stats().zombie_steps == 0
+        assert engine.stats().wasted_tokens == 0
         assert await tokens_of(engine, prompt_of(9, 1), greedy(8)) == reference(model, prompt_of(9, 1), 8)
 
     with running(model) as engine:

@@ -420,7 +420,7 @@ def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None
 
     async def scenario() -> None:
         for _ in range(15):
-            with running(model, max_queue=10_000) as engine:
+            with running(model, max_queued_requests=10_000) as engine:
                 ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
                 streams: list[Mailbox] = []
                 try:

@@ -81,7 +81,7 @@ def test_pieces_are_prefilled_before_the_end_is_known(model: PreTrainedModel, wa
         await until(lambda: engine.stats().prefill_tokens == 29, "29 tokens")  # the last one waits for the end
         stream.extend(prompt_of(50)[30:])
         await until(lambda: engine.stats().prefill_tokens == 49, "49 tokens")
-        assert engine.stats().generated_tokens == 0
+        assert engine.stats().generation_tokens == 0
         stream.seal(prompt_of(50))
         assert await rest(stream) == expected
         assert engine.stats().prefill_tokens == 50
@@ -268,7 +268,7 @@ def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTraine
         await until(lambda: engine.stats().open_prompts == 0, "their end")
         opened(engine).close()
 
-    with running(model, max_queue=3) as engine:
+    with running(model, max_queued_requests=3) as engine:
         run(scenario(engine))
 
 

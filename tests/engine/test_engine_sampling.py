@@ -295,7 +295,7 @@ def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> 
             assert (usage.num_input_tokens, usage.num_output_tokens) == (4 + index // 2, 3 + index // 2)
             assert len(event.token_ids) == usage.num_output_tokens
             assert 0 <= usage.queue_s <= usage.ttft_s < 60
-        assert engine.stats().generated_tokens == 2 * sum(3 + i for i in range(6))
+        assert engine.stats().generation_tokens == 2 * sum(3 + i for i in range(6))
         assert events[11].usage.queue_s > events[0].usage.queue_s  # type: ignore[union-attr]
 
     with running(model, max_rows=2, batcher=one_by_one(model) if serial else None) as engine:

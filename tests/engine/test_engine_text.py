@@ -103,7 +103,7 @@ def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: P
     async def scenario(engine: EngineCore) -> None:
         params = SamplingParameters(max_tokens=240, ignore_eos=True, logprobs=True, top_logprobs=10, n=3)
         late = engine.submit([EngineRequest(prompt_of(5), params)])
-        await until(lambda: engine.stats().generated_tokens == 720, "the end of the answers")
+        await until(lambda: engine.stats().generation_tokens == 720, "the end of the answers")
         await until(lambda: ended(late, 3), "their delivery")
         assert [(await anext(late)).index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
         late.close()
@@ -133,7 +133,7 @@ def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:
         unread = engine.submit([EngineRequest(prompt_of(5), greedy(150))])
         assert len(await events_of(engine, prompt_of(6), greedy(50))) > 1
         await until(lambda: engine.stats().running_sequences == 0, "the end of both")
-        assert engine.stats().generated_tokens == 200
+        assert engine.stats().generation_tokens == 200
         unread.close()
 
     with running(model) as engine:

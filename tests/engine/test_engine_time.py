@@ -174,8 +174,8 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
         counted = 0
         for _ in range(3):
             run(killed())
-            assert engine.stats().generated_tokens >= counted + 5  # a counter goes on where the dead backend's stopped
-            counted = engine.stats().generated_tokens
+            assert engine.stats().generation_tokens >= counted + 5  # a counter goes on where the dead backend's stopped
+            counted = engine.stats().generation_tokens
         deaths: list[BaseException] = []
         engine._on_death = deaths.append
         with pytest.raises(NotServing):

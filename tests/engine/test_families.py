@@ -50,7 +50,7 @@ def test_rows_that_join_and_leave_get_the_tokens_they_get_alone(family: str) -> 
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
     with running(model) as engine:
         got = run(staggered(engine))
-        assert engine.stats().generated_tokens == sum(count for _, count in REQUESTS)
+        assert engine.stats().generation_tokens == sum(count for _, count in REQUESTS)
         assert engine.stats().decode_steps < sum(count for _, count in REQUESTS)  # they did share steps
     assert got == expected
 

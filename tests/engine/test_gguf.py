@@ -40,7 +40,7 @@ def test_a_file_is_converted_once(gguf_file: Path, tmp_path: Path, caplog: pytes
     second = load(gguf_file, tmp_path / "cache")
     assert conversions(caplog) == 1
     assert first.model.dtype == torch.bfloat16
-    assert first.max_context == CONTEXT
+    assert first.max_model_len == CONTEXT
     assert first.eos_token_ids == (1,)
     assert all(
         torch.equal(one, two) for one, two in zip(first.model.parameters(), second.model.parameters(), strict=True)

@@ -48,7 +48,7 @@ def test_a_folder_is_ready_to_generate(tiny_model: Path) -> None:
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert loaded.model.dtype == torch.float32, "auto: as the checkpoint has it"
-    assert loaded.max_context == loaded.model.config.max_position_embeddings
+    assert loaded.max_model_len == loaded.model.config.max_position_embeddings
     assert loaded.eos_token_ids == (1,)
     assert loaded.default_sampling == {}, "transformers' own defaults are not the model's wishes"
     assert loaded.description.startswith(f"{tiny_model.name} (llama, ")
@@ -102,12 +102,12 @@ def test_every_end_of_text_counts(folder: Path) -> None:
 def test_the_context_is_the_smaller_of_the_models_and_the_settings(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = load(tiny_model).max_context
-    assert load(tiny_model, max_context=100).max_context == 100
+    own = load(tiny_model).max_model_len
+    assert load(tiny_model, max_model_len=100).max_model_len == 100
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert load(tiny_model, max_context=own + 1).max_context == own
-    assert "max_context" in caplog.text
+        assert load(tiny_model, max_model_len=own + 1).max_model_len == own
+    assert "max_model_len" in caplog.text
 
 
 def test_layers_offloaded_to_disk_compute_the_same(tiny_model: Path, tmp_path: Path) -> None:

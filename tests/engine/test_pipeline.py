@@ -182,7 +182,7 @@ def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
         events = await collect(engine, [EngineRequest(prompt, greedy(12, n=3))])
         assert [list(events[index].token_ids) for index in range(3)] == [expected] * 3
         assert await tokens_of(engine, prompt, greedy(12)) == expected
-        assert engine.stats().prefix_hit_tokens == 29
+        assert engine.stats().prefix_cache_hit_tokens == 29
 
     with pipelined(model, prefix_bytes=2**20) as (engine, _):
         run(scenario(engine))

@@ -66,7 +66,7 @@ def test_a_large_models_numbers_are_those_of_its_card(large: ModelSize) -> None:
     assert large.parameters == 70_553_706_496
     assert large.cost.of(1, 1) == 2 * 80 * 8 * 128 * 2
     assert large.ranks == (1, 2, 4, 8)
-    assert large.max_context == 131072
+    assert large.max_model_len == 131072
 
 
 def test_a_step_of_more_rows_reads_more_of_the_experts_and_no_untied_embedding(tmp_path: Path) -> None:

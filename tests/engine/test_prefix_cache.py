@@ -48,8 +48,8 @@ def test_a_shared_beginning_is_prefilled_once_and_the_tokens_are_the_same() -> N
         for prompt in prompts:
             assert run(tokens_of(engine, prompt, greedy(6))) == reference(model, prompt, 6)
         stats = engine.stats()
-    assert stats.prefix_hit_tokens >= 4 * len(SYSTEM)
-    assert stats.prefill_tokens + stats.prefix_hit_tokens == sum(map(len, prompts))
+    assert stats.prefix_cache_hit_tokens >= 4 * len(SYSTEM)
+    assert stats.prefill_tokens + stats.prefix_cache_hit_tokens == sum(map(len, prompts))
 
 
 def test_the_next_turn_of_a_conversation_begins_with_the_last_ones_answer() -> None:
@@ -57,10 +57,10 @@ def test_the_next_turn_of_a_conversation_begins_with_the_last_ones_answer() -> N
     with keeping() as engine:
         sequence = run(tokens_of(engine, prompt, greedy(20)))
         turn = [*prompt, *sequence, 9, 9, 9]
-        before = engine.stats().prefix_hit_tokens
+        before = engine.stats().prefix_cache_hit_tokens
         assert run(tokens_of(engine, turn, greedy(5))) == reference(model, turn, 5)
         # all but the answer's last token, which was never fed to the model
-        assert engine.stats().prefix_hit_tokens - before == len(prompt) + len(sequence) - 1
+        assert engine.stats().prefix_cache_hit_tokens - before == len(prompt) + len(sequence) - 1
 
 
 def test_the_same_prompt_again_leaves_one_id_for_the_logits() -> None:
@@ -68,7 +68,7 @@ def test_the_same_prompt_again_leaves_one_id_for_the_logits() -> None:
     with keeping() as engine:
         for _ in range(2):
             assert run(tokens_of(engine, SYSTEM, greedy(4))) == reference(model, SYSTEM, 4)
-        assert engine.stats().prefix_hit_tokens == len(SYSTEM) - 1
+        assert engine.stats().prefix_cache_hit_tokens == len(SYSTEM) - 1
 
 
 def test_prompts_whose_beginning_is_known_take_little_of_a_steps_share() -> None:
@@ -139,7 +139,7 @@ def test_nothing_is_kept_unless_there_is_memory_for_it() -> None:
     with keeping(prefix_bytes=0) as engine:
         for _ in range(2):
             run(tokens_of(engine, SYSTEM, greedy(3)))
-        assert engine.stats().prefix_hit_tokens == 0 and engine.stats().prefix_cache_bytes == 0
+        assert engine.stats().prefix_cache_hit_tokens == 0 and engine.stats().prefix_cache_bytes == 0
 
 
 def test_kept_bytes_stay_below_their_bound_under_many_prompts() -> None:
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_go_on_from_a_prefix_is_not_asked_to(family: str) ->
     with keeping(family, chunked=family != "llama", model=model) as engine, watched(model) as watch:
         for _ in range(2):
             run(tokens_of(engine, SYSTEM, greedy(4)))
-        assert engine.stats().prefix_hit_tokens == 0 and engine.stats().prefix_cache_bytes == 0
+        assert engine.stats().prefix_cache_hit_tokens == 0 and engine.stats().prefix_cache_bytes == 0
         assert engine.stats().kv_cache_budget == 2**24, "its memory is for rows"
         if family == "llama":
             assert [len(call[0]) for call in watch.calls if len(call[0]) > 1] == [len(SYSTEM)] * 2
@@ -199,7 +199,7 @@ def test_what_holds_nan_is_not_kept() -> None:
         broken = True
         with pytest.raises(AssertionError, match="not finite"):
             run(tokens_of(engine, SYSTEM, greedy(4)))
-        assert engine.stats().generated_tokens == 0
+        assert engine.stats().generation_tokens == 0
         broken = False
         assert run(tokens_of(engine, SYSTEM, greedy(4))) == reference(model, SYSTEM, 4)
     hook.remove()

@@ -46,7 +46,7 @@ def deaths() -> list[BaseException]:
 
 @pytest.fixture
 def three(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
-    built = build(tiny_model, deaths, replicas=3, max_queue=4, step_timeout=6.0)
+    built = build(tiny_model, deaths, replicas=3, max_queued_requests=4, step_timeout=6.0)
     yield built
     end(built)
 
@@ -82,8 +82,8 @@ def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltE
     end(one)
     assert "3 replicas" in three.summary
     assert run(scenario(three.engine)) == expected
-    assert three.engine.stats().generated_tokens == sum(count for _, count in REQUESTS)
-    assert [member.stats().generated_tokens > 0 for member in members(three)] == [True] * 3
+    assert three.engine.stats().generation_tokens == sum(count for _, count in REQUESTS)
+    assert [member.stats().generation_tokens > 0 for member in members(three)] == [True] * 3
 
 
 def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -
 
 
 def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path) -> None:
-    built = build(tiny_model, replicas=2, max_queue=1, max_num_seqs=1)
+    built = build(tiny_model, replicas=2, max_queued_requests=1, max_num_seqs=1)
 
     async def scenario() -> None:
         streams = []

@@ -88,7 +88,9 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
         return weights_key(settings(folder, **extra), threads)
 
     plain = key()
-    assert plain == key(max_num_seqs=3, kv_cache_memory="1MiB", max_queue=1, chat_template="{{ 1 }}", max_context=9)
+    assert plain == key(
+        max_num_seqs=3, kv_cache_memory="1MiB", max_queued_requests=1, chat_template="{{ 1 }}", max_model_len=9
+    )
     shaping: list[dict[str, Any]] = [
         {"dtype": "bfloat16"},
         {"revision": "other"},

@@ -29,7 +29,7 @@ from tests.engine.tiny import collect, greedy, idle, prompt_of, run, tokens_of, 
 from tests.engine.tiny import tiny_model as make
 
 REQUESTS = [(prompt_of(3 + 9 * number, number), 8 + 5 * number) for number in range(5)]
-SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 8, "fast_path": "off"}
+SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "chunked_prefill_size": 8, "fast_path": "off"}
 
 
 def build(folder: Path, deaths: list[BaseException] | None = None, **extra: Any) -> BuiltEngine:
@@ -85,9 +85,9 @@ def test_two_ranks_give_the_tokens_of_one_process(ranks: BuiltEngine, expected: 
 
 def test_kept_prompts_are_kept_on_every_rank(ranks: BuiltEngine, expected: list[list[int]]) -> None:
     run(together(ranks.engine, REQUESTS))
-    before = ranks.engine.stats().prefix_hit_tokens
+    before = ranks.engine.stats().prefix_cache_hit_tokens
     assert run(together(ranks.engine, REQUESTS)) == expected
-    assert ranks.engine.stats().prefix_hit_tokens > before
+    assert ranks.engine.stats().prefix_cache_hit_tokens > before
 
 
 def test_each_rank_holds_half_of_the_cache_and_of_the_layers(ranks: BuiltEngine, tiny_model: Path) -> None:

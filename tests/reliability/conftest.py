@@ -33,7 +33,7 @@ def plain(recite: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
     models = [
         Model("recite", str(recite), version="v1"),
         Model(
-            "small", str(recite), extra={"max_context": 64, "max_num_seqs": 8, "default_sampling": {"max_tokens": 3}}
+            "small", str(recite), extra={"max_model_len": 64, "max_num_seqs": 8, "default_sampling": {"max_tokens": 3}}
         ),
         Model("tiny", str(tiny_model)),
         CENSUS,
@@ -49,8 +49,8 @@ def slow(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     """Every decode step takes its time; ``narrow`` has one row and one place in its queue, ``busy`` four and eight."""
     models = [
         Model("recite", str(recite)),
-        Model("narrow", str(recite), extra={"max_queue": 1, "max_num_seqs": 1}),
-        Model("busy", str(recite), extra={"max_queue": 8, "max_num_seqs": 4}),
+        Model("narrow", str(recite), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
+        Model("busy", str(recite), extra={"max_queued_requests": 8, "max_num_seqs": 4}),
         CENSUS,
     ]
     environment = {

@@ -28,10 +28,10 @@ class Counts:
         return sum(found)
 
     def requests(self, reason: str) -> float:
-        return self._labelled("requests", "reason", reason)
+        return self._labelled("requests", "finish_reason", reason)
 
     def errors(self, status: int) -> float:
-        return self._labelled("request_errors", "error", str(status))
+        return self._labelled("request_errors", "status_code", str(status))
 
     def __str__(self) -> str:
         shown = [each for each in self._own() if each.value and "_seconds" not in each.name]

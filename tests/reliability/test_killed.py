@@ -44,7 +44,7 @@ def _kill(server: Server, door: Door, token: int) -> None:
 
 def _began(now: Counts, before: Counts, token: int) -> bool:
     arrived = now["waiting_requests"] or now["prefilling_requests"] or now["running_sequences"]
-    return bool(arrived) and now["generated_tokens"] - before["generated_tokens"] >= token
+    return bool(arrived) and now["generation_tokens"] - before["generation_tokens"] >= token
 
 
 def _is_forgotten(server: Server, before: Counts) -> None:
@@ -52,8 +52,8 @@ def _is_forgotten(server: Server, before: Counts) -> None:
     # The same figures: whoever is counted as cancelled holds nothing any more.
     assert after["running_sequences"] == after["waiting_requests"] == after["prefilling_requests"] == 0
     assert after["kv_cache_bytes"] == 0
-    assert after["zombie_steps"] == before["zombie_steps"] == 0
-    assert after["generated_tokens"] - before["generated_tokens"] < _LONG["max_tokens"]
+    assert after["wasted_tokens"] == before["wasted_tokens"] == 0
+    assert after["generation_tokens"] - before["generation_tokens"] < _LONG["max_tokens"]
     until(server, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1)
 
 

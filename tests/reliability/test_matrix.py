@@ -59,7 +59,7 @@ def test_cancel(slow: Server, door: Door) -> None:
         if not door.rest:
             assert call.end().code is grpc.StatusCode.CANCELLED
     assert after["cancelled_sequences"] - before["cancelled_sequences"] == door.requests
-    assert after["zombie_steps"] == before["zombie_steps"]
+    assert after["wasted_tokens"] == before["wasted_tokens"]
 
 
 # --- timeout ---
@@ -173,8 +173,8 @@ def test_slow_reader(plain: Server, door: Door) -> None:
         else:
             until(plain, "recite", lambda now: now["running_sequences"] == 1)
         wire.stop_reading()
-        wanted = before["generated_tokens"] + door.requests * _LONG["max_tokens"]
-        until(plain, "recite", lambda now: now["generated_tokens"] == wanted)
+        wanted = before["generation_tokens"] + door.requests * _LONG["max_tokens"]
+        until(plain, "recite", lambda now: now["generation_tokens"] == wanted)
         idle(plain, "recite")
         time.sleep(0.2)  # a pause after its end too
         wire.read_on()

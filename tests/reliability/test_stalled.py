@@ -32,8 +32,8 @@ def test_others_go_on_beside_a_reader_that_stalls(plain: Server, door: Door) -> 
         (rest if door.rest else grpc_wire).stop_reading()
         beside = ask(door, plain, "recite", max_tokens=100)
         assert beside.texts == [recital(100)] * door.requests
-        generated = before["generated_tokens"] + door.requests * (_HEAVY["max_tokens"] + 100)
-        until(plain, "recite", lambda now: now["generated_tokens"] == generated)
+        generated = before["generation_tokens"] + door.requests * (_HEAVY["max_tokens"] + 100)
+        until(plain, "recite", lambda now: now["generation_tokens"] == generated)
         idle(plain, "recite")
         assert rss_of(plain) - memory < 64 * MIB
     # Its engine's part had ended well; that nobody read it is noticed when it leaves.
@@ -47,7 +47,7 @@ def test_a_stalled_stream_is_cut(slow: Server) -> None:
         rest.stop_reading()
         until(slow, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1, 60)
         after = idle(slow, "recite")
-        assert after["generated_tokens"] - before["generated_tokens"] < _HEAVY["max_tokens"], "before its end"
+        assert after["generation_tokens"] - before["generation_tokens"] < _HEAVY["max_tokens"], "before its end"
         assert "has read nothing" in slow.log
 
 
@@ -62,8 +62,8 @@ def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Pat
             stalled.read(1)
             until(server, "recite", lambda now: now.requests("cancelled") == door.requests, 60)
             after = idle(server, "recite")
-            assert after["generated_tokens"] - before["generated_tokens"] < door.requests * 8 * 4000
-            assert after["zombie_steps"] == 0
+            assert after["generation_tokens"] - before["generation_tokens"] < door.requests * 8 * 4000
+            assert after["wasted_tokens"] == 0
             assert server.log.count("has read nothing") == 1
             result = stalled.end()
         assert result.code is grpc.StatusCode.DEADLINE_EXCEEDED and "nothing was read for 1 s" in result.said

@@ -28,7 +28,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     models = [
         Model("tiny", str(tiny_model), version="v1"),
         Model("other", str(tiny_model), implementation=MODULE_SPELLING),
-        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_num_seqs": 1}),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
         Model("tight", str(tiny_model), extra={"max_num_seqs": 2, "kv_cache_memory": "1MiB"}),
     ]
     with serve(tmp_path_factory.mktemp("server") / "models", models, settings=QUIET) as running:
@@ -46,13 +46,13 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Every step takes its time and every bound is small; ``narrow`` has one row and one place in its queue."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": "prefill:1:slow=0.3,decode:1:slow=0.02",
-        "MLSERVER_TORCH_STREAM_KEEP_ALIVE": "0.05",
+        "MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL": "0.05",
         "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "0.5",
         "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(SMALL_BODY),
     }
     models = [
         Model("tiny", str(tiny_model)),
-        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_num_seqs": 1}),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
     ]
     with serve(tmp_path_factory.mktemp("slow") / "models", models, settings=QUIET, environment=environment) as running:
         yield running
@@ -82,7 +82,7 @@ def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: 
     """All that can be noticed of a server is on, but for prompts in the log; ``tiny`` and ``narrow`` as above."""
     models = [
         Model("tiny", str(tiny_model), version="v1"),
-        Model("narrow", str(tiny_model), extra={"max_queue": 1, "max_num_seqs": 1}),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
     ]
     environment = {
         "MLSERVER_TORCH_STREAM_VLLM_METRIC_NAMES": "true",

@@ -74,7 +74,7 @@ async def _cancelled(call: Awaitable[object], runtime: TorchStreamRuntime) -> No
 
 
 def _stats(runtime: TorchStreamRuntime) -> EngineStats:
-    stats: EngineStats = runtime._stay.built.engine.stats()
+    stats: EngineStats = runtime._slot.built.engine.stats()
     return stats
 
 

@@ -25,7 +25,7 @@ def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         "MLSERVER_MODEL_IMPLEMENTATION": PACKAGE_SPELLING,
         "MLSERVER_MODEL_NAME": "tiny",
         "MLSERVER_MODEL_URI": str(tiny_model),
-        "MLSERVER_MODEL_EXTRA": json.dumps({"max_context": 256}),
+        "MLSERVER_MODEL_EXTRA": json.dumps({"max_model_len": 256}),
         "MLSERVER_PARALLEL_WORKERS": "1",
         "MLSERVER_GZIP_ENABLED": "true",
     }

@@ -57,8 +57,8 @@ def test_leaving_frees_rows_and_cache_within_two_steps(server: Server, leave: Ca
     sequences = leave(server)
     after = server.wait_for("tiny", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == sequences)
     assert after["running_sequences"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
-    assert after["zombie_steps"] - before["zombie_steps"] <= sequences
-    assert after["generated_tokens"] - before["generated_tokens"] < sequences * _TOKENS
+    assert after["wasted_tokens"] - before["wasted_tokens"] <= sequences
+    assert after["generation_tokens"] - before["generation_tokens"] < sequences * _TOKENS
 
 
 def test_one_who_leaves_disturbs_nobody(server: Server) -> None:

@@ -112,7 +112,7 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
             assert httpx.post(f"{server.url}/v2/models/gated/{door}", json=body, timeout=5).status_code == 503
         assert grpc_unary(stub, "gated").code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert grpc_refusal(stub, "gated") is grpc.StatusCode.UNAVAILABLE
-        refusals = on_rest_port(server).by("error", "torch_stream_request_errors_total", model="gated")
+        refusals = on_rest_port(server).by("status_code", "torch_stream_request_errors_total", model="gated")
         assert refusals == {"503": 4 + 2}, "all doors count them"
 
         assert get_ready(server, "models/foreign").status_code == 200 and model_ready("foreign")

@@ -30,11 +30,11 @@ def observed_stub(observed: Server) -> Iterator[Stub]:
 
 
 def _requests(scrape: Scrape, model: str = "tiny") -> dict[str, float]:
-    return scrape.by("reason", "torch_stream_requests_total", model=model)
+    return scrape.by("finish_reason", "torch_stream_requests_total", model=model)
 
 
 def _errors(scrape: Scrape, model: str = "tiny") -> dict[str, float]:
-    return scrape.by("error", "torch_stream_request_errors_total", model=model)
+    return scrape.by("status_code", "torch_stream_request_errors_total", model=model)
 
 
 def _growth(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
@@ -53,7 +53,7 @@ def _histogram(scrape: Scrape, name: str) -> float:
 
 
 def _answered(server: Server, stub: Stub) -> None:
-    """Eight requests of nine sequences that end at their length, through every door."""
+    """Eight requests of nine sequences that end at their length, through every endpoint."""
     body = v2.rest_body("Hello fox", max_tokens=4, ignore_eos=True)
     request = v2.grpc_request("tiny", "Hello fox", max_tokens=4, ignore_eos=True)
     for _ in range(2):
@@ -70,10 +70,14 @@ def test_requests_that_end_well_are_counted_and_timed_once(observed: Server, obs
     after = _of(observed, before, 8)
     assert _growth(_requests(after), _requests(before)) == {"length": 8}
     assert _growth(_errors(after), _errors(before)) == {}
-    for name, times in (("time_to_first_token", 8), ("queue_time", 8), ("request", 8)):
+    for name, times in (("time_to_first_token", 8), ("request_queue_time", 8), ("e2e_request_latency", 8)):
         assert _histogram(after, name) - _histogram(before, name) == times
-    sequences, tokens = "torch_stream_sequences_total", "torch_stream_generated_tokens_total"
-    assert after.value(sequences, reason="length", **_TINY) - before.value(sequences, reason="length", **_TINY) == 9
+    sequences, tokens = "torch_stream_sequences_total", "torch_stream_generation_tokens_total"
+    assert (
+        after.value(sequences, finish_reason="length", **_TINY)
+        - before.value(sequences, finish_reason="length", **_TINY)
+        == 9
+    )
     assert after.value(tokens, **_TINY) - before.value(tokens, **_TINY) == 9 * 4
 
 
@@ -110,7 +114,7 @@ def test_refusals_are_counted_by_their_status(observed: Server, observed_stub: S
     after = _of(observed, before, 10)
     assert _growth(_errors(after), _errors(before)) == {"422": 8, "413": 1}
     assert _growth(_requests(after), _requests(before))["refused"] == 9
-    assert _histogram(after, "request") - _histogram(before, "request") == 1  # the good one's
+    assert _histogram(after, "e2e_request_latency") - _histogram(before, "e2e_request_latency") == 1  # the good one's
 
 
 def test_rejections_are_counted(slow: Server) -> None:
@@ -149,12 +153,12 @@ def test_clients_that_leave_are_counted_and_leave_nothing_behind(observed: Serve
     after = _of(observed, before, 2)
     assert _growth(_requests(after), _requests(before)) == {"cancelled": 2}
     assert _growth(_errors(after), _errors(before)) == {}
-    assert _histogram(after, "request") == _histogram(before, "request")
+    assert _histogram(after, "e2e_request_latency") == _histogram(before, "e2e_request_latency")
     idle = settled(observed, lambda now: not now.value("torch_stream_running_sequences", **_TINY))
     for gauge in ("waiting_requests", "waiting_tokens", "prefilling_requests", "open_prompts"):
         assert idle.value(f"torch_stream_{gauge}", **_TINY) == 0
     reserved, budget = (idle.value(f"torch_stream_kv_cache_{each}", **_TINY) for each in ("bytes", "budget_bytes"))
-    assert idle.value("torch_stream_kv_cache_use_ratio", **_TINY) == reserved / budget < 1
+    assert idle.value("torch_stream_kv_cache_usage_ratio", **_TINY) == reserved / budget < 1
 
 
 def test_nothing_that_a_client_writes_becomes_a_label(observed: Server) -> None:
@@ -165,8 +169,8 @@ def test_nothing_that_a_client_writes_becomes_a_label(observed: Server) -> None:
     allowed = {
         "model": {"tiny", "narrow"},
         "version": {"v1", ""},
-        "reason": set(REQUEST_REASONS),
-        "error": set(ERRORS),
+        "finish_reason": set(REQUEST_REASONS),
+        "status_code": set(ERRORS),
     }
     for label, value in on_rest_port(observed).label_values("torch_stream_"):
         assert label == "le" or value in allowed[label]
@@ -186,19 +190,21 @@ def test_the_endpoint_picker_finds_vllms_names_where_they_are_asked_for(observed
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert shown.value(f"vllm:{name}", model_name="tiny") >= 0
     same = {
-        "vllm:prefix_cache_hits_total": "torch_stream_prefix_hit_tokens_total",
-        "vllm:generation_tokens_total": "torch_stream_generated_tokens_total",
+        "vllm:prefix_cache_hits_total": "torch_stream_prefix_cache_hit_tokens_total",
+        "vllm:generation_tokens_total": "torch_stream_generation_tokens_total",
         "vllm:time_to_first_token_seconds_count": "torch_stream_time_to_first_token_seconds_count",
         "vllm:inter_token_latency_seconds_sum": "torch_stream_inter_token_latency_seconds_sum",
         "vllm:time_per_output_token_seconds_sum": "torch_stream_inter_token_latency_seconds_sum",
-        "vllm:e2e_request_latency_seconds_count": "torch_stream_request_seconds_count",
+        "vllm:e2e_request_latency_seconds_count": "torch_stream_e2e_request_latency_seconds_count",
     }
     for theirs, ours in same.items():
         assert shown.value(theirs, model_name="tiny") == shown.value(ours, model="tiny")
-    prompts = (shown.value(f"torch_stream_{kind}_tokens_total", model="tiny") for kind in ("prefill", "prefix_hit"))
+    prompts = (
+        shown.value(f"torch_stream_{kind}_tokens_total", model="tiny") for kind in ("prefill", "prefix_cache_hit")
+    )
     assert shown.value("vllm:prompt_tokens_total", model_name="tiny") == sum(prompts) > 0
     finished = shown.by("finished_reason", "vllm:request_success_total", model_name="tiny")
-    assert finished["length"] == shown.value("torch_stream_sequences_total", model="tiny", reason="length")
+    assert finished["length"] == shown.value("torch_stream_sequences_total", model="tiny", finish_reason="length")
     assert not on_rest_port(server).names("vllm:")
 
 
@@ -219,7 +225,7 @@ def test_counters_go_on_when_a_model_is_reloaded(server: Server) -> None:
     def generate() -> None:
         v2.rest_unary(server.url, "/v2/models/other/infer", v2.rest_body("Hello", max_tokens=4, ignore_eos=True))
 
-    tokens = ("torch_stream_generated_tokens_total", str([("model", "other"), ("version", "")]))
+    tokens = ("torch_stream_generation_tokens_total", str([("model", "other"), ("version", "")]))
     generate()
     settled(server, lambda now: not now.value("torch_stream_running_sequences", model="other"))
     seen = [counters()]

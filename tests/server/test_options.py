@@ -25,7 +25,7 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_option(service: str
     ("name", "value", "said"),
     [
         ("MLSERVER_TORCH_STREAM_DRAIN_GRAZE", "1", "did you mean MLSERVER_TORCH_STREAM_DRAIN_GRACE"),
-        ("MLSERVER_TORCH_STREAM_KEEP_ALIVE", "soon", "MLSERVER_TORCH_STREAM_KEEP_ALIVE"),
+        ("MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL", "soon", "MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL"),
         ("MLSERVER_TORCH_STREAM_MAX_BODY_BYTES", "-1", "greater than 0"),
     ],
 )

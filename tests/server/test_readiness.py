@@ -18,7 +18,7 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle import health
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
-from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.process_state import LIFECYCLE
 from tests.server.harness import PACKAGE_SPELLING
 
 _MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
@@ -46,7 +46,7 @@ class Loaded(BaseRuntime):
 
     @property
     def trouble(self) -> str | None:
-        return LIFECYCLE.leaving
+        return LIFECYCLE.shutdown_reason
 
     async def load(self) -> bool:
         return True
@@ -85,15 +85,15 @@ def test_no_request_that_meets_the_signal_is_answered_400(monkeypatch: pytest.Mo
         found = []
         async with _client(registry) as client:
             for path, turns in product(("/v2/health/ready", "/v2/models/m/ready"), range(40)):
-                monkeypatch.setattr(LIFECYCLE, "_leaving", None)
+                monkeypatch.setattr(LIFECYCLE, "_shutdown_reason", None)
                 request = asyncio.create_task(client.get(path))
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                LIFECYCLE.leave("the server is shutting down")
+                LIFECYCLE.begin_shutdown("the server is shutting down")
                 found.append((await request).status_code)
         return found
 
-    monkeypatch.setattr(LIFECYCLE, "_leaving", None)
+    monkeypatch.setattr(LIFECYCLE, "_shutdown_reason", None)
     assert set(asyncio.run(statuses())) == {200, 503}
 
 

@@ -28,7 +28,7 @@ _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 def _lines(server: Server, request_id: str, count: int = 1) -> list[dict[str, str]]:
     """The fields of the lines about one request; its line is written just after its last byte has left."""
     end = time.monotonic() + 20
-    while len(found := [line for line in server.log.splitlines() if f"request={request_id} " in line]) < count:
+    while len(found := [line for line in server.log.splitlines() if f"request_id={request_id} " in line]) < count:
         assert time.monotonic() < end, server.log
         time.sleep(0.02)
     return [dict(_FIELD.findall(line)) for line in found]
@@ -47,13 +47,13 @@ def test_a_request_is_one_line_in_mlservers_format(observed: Server) -> None:
     body = _body("log-1", n=2, temperature=1, max_tokens=5, ignore_eos=True)
     reply = v2.rest_unary(observed.url, "/v2/models/tiny/infer", body)
     fields = _line(observed, "log-1")
-    (line,) = [line for line in observed.log.splitlines() if "request=log-1 " in line]
+    (line,) = [line for line in observed.log.splitlines() if "request_id=log-1 " in line]
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) and _NAME in line and " INFO - " in line
-    assert fields["model"] == "tiny" and fields["version"] == "v1" and fields["door"] == "rest-unary"
-    assert fields["status"] == "200" and fields["client"] == "stayed" and fields["finish"] == "length,length"
-    assert fields["sequences"] == "2" and fields["generated_tokens"] == "10"
+    assert fields["model"] == "tiny" and fields["version"] == "v1" and fields["endpoint"] == "rest-unary"
+    assert fields["status"] == "200" and fields["client"] == "connected" and fields["finish_reason"] == "length,length"
+    assert fields["sequences"] == "2" and fields["completion_tokens"] == "10"
     assert fields["prompt_tokens"] == str(reply.outputs["num_input_tokens"][0])
-    assert float(fields["queue_ms"]) >= 0 and 0 < float(fields["ttft_ms"]) <= float(fields["total_ms"])
+    assert float(fields["queue_time_ms"]) >= 0 and 0 < float(fields["ttft_ms"]) <= float(fields["e2e_latency_ms"])
 
 
 def test_every_message_of_a_grpc_stream_has_its_line(observed: Server) -> None:
@@ -62,14 +62,17 @@ def test_every_message_of_a_grpc_stream_has_its_line(observed: Server) -> None:
         list(Stub(channel).ModelStreamInfer(iter([request, request]), timeout=v2.TIMEOUT_S))
     for request_id in ("log-2", "log-2-1"):
         fields = _line(observed, request_id)
-        assert fields["door"] == "grpc-stream" and fields["generated_tokens"] == "3"
+        assert fields["endpoint"] == "grpc-stream" and fields["completion_tokens"] == "3"
 
 
 def test_a_refusal_names_its_field_and_its_status(observed: Server) -> None:
     httpx.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-3", temperature="hot"))
     fields = _line(observed, "log-3")
     assert fields["status"] == "422" and fields["error"] == "InvalidInput" and fields["field"] == "temperature"
-    assert fields["generated_tokens"] == "0" and fields["ttft_ms"] == fields["queue_ms"] == fields["finish"] == "-"
+    assert (
+        fields["completion_tokens"] == "0"
+        and fields["ttft_ms"] == fields["queue_time_ms"] == fields["finish_reason"] == "-"
+    )
 
 
 def test_a_client_that_left_is_said_to(observed: Server) -> None:
@@ -81,8 +84,8 @@ def test_a_client_that_left_is_said_to(observed: Server) -> None:
     ) as response:
         next(response.iter_bytes())
     fields = _line(observed, "log-4")
-    assert fields["client"] == "left" and fields["status"] == "499" and fields["finish"] == "-"
-    assert 1 <= int(fields["generated_tokens"]) < 900
+    assert fields["client"] == "disconnected" and fields["status"] == "499" and fields["finish_reason"] == "-"
+    assert 1 <= int(fields["completion_tokens"]) < 900
 
 
 def test_no_prompt_and_no_answer_is_in_the_log(observed: Server) -> None:
@@ -102,7 +105,7 @@ def test_no_prompt_and_no_answer_is_in_the_log(observed: Server) -> None:
 
 @pytest.mark.parametrize("number", [9, 10])
 def test_a_client_cannot_write_a_line(observed: Server, number: int) -> None:
-    forged = f"\n2026-01-01 00:00:00,000 {_NAME} INFO - request=forged-{number} status=200\r\x1b[2J\u2028\x85"
+    forged = f"\n2026-01-01 00:00:00,000 {_NAME} INFO - request_id=forged-{number} status=200\r\x1b[2J\u2028\x85"
     request_id = f"log-{number}{forged}"
     if number == 9:
         v2.rest_unary(observed.url, "/v2/models/tiny/infer", _body(request_id, max_tokens=1))
@@ -112,11 +115,11 @@ def test_a_client_cannot_write_a_line(observed: Server, number: int) -> None:
         with grpc.insecure_channel(observed.grpc_target) as channel, suppress(grpc.RpcError):
             Stub(channel).ModelInfer(request, timeout=v2.TIMEOUT_S)
     end = time.monotonic() + 20
-    while not (found := [line for line in observed.log.splitlines() if f'request="log-{number}' in line]):
+    while not (found := [line for line in observed.log.splitlines() if f'request_id="log-{number}' in line]):
         assert time.monotonic() < end, observed.log
         time.sleep(0.02)
     assert len(found) == 1 and found[0].isascii() and found[0].isprintable()
-    quoted = dict(_FIELD.findall(found[0]))["request"]
+    quoted = dict(_FIELD.findall(found[0]))["request_id"]
     assert json.loads(quoted).startswith(request_id[:100])
 
 
@@ -134,15 +137,15 @@ def test_a_structured_line_is_json_with_the_prompt_if_asked_for(talkative: Serve
     prompt = 'He said "no",\nand left \\ slowly: 日本'
     reply = v2.rest_unary(talkative.url, "/v2/models/tiny/infer", _body("log-11", prompt, max_tokens=4))
     _line(talkative, "log-11")
-    (line,) = [line for line in talkative.log.splitlines() if "request=log-11 " in line]
+    (line,) = [line for line in talkative.log.splitlines() if "request_id=log-11 " in line]
     entry = json.loads(line)
     assert (entry["name"], entry["level"]) == ("mlserver_torch_stream.requests", "INFO")
-    prompts, _, texts = entry["message"].partition(" prompts=")[2].partition(" texts=")
-    assert json.loads(prompts) == [prompt] and json.loads(texts) == [reply.text]
+    prompts, _, outputs = entry["message"].partition(" prompts=")[2].partition(" outputs=")
+    assert json.loads(prompts) == [prompt] and json.loads(outputs) == [reply.text]
 
 
 def test_a_server_with_workers_shows_the_same_on_both_ports(talkative: Server) -> None:
     """MLServer collects its own figures from files then."""
     for scrape in (on_rest_port(talkative), on_metrics_port(talkative)):
-        assert scrape.value("torch_stream_requests_total", model="tiny", reason="length") >= 1
+        assert scrape.value("torch_stream_requests_total", model="tiny", finish_reason="length") >= 1
         assert scrape.names("model_infer_request_")

@@ -141,7 +141,7 @@ _SPELLINGS = {
 def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
     """Proxies read lines of 64 KiB at most; with all that may be asked for, a token is two kilobytes and more."""
     door, body = _SPELLINGS[spelling]
-    before = server.counters("tiny")["generated_tokens"]
+    before = server.counters("tiny")["generation_tokens"]
     slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
     with (
         httpx.Client(transport=slow, timeout=v2.TIMEOUT_S) as reader,

@@ -41,7 +41,7 @@ def test_a_message_whose_reading_fails_after_it_is_not_wanted_any_more() -> None
         assert await anext(wanted) == 1
         waiting = asyncio.ensure_future(anext(wanted, None))
         await reading.wait()
-        ended.come()
+        ended.set()
         assert await waiting is None
 
     assert complaints_of(scenario) == []

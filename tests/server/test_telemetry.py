@@ -8,26 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import pytest
 from mlserver.settings import Settings
 from starlette.applications import Starlette
 
 from mlserver_torch_stream.server.observability import telemetry
-from mlserver_torch_stream.server.observability.metrics import METRICS
-from mlserver_torch_stream.server.observability.request_observer import RequestSinks
+from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics
+from mlserver_torch_stream.server.observability.metrics import TokenMetrics
+from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
+from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
 from mlserver_torch_stream.server.options import ServerOptions
 
 
-@pytest.fixture(autouse=True)
-def sinks(monkeypatch: pytest.MonkeyPatch) -> RequestSinks:
-    """In the place of the process's own."""
-    monkeypatch.setattr(METRICS, "vllm_names", False)
-    sinks = RequestSinks()
-    monkeypatch.setattr(telemetry, "SINKS", sinks)
-    return sinks
-
-
-def _install(ready: bool = True, **options: Any) -> Callable[[str], httpx.Response]:
+def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: Any) -> Callable[[str], httpx.Response]:
     """The app's answer to a GET of a path."""
 
     async def is_ready() -> bool:
@@ -36,7 +28,8 @@ def _install(ready: bool = True, **options: Any) -> Callable[[str], httpx.Respon
     settings = Settings(parallel_workers=0, metrics_endpoint=options.pop("metrics_endpoint", "/metrics"))
     app = Starlette()
     server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
-    telemetry.install(server, ServerOptions(**options))
+    metrics = TokenMetrics(EngineMetrics(), RequestMetrics())
+    telemetry.install(server, ServerOptions(**options), metrics, sinks or RequestSinks())
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -56,11 +49,13 @@ def test_a_server_that_is_not_ready_is_unhealthy() -> None:
     assert _install(ready=False)("/health").status_code == 503
 
 
-def test_log_and_trace_are_off_when_asked(sinks: RequestSinks) -> None:
-    _install(log_requests=False)
+def test_log_and_trace_are_off_when_asked() -> None:
+    sinks = RequestSinks()
+    _install(sinks=sinks, log_requests=False)
     assert sinks == RequestSinks(log=None, tracer=None)
 
 
-def test_prompts_are_logged_when_asked(sinks: RequestSinks) -> None:
-    _install(log_prompts=True)
+def test_prompts_are_logged_when_asked() -> None:
+    sinks = RequestSinks()
+    _install(sinks=sinks, log_prompts=True)
     assert sinks.log is not None and sinks.log.prompts

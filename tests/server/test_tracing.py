@@ -107,7 +107,7 @@ def test_a_client_that_leaves_ends_its_span(observed: Server, spans: Collector) 
         next(call)
         call.cancel()
     span = _span(spans, "trace-left")
-    assert span.failed and span.attributes["error.type"] == "client_left"
+    assert span.failed and span.attributes["error.type"] == "client_disconnected"
     assert 0 < span.attributes["gen_ai.usage.output_tokens"] < 900
 
 

@@ -42,11 +42,11 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: obj
         ("max_memory", "20GiB"),
         ("trust_remote_code", "yes"),
         ("engine", "fast"),
-        ("max_context", 0),
+        ("max_model_len", 0),
         ("max_num_seqs", "many"),
         ("max_num_seqs", True),
-        ("max_queue", -1),
-        ("prefill_chunk", 1.5),
+        ("max_queued_requests", -1),
+        ("chunked_prefill_size", 1.5),
         ("kv_cache_memory", "four gigs"),
         ("kv_cache_memory", 0),
         ("threads", 0),
@@ -83,7 +83,7 @@ def test_device_numbers_survive_json() -> None:
 
 def test_the_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        parse().settings.max_queue = 3  # type: ignore[misc]
+        parse().settings.max_queued_requests = 3  # type: ignore[misc]
 
 
 def test_a_key_beside_extra_is_sent_to_its_place() -> None:
@@ -119,7 +119,7 @@ def test_lines_of_a_dotenv_file_are_no_misplaced_keys(tmp_path: Path, monkeypatc
 def test_each_value_knows_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = {
         "implementation": "mlserver_torch_stream.TorchStreamRuntime",
-        "parameters": {"uri": EMBEDDED, "extra": {"max_queue": 7, "max_memory": {"0": "1GiB"}, "threads": 1}},
+        "parameters": {"uri": EMBEDDED, "extra": {"max_queued_requests": 7, "max_memory": {"0": "1GiB"}, "threads": 1}},
     }
     (tmp_path / "model-settings.json").write_text(json.dumps(file))
     extra = {"dtype": "float32", "max_memory": {"cpu": "2GiB"}, "threads": 2}
@@ -135,24 +135,24 @@ def test_each_value_knows_where_it_came_from(tmp_path: Path, monkeypatch: pytest
     assert resolved.settings.max_memory == {0: "1GiB", "cpu": "2GiB"}, "MLServer merges objects"
     expected = {
         "model": "parameters.uri in model-settings.json",
-        "max_queue": "model-settings.json",
+        "max_queued_requests": "model-settings.json",
         "max_memory": "model-settings.json and MLSERVER_MODEL_EXTRA",
         "threads": "model-settings.json",
         "dtype": "MLSERVER_MODEL_EXTRA",
         "cache_dir": "MLSERVER_TORCH_STREAM_CACHE",
-        "max_context": "default",
+        "max_model_len": "default",
     }
     assert {key: resolved.origins[key] for key in expected} == expected
 
 
 def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    environ = {"MLSERVER_MODEL_URI": str(tmp_path), "MLSERVER_MODEL_EXTRA": '{"max_queue": 3}'}
+    environ = {"MLSERVER_MODEL_URI": str(tmp_path), "MLSERVER_MODEL_EXTRA": '{"max_queued_requests": 3}'}
     resolved = parse_settings(environ=environ)  # as with ModelSettings.parameters of None
     assert (resolved.source.kind, resolved.source.location) == ("folder", str(tmp_path))
-    assert resolved.settings.max_queue == 3
+    assert resolved.settings.max_queued_requests == 3
     assert resolved.origins["model"] == "MLSERVER_MODEL_URI"
-    assert resolved.origins["max_queue"] == "MLSERVER_MODEL_EXTRA"
+    assert resolved.origins["max_queued_requests"] == "MLSERVER_MODEL_EXTRA"
 
 
 @pytest.mark.parametrize(("text", "says"), [("{", "not JSON"), ("[1]", "must be a JSON object")])
@@ -193,7 +193,7 @@ def test_strings_are_read_as_what_a_key_wants() -> None:
     """Seldon's Model.spec.parameters can hold nothing but strings."""
     given = {
         "model": "embedded://smollm2-135m-instruct",
-        "max_context": "2048",
+        "max_model_len": "2048",
         "trust_remote_code": "true",
         "request_timeout": "2.5",
         "kv_cache_memory": "1GiB",
@@ -202,14 +202,14 @@ def test_strings_are_read_as_what_a_key_wants() -> None:
         "dtype": "float32",
     }
     settings = parse_settings(extra=given, environ={}).settings
-    assert (settings.max_context, settings.trust_remote_code, settings.request_timeout) == (2048, True, 2.5)
+    assert (settings.max_model_len, settings.trust_remote_code, settings.request_timeout) == (2048, True, 2.5)
     assert (settings.kv_cache_memory, settings.default_sampling) == (2**30, {"temperature": 0.5})
     assert (settings.device_map, settings.dtype) == ({"": "cpu"}, "float32")
     assert (
         parse_settings(extra={"model": given["model"], "device_map": "auto"}, environ={}).settings.device_map == "auto"
     )
-    with pytest.raises(SettingsError, match="max_context"):
-        parse_settings(extra={**given, "max_context": "many"}, environ={})
+    with pytest.raises(SettingsError, match="max_model_len"):
+        parse_settings(extra={**given, "max_model_len": "many"}, environ={})
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "soon", None])
@@ -221,4 +221,4 @@ def test_the_time_of_a_step_is_a_positive_number_of_seconds(value: object) -> No
 def test_the_default_time_of_a_step_is_for_the_slowest_that_is_not_broken() -> None:
     """A chunk through a model of 70B parameters at 50 GFLOP/s takes 1434 s."""
     settings = parse_settings(EMBEDDED, {}, environ={}).settings
-    assert settings.step_timeout >= 2 * 70e9 * settings.prefill_chunk / 50e9
+    assert settings.step_timeout >= 2 * 70e9 * settings.chunked_prefill_size / 50e9

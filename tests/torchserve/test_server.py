@@ -359,9 +359,12 @@ def test_metrics_of_the_server_and_of_handlers_are_scraped(server: Server) -> No
     wanted = (
         'torch_stream_handler_requests_total{model="facts",outcome="ok",version=""}',
         'torch_stream_handler_workers{model="facts",version=""} 1.0',
+        'torch_stream_handler_waiting_requests{model="facts",version=""} 0.0',
+        'torch_stream_handler_responses_total{model="facts",version=""}',
+        'torch_stream_handler_worker_restarts_total{model="facts",version=""} 0.0',
         'torchserve_PredictionTime{Level="Model",ModelName="facts",model="facts",version=""}',
         'torchserve_Steps_count{Method="a, b: c",model="own",version=""} 2.0',
-        'torch_stream_requests_total{model="hello"',
+        'torch_stream_requests_total{finish_reason="stop",model="hello"',
     )
     while True:
         shown = httpx.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text

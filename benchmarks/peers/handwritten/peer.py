@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_door import Spelling
+from benchmarks.http_endpoint import Spelling
 from benchmarks.peers.peer import Peer
 from benchmarks.process import free_ports
 from benchmarks.servers import write_mlserver_folder

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_door import Spelling
+from benchmarks.http_endpoint import Spelling
 from benchmarks.peers.peer import Peer, PeerUnavailable
 from benchmarks.process import free_ports, running
 from benchmarks.servers import clean_environment, wait_until_ready

@@ -154,7 +154,7 @@ class SequenceBatches:
         found = self._prefixes.begin(request.prompt) if self._prefixes.wanted and request.sealed else None
         if found is not None:
             cache, request.prefilled = found
-            self._count(prefix_hit_tokens=request.prefilled)
+            self._count(prefix_cache_hit_tokens=request.prefilled)
             return cache
         cache = self._layout.cache(capacity=columns)
         cache.begin_row()
@@ -197,7 +197,7 @@ class SequenceBatches:
         rows = [row for row, sequence in enumerate(group.rows) if sequence.finish_reason is None]
         choices = self._choose(logits, [group.rows[row] for row in rows], rows)
         zombies = sum(1 for sequence in group.rows if (sequence.request.mailbox.closed_at or began) < began)
-        self._count(zombie_steps=zombies)
+        self._count(wasted_tokens=zombies)
         self._accept(group, rows, choices, deliver)
 
     def _drop_ended(self, group: DecodeBatch) -> None:
@@ -243,7 +243,7 @@ class SequenceBatches:
                 logger.exception("a token could not be taken")
                 failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
                 sequence.finish(FinishReason.ERROR, failure)
-        self._count(generated_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
+        self._count(generation_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
 
     def _cache_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
         """Puts ended sequences into the prefix cache: the next turn of a chat begins with their prompt and text."""

@@ -22,11 +22,11 @@ def max_context(model: Any, asked: int | None) -> int:
     if own is None:
         return asked or UNLIMITED_CONTEXT
     if asked is not None and asked > own:
-        logger.warning("max_context %d is more than the model's %d positions: using %d", asked, own, own)
+        logger.warning("max_model_len %d is more than the model's %d positions: using %d", asked, own, own)
     steady = steady_positions(model)
     if asked is None and steady is not None and steady < own:
         logger.warning(
-            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_context set to more it "
+            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_model_len set to more it "
             "runs one request at a time",
             *(steady, steady, own),
         )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.devices import device_name
-from mlserver_torch_stream.engine.loading.context_length import max_context
+from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
@@ -62,7 +62,7 @@ class LoadedModel:
     default_sampling: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
     rules: GenerationRules
-    max_context: int
+    max_model_len: int
     description: str
 
 
@@ -125,7 +125,7 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
         default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
         eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),
         rules=generation_rules(weights.generation_config),
-        max_context=max_context(weights.model, settings.max_context),
+        max_model_len=max_model_len(weights.model, settings.max_model_len),
         description=f"{weights.description}; model from {resolved.origins.get('model', 'settings')}",
     )
 

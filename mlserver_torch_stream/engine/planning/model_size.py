@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, UnsupportedCache
-from mlserver_torch_stream.engine.loading.context_length import max_context
+from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.tensor_parallel.validate import check_model
 from mlserver_torch_stream.errors import LoadFailed
@@ -37,7 +37,7 @@ class ModelSize:
     expert_share: float
     unread: int  # an embedding of which a step reads one row per token
     cost: CacheCost
-    max_context: int
+    max_model_len: int
     ranks: tuple[int, ...]  # numbers of ranks that can share it
 
     @property
@@ -88,7 +88,7 @@ def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = N
         expert_share=taken / total if experts else 1.0,
         unread=0 if tied else embedding.numel(),
         cost=_cost(model),
-        max_context=max_context(model, None),
+        max_model_len=max_model_len(model, None),
         ranks=_ranks(config),
     )
 

@@ -34,7 +34,7 @@ class Admission:
             self.check_size(request, len(request.prompt_ids), refusal)
 
     def check_length(self, tokens: int, *, open_ended: bool) -> None:
-        context = self._info.max_context
+        context = self._info.max_model_len
         if tokens == 0 and not open_ended:
             raise InvalidInput("text_input", "the prompt is empty")
         if tokens >= context:

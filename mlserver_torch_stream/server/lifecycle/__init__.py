@@ -1,1 +1,1 @@
-"""From loading to the end of the process: readiness, drain, who is still here."""
+"""A model's life in this process: load, readiness, requests in flight, drain and shutdown."""

@@ -1,6 +1,6 @@
-"""What our models are to MLServer whatever they run: guarded, ready or not and why, loaded or refused.
+"""The base of our runtimes: MLServer is patched, readiness has a reason, and a failed load is one line in the log.
 
-Knows nothing of what is built, nor of requests.
+Knows nothing of what a runtime builds, nor of requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlserver_torch_stream.server.status import ModelNotLoaded
 
 
 class BaseRuntime(MLModel):  # type: ignore[misc]
-    """The runtimes derive from it, and say of what kind ``_stay`` is. MLServer reloads their modules, but not this."""
+    """A runtime derives from it and declares the type of ``_slot``. MLServer reloads their modules only."""
 
     streams_tokens = True  # the server's mark of a model of ours
     rest_routes: Sequence[RestRoute] = REST_ROUTES  # the rows that a server with this model has
@@ -31,11 +31,11 @@ class BaseRuntime(MLModel):  # type: ignore[misc]
         patches.install()
         patches.keep_out_of_workers(settings)
         patches.keep_out_of_the_cache(settings)
-        self._stay: ModelSlot[Any] = ModelSlot(settings.name)
+        self._slot: ModelSlot[Any] = ModelSlot(settings.name)
 
     @property
     def ready(self) -> bool:
-        """What MLServer set after loading, as long as it is true."""
+        """The value that MLServer sets after the load, as long as the model has no trouble."""
         return self._loaded and self.trouble is None
 
     @ready.setter
@@ -48,18 +48,18 @@ class BaseRuntime(MLModel):  # type: ignore[misc]
         return self._stay.trouble or (None if self._loaded else "it is loading")
 
     @property
-    def visits(self) -> InflightRequests:
-        return self._stay.visits
+    def inflight(self) -> InflightRequests:
+        return self._slot.inflight
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """What goes wrong in it is one line in the log, and what MLServer tells whoever asked for the load."""
+        """Logs an error of the block in one line, and raises it as the error that MLServer returns for the load."""
         try:
             patches.refuse_worker_process()
             yield
         except (SettingsError, LoadFailed, NotServing) as error:
             logger.error(f"Cannot load model '{self.name}': {error}")
             raise ModelNotLoaded(str(error)) from None
-        except Exception as error:  # a bug: what the traceback is for
+        except Exception as error:  # a defect of ours: the log gets its traceback
             logger.exception(f"Cannot load model '{self.name}'")
             raise ModelNotLoaded(f"{type(error).__name__}: {error}") from None

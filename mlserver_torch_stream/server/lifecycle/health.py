@@ -1,6 +1,6 @@
-"""Routes for liveness and readiness: JSON, which KServe's client reads, and 503 with the reason where a model has one.
+"""Routes for liveness and readiness: JSON, which KServe's client reads, and 503 with the reason where there is one.
 
-Knows nothing of why a model is not ready. Readiness of other models stays MLServer's own.
+Knows nothing of the reasons themselves. MLServer's own routes answer for other models.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.server.rest.routes import find_model
 
 _NAME = "torch_stream:health"
@@ -47,22 +47,22 @@ class _HealthRoute(Route):
         match, child = super().matches(scope)
         if match is Match.FULL:
             path = child["path_params"]
-            if "model_name" not in path or any(map(is_ours, self._asked(path))):
+            if "model_name" not in path or any(map(is_ours, self._models(path))):
                 return match, child
         return Match.NONE, {}
 
     async def _answer(self, request: Request) -> JSONResponse:
-        """What MLServer says, unless there is a trouble by then: one that comes meanwhile makes no 400."""
+        """MLServer's answer, unless a trouble is known by then: MLServer would answer 400 where it arises meanwhile."""
         path = request.path_params
-        says = await self._says(path)
+        healthy = await self._ask_mlserver(path)
         trouble = self._trouble(path)
         if trouble is not None:
             headers = {"retry-after": str(NotServing.retry_after)}
             return JSONResponse({"error": trouble}, NotServing.status, headers)
         name = {"name": path["model_name"]} if "model_name" in path else {}
-        return JSONResponse({**name, "live" if self.path == _LIVE else "ready": says}, to_status_code(says))
+        return JSONResponse({**name, "live" if self.path == _LIVE else "ready": healthy}, to_status_code(healthy))
 
-    async def _says(self, path: dict[str, str]) -> bool:
+    async def _ask_mlserver(self, path: dict[str, str]) -> bool:
         if self.path == _LIVE:
             return bool(await self._data_plane.live())
         if "model_name" in path:
@@ -72,12 +72,12 @@ class _HealthRoute(Route):
     def _trouble(self, path: dict[str, str]) -> str | None:
         if self.path == _LIVE:
             return LIFECYCLE.failure
-        if "model_name" not in path and LIFECYCLE.leaving is not None:
-            return LIFECYCLE.leaving
-        ours = filter(is_ours, self._asked(path))
+        if "model_name" not in path and LIFECYCLE.shutdown_reason is not None:
+            return LIFECYCLE.shutdown_reason
+        ours = filter(is_ours, self._models(path))
         return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
 
-    def _asked(self, path: dict[str, str]) -> list[MLModel]:
+    def _models(self, path: dict[str, str]) -> list[MLModel]:
         if "model_name" not in path:
             return _all_models(self._data_plane)
         model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))

@@ -1,6 +1,6 @@
-"""The requests that one model is answering now, and whether they are to come to an end.
+"""The requests that one model is answering, and the two events that end them: refuse new work, abort what runs.
 
-Knows nothing of what a request is, nor of why it should end.
+Knows nothing of what a request is, nor of the reason for its end.
 """
 
 from __future__ import annotations
@@ -14,63 +14,64 @@ T = TypeVar("T")
 
 
 class OneTimeEvent:
-    """Comes once, and can be waited for on any event loop."""
+    """An event that is set once and never cleared. Unlike asyncio's, it can be awaited on any event loop."""
 
     def __init__(self) -> None:
-        self.has_come = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self.is_set = False
+        self._waiters: set[asyncio.Future[None]] = set()
 
-    def come(self) -> None:
-        self.has_come = True
-        for waiter in self._waiting:
+    def set(self) -> None:
+        self.is_set = True
+        for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def wait(self) -> None:
-        if self.has_come:
+        if self.is_set:
             return
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiter)
+        self._waiters.add(waiter)
         try:
             await waiter
         finally:
-            self._waiting.discard(waiter)
+            self._waiters.discard(waiter)
 
 
 class InflightRequests:
-    """Counts requests from their arrival until their last byte is on its way.
+    """Counts requests from their arrival until their last byte is handed to the transport.
 
-    ``refusing``: no new work, what runs may finish. ``aborting``: what still runs ends now.
+    After ``refusing`` new work is refused and running requests may finish; after ``aborting`` running requests end now.
     """
 
     def __init__(self) -> None:
         self.refusing = OneTimeEvent()
         self.aborting = OneTimeEvent()
-        self._open = 0
+        self._count = 0
         self._emptied = OneTimeEvent()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        self._open += 1
+    def track(self) -> Iterator[None]:
+        """Counts one request for as long as the block runs."""
+        self._count += 1
         try:
             yield
         finally:
-            self._open -= 1
-            if self._open == 0:
-                self._emptied.come()
+            self._count -= 1
+            if self._count == 0:
+                self._emptied.set()
                 self._emptied = OneTimeEvent()
 
     @property
     def empty(self) -> bool:
-        return self._open == 0
+        return self._count == 0
 
-    async def none_left(self) -> None:
-        while self._open:
+    async def wait_until_empty(self) -> None:
+        while self._count:
             await self._emptied.wait()
 
 
 async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The items up to a moment that somebody else chooses, also while the next one is being waited for."""
+    """Yields the items until ``ended`` is set, also when it is set while the next item is awaited."""
     end = asyncio.create_task(ended.wait())
     following: asyncio.Future[T] | None = None
     try:
@@ -85,14 +86,14 @@ async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T
                 return
             yield item
     finally:
-        # Synchronous: this may run where nothing can be awaited any more.
+        # Synchronous: this block may run in a task that cannot await any more.
         end.cancel()
         if following is not None:
-            following.add_done_callback(_see)  # reading from a client that has left may raise
+            following.add_done_callback(_retrieve_exception)  # reading from a client that disconnected may raise
             following.cancel()
 
 
-def _see(task: asyncio.Future[T]) -> None:
-    """Nobody waits for it any more, and asyncio would log its exception as never retrieved."""
+def _retrieve_exception(task: asyncio.Future[T]) -> None:
+    """Keeps asyncio from logging the exception of a task that is not awaited any more."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
-"""One model's stay in this process: its engine is built off the loop, is there or not, and is seen off at the end.
+"""The slot of one model in this process: builds the engine off the event loop, holds it, and drains it at the unload.
 
-Knows nothing of settings or requests: it is given what builds an engine.
+Knows nothing of settings or requests: its caller passes the function that builds an engine.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE, Drainable
+from mlserver_torch_stream.server.lifecycle.lifecycle import Drainable
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.process_state import LIFECYCLE
 
 OnDeath = Callable[[BaseException], None]
 
 
 class BuiltModel(Protocol):
-    """An engine that may have other users."""
+    """An engine that several slots may share."""
 
     @property
     def engine(self) -> Drainable: ...
 
     def give_back(self) -> bool:
-        """True if nobody else uses the engine, nor ever will: then it is to be shut down."""
+        """Ends this slot's use of the engine; True if no other slot uses it, so that it must be shut down."""
 
     def shutdown(self) -> None:
-        """Blocks."""
+        """Stops the engine. It blocks."""
 
 
 B = TypeVar("B", bound=BuiltModel)
@@ -39,9 +40,9 @@ class ModelSlot(Generic[B]):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.visits = InflightRequests()
+        self.inflight = InflightRequests()
         self.settled = OneTimeEvent()
-        self.over = False
+        self.retired = False
         self._built: B | None = None
 
     @property
@@ -51,53 +52,53 @@ class ModelSlot(Generic[B]):
     @property
     def built(self) -> B:
         """Raises NotServing."""
-        if self._built is None or self.over:
+        if self._built is None or self.retired:
             raise NotServing(f"model '{self.name}': {self.trouble}")
         return self._built
 
     @property
     def trouble(self) -> str | None:
-        """Why the model is not ready; None if it is."""
-        if LIFECYCLE.leaving is not None:
-            return LIFECYCLE.leaving
-        if self.over:
+        """Why the model is not ready; None if it is ready."""
+        if LIFECYCLE.shutdown_reason is not None:
+            return LIFECYCLE.shutdown_reason
+        if self.retired:
             return "it is unloaded"
         if self._built is None:
             return "it is loading"
         return self._built.engine.trouble
 
-    async def begin(self, build: Callable[[OnDeath], B]) -> B:
-        """Builds the engine. Raises what ``build`` does, or NotServing if the process is to end before it is done.
+    async def load(self, build: Callable[[OnDeath], B]) -> B:
+        """Builds the engine. Raises what ``build`` raises, or NotServing if a shutdown begins before it returns.
 
-        But not before nobody can ask any more: MLServer forgets a model whose load fails, and one that it does not know
-        is 404, not 503.
+        NotServing is raised only when the listeners are closed: MLServer forgets a model whose load fails, and answers
+        404, not 503, for a model that it does not know.
         """
         loop = asyncio.get_running_loop()
         LIFECYCLE.join(self)
         building = in_thread(lambda: build(lambda error: LIFECYCLE.engine_died(self.name, error, loop)))
         building.add_done_callback(self._take)
         try:
-            await LIFECYCLE.unless_leaving(asyncio.shield(building))
+            await LIFECYCLE.unless_shutdown(asyncio.shield(building))
             if self._built is None:
-                await LIFECYCLE.closed()
+                await LIFECYCLE.listeners_closed.wait()
             return self.built
         except BaseException:
-            self.over = True  # what is built too late is given back at once
+            self.retired = True  # an engine that is built later is given back at once
             raise
         finally:
-            self.settled.come()
+            self.settled.set()
 
-    async def end(self) -> B | None:
-        """Gives the engine back: at once where a successor goes on with it, else when the last request has ended.
+    async def unload(self) -> B | None:
+        """Gives the engine back: at once if another slot uses it, else after the last request has ended.
 
-        Returns what was shut down, if so.
+        Returns the engine if it was shut down.
         """
-        self.over = True
+        self.retired = True
         built = self._built
         if built is None or not built.give_back():
             return None
-        why = LIFECYCLE.leaving or f"model '{self.name}' is being unloaded"
-        await LIFECYCLE.see_off([self, *LIFECYCLE.members(built.engine)], read_options().drain_grace, why)
+        why = LIFECYCLE.shutdown_reason or f"model '{self.name}' is being unloaded"
+        await LIFECYCLE.drain([self, *LIFECYCLE.members(built.engine)], read_options().drain_grace, why)
         await in_thread(built.shutdown)
         self._built = None
         return built
@@ -106,7 +107,7 @@ class ModelSlot(Generic[B]):
         if building.cancelled() or building.exception() is not None:
             return
         built = building.result()
-        if not self.over and LIFECYCLE.leaving is None:
+        if not self.retired and LIFECYCLE.shutdown_reason is None:
             self._built = built
         elif built.give_back():
             in_thread(built.shutdown)

@@ -1,6 +1,6 @@
-"""Ports that MLServer cannot listen on, told in one line before any model is loaded.
+"""The check of MLServer's ports before any model is loaded: one that cannot be listened on is one line in the log.
 
-Knows nothing of models. Left to MLServer, a busy port ends the process with tracebacks, and that of gRPC only when all
+Knows nothing of models. Without it a busy port ends the process with tracebacks, and a busy gRPC port only after all
 models are loaded.
 """
 
@@ -22,9 +22,9 @@ _OWN_FILES = "/proc/self/fd"
 
 
 def check(server: RESTServer) -> None:
-    """Ends the process with status 1 where a listener of a server that starts has no port.
+    """Ends the process with status 1 if the server is starting and one of its listeners cannot have its port.
 
-    At once: nothing is served yet, and uvicorn's own end would be a traceback for each listener.
+    The process ends at once: it serves nothing yet, and uvicorn's own end would be a traceback for each listener.
     """
     listener = getattr(server, "_server", None)
     if listener is None or listener.started:
@@ -38,9 +38,9 @@ def check(server: RESTServer) -> None:
 
 
 def port_problem(settings: Settings) -> str | None:
-    """Why MLServer, whose gRPC listener is there by now and whose others are about to be, cannot have all its ports."""
+    """Why MLServer, whose gRPC listener runs by now and whose others are about to start, cannot have all its ports."""
     host = settings.host
-    told = "port {} ({}) cannot be listened on at {}: {}"
+    template = "port {} ({}) cannot be listened on at {}: {}"
     for name in ("http_port", "metrics_port"):
         port = getattr(settings, name)
         if name == "metrics_port" and not settings.metrics_endpoint:
@@ -48,9 +48,9 @@ def port_problem(settings: Settings) -> str | None:
         try:
             _try(host, port)
         except OSError as error:
-            return told.format(port, name, host, os.strerror(error.errno) if error.errno else error)
+            return template.format(port, name, host, os.strerror(error.errno) if error.errno else error)
     if settings.grpc_port and os.path.isdir(_OWN_FILES) and settings.grpc_port not in _own_ports():
-        return told.format(settings.grpc_port, "grpc_port", host, "it is in use, or not allowed")
+        return template.format(settings.grpc_port, "grpc_port", host, "it is in use, or not allowed")
     return None
 
 

@@ -1,7 +1,7 @@
 """One load or unload of a name at a time, for names of our models.
 
-MLServer's registry knows no such order: a load that begins while an unload still waits for streams is forgotten when
-the unload ends, and of two loads at once the first may unregister the second. Other models' names are left alone.
+MLServer's registry does not order them: a load that begins while an unload waits for streams is forgotten when the
+unload ends, and of two concurrent loads the first may unregister the second. Names of other models are left alone.
 """
 
 from __future__ import annotations
@@ -15,60 +15,59 @@ from mlserver import ModelSettings
 from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 
-_MARK = "_torch_stream_turnover"
+_MARK = "_torch_stream_registry_lock"
 _OURS = "mlserver_torch_stream."
 
 
 class RegistryLock:
-    """The names that are being loaded or unloaded, each with the moment when that is over."""
+    """The names that are being loaded or unloaded, each with the event of its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
         self._changing: dict[str, OneTimeEvent] = {}
 
-    def goes_on(self, name: str) -> bool:
-        return name in self._changing
-
     @asynccontextmanager
-    async def of(self, name: str) -> AsyncIterator[None]:
+    async def hold(self, name: str) -> AsyncIterator[None]:
         while (change := self._changing.get(name)) is not None:
             await change.wait()
         mine = self._changing[name] = OneTimeEvent()
         try:
-            await LIFECYCLE.settled(name)  # the load that brought us here began before we watched
+            await self._lifecycle.settled(name)  # the load that installs this lock began before it
             yield
         finally:
             del self._changing[name]
-            mine.come()
+            mine.set()
+
+    def covers(self, subject: ModelSettings | str) -> bool:
+        """Whether these settings, or this name, are those of a model of ours."""
+        if isinstance(subject, ModelSettings) and subject.implementation_.startswith(_OURS):
+            return True
+        name = _name_of(subject)
+        return name in self._changing or any(member.name == name for member in self._lifecycle.members())
 
 
-REGISTRY_LOCK = RegistryLock()
-
-
-def install() -> None:
-    """Wraps what changes MLServer's registry. Idempotent."""
+def install(lock: RegistryLock) -> None:
+    """Wraps the methods that change MLServer's registry. Idempotent."""
     if getattr(MultiModelRegistry.load, _MARK, False):
         return
-    MultiModelRegistry.load = _in_turn(MultiModelRegistry.load)
-    MultiModelRegistry.unload = _in_turn(MultiModelRegistry.unload)
-    MultiModelRegistry.unload_version = _in_turn(MultiModelRegistry.unload_version)
+    MultiModelRegistry.load = _locked(lock, MultiModelRegistry.load)
+    MultiModelRegistry.unload = _locked(lock, MultiModelRegistry.unload)
+    MultiModelRegistry.unload_version = _locked(lock, MultiModelRegistry.unload_version)
 
 
-def _in_turn(change: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _locked(lock: RegistryLock, change: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(change)
     async def changed(registry: MultiModelRegistry, subject: ModelSettings | str, *more: Any, **options: Any) -> Any:
-        if not _is_ours(subject):
+        if not lock.covers(subject):
             return await change(registry, subject, *more, **options)
-        async with REGISTRY_LOCK.of(subject if isinstance(subject, str) else subject.name):
+        async with lock.hold(_name_of(subject)):
             return await change(registry, subject, *more, **options)
 
     setattr(changed, _MARK, True)
     return changed
 
 
-def _is_ours(subject: ModelSettings | str) -> bool:
-    if isinstance(subject, ModelSettings) and subject.implementation_.startswith(_OURS):
-        return True
-    name = subject if isinstance(subject, str) else subject.name
-    return REGISTRY_LOCK.goes_on(name) or any(member.name == name for member in LIFECYCLE.members())
+def _name_of(subject: ModelSettings | str) -> str:
+    return subject if isinstance(subject, str) else str(subject.name)

@@ -1,6 +1,6 @@
-"""How an MLServer with models of ours ends: not ready first, then no new work, then aborts, then MLServer's own stop.
+"""The shutdown of an MLServer with models of ours: not ready, then no new work, then aborts, then MLServer's own stop.
 
-Knows nothing of engines. A server without our models ends as it always did.
+Knows nothing of engines. A server without our models ends as stock MLServer does.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.lifecycle.lifecycle import LIFECYCLE
 from mlserver_torch_stream.server.lifecycle.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
-_MARK = "_torch_stream_ending"
+_MARK = "_torch_stream_shutdown"
 _WHY = "the server is shutting down"
-# Seconds after the aborts, for clients that do not read their last response, where only models of ours are served.
-_GRPC_TAIL = 0.5
-_REST_TAIL = 0.5
+# Seconds after the aborts for clients that do not read their last response, if the server has our models only.
+_GRPC_STOP_TIMEOUT = 0.5
+_REST_STOP_TIMEOUT = 0.5
 
 
 class EndedWithError(Exit):
-    """Ends ``mlserver start`` with status 1, once every client has its answer, and no traceback: the log says why."""
+    """Ends ``mlserver start`` with status 1 after every client has its answer. The log says why, in one line."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -49,19 +49,19 @@ def install() -> None:
 
     @functools.wraps(original)
     async def stop(server: MLServer, sig: int | None = None) -> None:
-        if LIFECYCLE.ending:
+        if LIFECYCLE.draining:
             if sig is not None:
-                LIFECYCLE.hurry()
+                LIFECYCLE.skip_grace()
             return
         why = None if sig is None else signal.Signals(sig).name
-        if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it, and ends
+        if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it, and stops
             LIFECYCLE.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM
         if LIFECYCLE.members() or LIFECYCLE.failure is not None:
             atexit.register(lambda: exit_from_work(0 if LIFECYCLE.failure is None else 1))
             if why is not None:
-                LIFECYCLE.ending = True
-                await _end(server, why)
+                LIFECYCLE.draining = True
+                await _drain(server, why)
         await original(server, sig)
 
     setattr(stop, _MARK, True)
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def _without_our_traceback(record: logging.LogRecord) -> bool:
-    """MLServer logs a failed load at its start with where it was raised, which is nothing that a user can mend."""
+    """Drops the traceback that MLServer logs for a failed load at its start: a user can do nothing with it."""
     if record.exc_info and isinstance(record.exc_info[1], ModelNotLoaded):
         record.exc_info = None
     return True
@@ -79,40 +79,40 @@ def _without_our_traceback(record: logging.LogRecord) -> bool:
 def take_signals() -> None:
     """Takes SIGINT and SIGTERM from uvicorn, which would close the REST listener at once, and SIGHUP as SIGTERM.
 
-    Only Python's handlers are replaced: MLServer hears of signals through the event loop's wake-up descriptor.
+    Only Python's handlers are replaced: signals reach MLServer through the event loop's wake-up descriptor.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or somebody who knows better
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or a handler of the embedding program
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, signal.raise_signal, signal.SIGTERM)
     for each in HANDLED_SIGNALS:
         if isinstance(getattr(signal.getsignal(each), "__self__", None), uvicorn.Server):
-            signal.signal(each, _leave_it_to_the_loop)
+            signal.signal(each, _handled_by_the_loop)
 
 
-def _leave_it_to_the_loop(*_: object) -> None:
+def _handled_by_the_loop(*_: object) -> None:
     pass
 
 
-async def _end(server: MLServer, why: str) -> None:
+async def _drain(server: MLServer, why: str) -> None:
     try:
         options = read_options()
-    except SettingsError:  # what the start has failed of
+    except SettingsError:  # it has failed the start
         options = read_options({})
     members = LIFECYCLE.members()
-    LIFECYCLE.leave(_WHY)
+    LIFECYCLE.begin_shutdown(_WHY)
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")
-    await LIFECYCLE.linger(options.drain_delay)
-    await LIFECYCLE.see_off(members, options.drain_grace, _WHY)
-    await LIFECYCLE.silence(members)
+    await LIFECYCLE.delay(options.drain_delay)
+    await LIFECYCLE.drain(members, options.drain_grace, _WHY)
+    await LIFECYCLE.stop_engines(members)
     logger.info("Every stream has ended: closing the listeners")
     rest = server._rest_server._server
     if await _only_ours(server):
-        await server._grpc_server._server.stop(_GRPC_TAIL)
-        rest.config.timeout_graceful_shutdown = _REST_TAIL
+        await server._grpc_server._server.stop(_GRPC_STOP_TIMEOUT)
+        rest.config.timeout_graceful_shutdown = _REST_STOP_TIMEOUT
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
     metrics = server._metrics_server
-    _see_to_shutdown(rest, [] if metrics is None else [metrics._server])
+    _wrap_listeners(rest, [] if metrics is None else [metrics._server])
 
 
 async def _only_ours(server: MLServer) -> bool:
@@ -120,20 +120,20 @@ async def _only_ours(server: MLServer) -> bool:
     return all(getattr(model, "streams_tokens", False) for model in models)
 
 
-def _see_to_shutdown(rest: Any, others: Sequence[Any]) -> None:
-    """Loads that were interrupted fail when nobody can ask for their models any more, which is over REST.
+def _wrap_listeners(rest: Any, others: Sequence[Any]) -> None:
+    """Lets interrupted loads fail when the REST listener closes, from when on no client can ask for their models.
 
-    MLServer's main task waits for the listeners and raises what one of them raises: so the process ends with an error,
-    which the last one to close raises, so that none of them is cut off.
+    MLServer's main task waits for the listeners and raises the exception of any of them. After a failure the last
+    listener to close raises, so that the process ends with an error and no listener is cut off.
     """
     open_listeners = [rest, *others]
 
-    def seen_to(listener: Any) -> Callable[..., Awaitable[None]]:
+    def wrapped(listener: Any) -> Callable[..., Awaitable[None]]:
         shutdown = listener.shutdown
 
         async def shut_down(*args: Any, **options: Any) -> None:
             if listener is rest:
-                LIFECYCLE.close()
+                LIFECYCLE.listeners_closed.set()
             await shutdown(*args, **options)
             open_listeners.remove(listener)
             if LIFECYCLE.failure is not None and not open_listeners:
@@ -142,4 +142,4 @@ def _see_to_shutdown(rest: Any, others: Sequence[Any]) -> None:
         return shut_down
 
     for listener in [rest, *others]:
-        listener.shutdown = seen_to(listener)
+        listener.shutdown = wrapped(listener)

@@ -1,6 +1,6 @@
 """Blocking work in a thread that never keeps the process from ending.
 
-Knows nothing of the work. The event loop's own threads are joined at exit, also when they load a model for minutes.
+Knows nothing of the work. The event loop joins its own threads at exit, even while they load a model for minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = "mlserver-torch-stream work"
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The future result of ``work``, which has the caller's context variables."""
+    """The future result of ``work``, which runs with the caller's context variables."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -43,16 +43,16 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def exit_from_work(status: int) -> None:
-    """Ends the process at once if work still runs, for ``atexit``.
+    """Ends the process at once if such a thread still runs; for ``atexit``.
 
-    A thread that comes back from torch while the interpreter goes down aborts the whole process (SIGABRT).
+    A thread that returns from torch while the interpreter shuts down aborts the whole process (SIGABRT).
     """
     if any(thread.name == _NAME for thread in threading.enumerate()):
         exit_now(status)
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends the process with nothing but what it has to say."""
+    """Ends the process after its logs and output are flushed, without the interpreter's own shutdown."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,5 +60,5 @@ def exit_now(status: int) -> NoReturn:
 
 
 def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so no task awaits the future
         loop.call_soon_threadsafe(action)

@@ -1,1 +1,1 @@
-"""What operators see: metrics, one log line and one span per request."""
+"""Metrics, and for each request one log line and one span."""

@@ -1,4 +1,4 @@
-"""What the engines of this process have counted, by model and version: since its start, whatever was reloaded since.
+"""The counters and gauges of this process's engines, by model and version; a reload does not reset a counter.
 
 Knows an engine only by its ``stats()``, whose counters begin at 0 with every engine.
 """
@@ -26,21 +26,21 @@ GAUGES = (
 
 
 class EngineMetrics:
-    """During a reload a model has two engines, and both count."""
+    """Adds up a model's engines: during a reload it has two."""
 
     def __init__(self) -> None:
         self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
-        self._past: dict[Labels, EngineStats] = {}  # what engines counted that are gone
+        self._past: dict[Labels, EngineStats] = {}  # the counts of engines that were removed
         self._lock = Lock()  # MLServer scrapes in a thread
 
     def add(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
         with self._lock:
             engines = self._engines.setdefault((model, version or ""), [])
-            if stats not in engines:  # a reload that changes nothing keeps its engine
+            if stats not in engines:  # a reload without changes keeps the engine
                 engines.append(stats)
 
     def remove(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
-        """Keeps what this engine has counted. Called when it counts no more."""
+        """Removes an engine that has stopped, and keeps its counts."""
         labels = (model, version or "")
         with self._lock:
             engines = self._engines.get(labels, [])
@@ -52,12 +52,12 @@ class EngineMetrics:
             self._past[labels] = stats().counting_on(self._past.get(labels, EngineStats()))
 
     def gauges(self) -> dict[Labels, EngineStats]:
-        """Of the models that are loaded."""
+        """The gauges of the loaded models."""
         with self._lock:
             return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
 
     def counters(self) -> dict[Labels, EngineStats]:
-        """Of all models that ever were."""
+        """The counters of all models since the process began."""
         with self._lock:
             totals = dict(self._past)
             for labels, engines in self._engines.items():

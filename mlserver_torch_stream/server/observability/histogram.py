@@ -1,7 +1,7 @@
-"""Observations counted by size, as Prometheus wants them.
+"""A histogram of Prometheus: observations counted by bucket.
 
-Knows no metric's name. prometheus_client's own histogram takes a lock and a walk over all buckets per observation, and
-writes to a file per process as soon as MLServer has inference workers; this one is written by one thread only.
+Knows no metric's name. prometheus_client's own histogram takes a lock and walks over all buckets for each observation,
+and writes to a file when MLServer has inference workers; only one thread may write to this one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import inf
 
 
 class Histogram:
-    """``bounds`` ascend; an observation belongs to the first one that is not below it."""
+    """``bounds`` ascend; an observation is counted at the first bound that is not below it."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -26,7 +26,7 @@ class Histogram:
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, each with its upper bound's spelling."""
+        """The cumulative counts, each with its upper bound as Prometheus writes it."""
         total, cumulative = 0, []
         for bound, count in zip((*self._bounds, inf), self._counts, strict=True):
             total += count

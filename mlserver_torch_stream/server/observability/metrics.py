@@ -1,15 +1,13 @@
-"""All metrics of this process's token models, in prometheus_client's default registry, read at scrape time.
+"""The Prometheus metrics of token models, computed at scrape time.
 
-Knows nothing of who scrapes. Registered once per process: MLServer never reloads this module, and the registry refuses
-a second collector with the same names. The labels are a model's name and version, as its settings have them, and a
-``reason`` or ``error`` out of a fixed list: nothing that a client writes.
+Knows nothing of scrapers. The labels are a model's name and version from its settings, and a ``finish_reason`` or a
+``status_code`` from a fixed list: no text of a client becomes a label. Names follow vLLM's where vLLM has the metric.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,35 +19,41 @@ from mlserver_torch_stream.server.observability.request_metrics import ModelRequ
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "running_sequences": ("Rows that are being decoded now", lambda now: now.running_sequences),
-    "waiting_requests": ("Prompts that are queued", lambda now: now.waiting_requests),
-    "waiting_tokens": ("Tokens of the prompts that are queued", lambda now: now.waiting_tokens),
+    "running_sequences": ("Sequences that are being decoded", lambda now: now.running_sequences),
+    "waiting_requests": ("Prompts in the queue", lambda now: now.waiting_requests),
+    "waiting_tokens": ("Tokens of the prompts in the queue", lambda now: now.waiting_tokens),
     "prefilling_requests": ("Prompts that are in prefill", lambda now: now.prefilling_requests),
     "open_prompts": ("Prompts that are being sent in pieces", lambda now: now.open_prompts),
-    "kv_cache_bytes": ("KV cache reserved by running and prefilling rows", lambda now: now.kv_cache_bytes),
-    "kv_cache_budget_bytes": ("KV cache that may be reserved at most", lambda now: now.kv_cache_budget),
+    "kv_cache_bytes": ("Bytes of KV cache that running sequences and prefills reserve", lambda now: now.kv_cache_bytes),
+    "kv_cache_budget_bytes": ("Bytes of KV cache that may be reserved", lambda now: now.kv_cache_budget),
     "prefix_cache_bytes": (
-        "KV cache of prompts kept for later ones that begin alike",
+        "Bytes of the prefix cache",
         lambda now: now.prefix_cache_bytes,
     ),
-    "kv_cache_use_ratio": (
-        "Share of the KV cache's budget that is reserved",
+    "kv_cache_usage_ratio": (
+        "Share of the KV cache's budget that is reserved, from 0 to 1",
         lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
     ),
 }
 _ENGINE_COUNTERS = {
-    "decode_steps": "Decode steps of the whole batch",
-    "prefill_tokens": "Prompt tokens prefilled",
-    "prefix_hit_tokens": "Prompt tokens that were copied from an earlier prompt instead",
-    "generated_tokens": "Tokens generated, also those that nobody read",
-    "cancelled_sequences": "Sequences that ended because their client left",
-    "timed_out_sequences": "Sequences that ended because their time was over, in the queue or later",
-    "zombie_steps": "Rows decoded in a step that began after their stream was closed",
+    "decode_steps": "Decode steps of the batch",
+    "prefill_tokens": "Prompt tokens that were prefilled",
+    "prefix_cache_hit_tokens": "Prompt tokens that were copied from the prefix cache instead",
+    "generation_tokens": "Tokens that were generated, whether or not a client read them",
+    "cancelled_sequences": "Sequences whose client disconnected",
+    "timed_out_sequences": "Sequences that timed out, in the queue or later",
+    "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",
 }
 _REQUEST_COUNTERS = {
-    "requests": ("reason", "Requests by the gravest finish reason of their sequences, or `cancelled`, or `refused`"),
-    "sequences": ("reason", "Sequences by finish reason; those of a client that left are `abort`"),
-    "request_errors": ("error", "Requests that failed, by REST status, whichever door they came through"),
+    "requests": (
+        "finish_reason",
+        "Requests: the gravest finish reason of their sequences, `cancelled` or `refused`",
+    ),
+    "sequences": ("finish_reason", "Sequences by finish reason; those of a client that disconnected are `abort`"),
+    "request_errors": (
+        "status_code",
+        "Requests that failed, by the REST status of their error, also over gRPC",
+    ),
 }
 _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": ("first_token", "From a request's start to its first event, tokenizing included"),
@@ -57,13 +61,16 @@ _REQUEST_HISTOGRAMS = {
         "inter_token",
         "Between a sequence's tokens; k tokens that came as one event are k gaps of a k-th of the time since the last",
     ),
-    "queue_time_seconds": ("queue", "The longest wait of a request's prompts before their prefill began"),
-    "request_seconds": ("request", "From a request's start to its last event; without refused and cancelled ones"),
+    "request_queue_time_seconds": ("queue", "The longest wait of a request's prompts before their prefill began"),
+    "e2e_request_latency_seconds": (
+        "request",
+        "From a request's start to its last event; refused and cancelled requests are left out",
+    ),
 }
 
 
 class TokenMetrics(Collector):
-    """What the engines and the watched requests have counted, by model and version."""
+    """Exports the counts of engines and of requests, by model and version."""
 
     def __init__(self, engines: EngineMetrics, requests: RequestMetrics) -> None:
         self.vllm_names = False
@@ -71,7 +78,7 @@ class TokenMetrics(Collector):
         self._requests = requests
 
     def describe(self) -> Iterator[Metric]:
-        """Our own names, so that nobody else takes them."""
+        """Our own names, so that the registry refuses another collector that uses them."""
         return self._own({}, {}, [])
 
     def collect(self) -> Iterator[Metric]:
@@ -86,7 +93,7 @@ class TokenMetrics(Collector):
         counters: dict[Labels, EngineStats],
         requests: list[tuple[Labels, ModelRequests]],
     ) -> Iterator[Metric]:
-        yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models whose engine is here", value=len(gauges))
+        yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models that are loaded", value=len(gauges))
         for name, (text, read) in _ENGINE_GAUGES.items():
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
             for labels, stats in gauges.items():
@@ -113,9 +120,3 @@ def _of_requests(requests: list[tuple[Labels, ModelRequests]]) -> Iterator[Metri
             observed = getattr(counts, field)
             histogram.add_metric(labels, observed.buckets(), observed.sum)
         yield histogram
-
-
-ENGINES = EngineMetrics()
-REQUESTS = RequestMetrics()
-METRICS = TokenMetrics(ENGINES, REQUESTS)
-REGISTRY.register(METRICS)

@@ -1,7 +1,7 @@
-"""One line per request at its end, as ``key=value`` pairs, in the format that MLServer's own lines have.
+"""One log line per request at its end, as ``key=value`` pairs, in the format of MLServer's own lines.
 
-Knows nothing of where lines go. What a client wrote is quoted as JSON, so that no line and no terminal command can be
-made of it; neither prompts nor answers nor error messages, which may quote them, are in it unless asked for.
+Knows nothing of log handlers. A client's text is quoted as JSON, so that it can forge no line and no terminal command.
+Prompts, answers and error messages, which may quote them, are left out unless the operator asks for them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt
 
 _PACKAGE = "mlserver_torch_stream"
 _PLAIN = frozenset("-_.:/+@")
-_MOST_CHARS = 128  # of what a client may choose freely
+_MOST_CHARS = 128  # of a text that a client chooses
 
 logger = logging.getLogger(f"{_PACKAGE}.requests")
 
 
 def join_mlservers_log() -> None:
-    """Our loggers take level and handlers from MLServer's, unless an operator gives them their own. Idempotent.
+    """Gives our loggers MLServer's level and handlers, unless an operator configures their own. Idempotent.
 
-    Their names are not below ``mlserver``, so without it nothing below a warning would be shown.
+    Our loggers' names are not below ``mlserver``, so that without it only warnings would be shown.
     """
     logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
 
 
 class RequestLog:
-    """``prompts``: with prompts, answers and error messages. ``structured``: lines end up inside a JSON string."""
+    """``prompts`` adds prompts, answers and error messages; ``structured``: MLServer puts lines into JSON strings."""
 
     def __init__(self, *, prompts: bool = False, structured: bool = False) -> None:
         self.prompts = prompts
@@ -45,19 +45,19 @@ class RequestLog:
         logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
 
     def _fields(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
-        yield "request", _quoted(record.request_id)
+        yield "request_id", _quoted(record.request_id)
         yield "model", _quoted(record.model)
         yield "version", _quoted(record.version)
-        yield "door", record.entrance.value
+        yield "endpoint", record.endpoint.value
         yield "status", str(record.status)
-        yield "client", "left" if record.client_left else "stayed"
-        yield "finish", ",".join(reason.value for reason in record.reasons) or "-"
+        yield "client", "disconnected" if record.client_disconnected else "connected"
+        yield "finish_reason", ",".join(reason.value for reason in record.reasons) or "-"
         yield "sequences", str(record.sequences)
         yield "prompt_tokens", str(record.prompt_tokens)
-        yield "generated_tokens", str(record.generated_tokens)
-        yield "queue_ms", _milliseconds(record.queue_s)
+        yield "completion_tokens", str(record.completion_tokens)
+        yield "queue_time_ms", _milliseconds(record.queue_s)
         yield "ttft_ms", _milliseconds(record.ttft_s)
-        yield "total_ms", _milliseconds(record.total_s)
+        yield "e2e_latency_ms", _milliseconds(record.e2e_s)
         if record.error is not None:
             yield "error", type(record.error).__name__
         if isinstance(record.error, InvalidInput):
@@ -70,9 +70,9 @@ def _contents(record: RequestRecord) -> Iterator[tuple[str, str]]:
     if record.prompts:
         yield "prompts", _json([_prompt(prompt) for prompt in record.prompts])
     if record.texts:
-        yield "texts", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
+        yield "outputs", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
     if record.error is not None:
-        yield "message", _json(str(record.error))
+        yield "error_message", _json(str(record.error))
 
 
 def _prompt(prompt: Prompt) -> Any:
@@ -84,7 +84,7 @@ def _prompt(prompt: Prompt) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """As it is, if it can be taken for nothing else; otherwise as a JSON string of ASCII characters."""
+    """The text itself if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
     if len(text) > _MOST_CHARS:
         text = f"{text[:_MOST_CHARS]}..."
     plain = text.isascii() and all(character.isalnum() or character in _PLAIN for character in text)

@@ -1,7 +1,7 @@
-"""What the requests to each model came to: how many, how they ended, how long they took.
+"""The counts of requests to each model, of how they ended and of how long they took.
 
-Knows nothing of how the figures are shown. Written on the event loop's thread only; a scrape in another thread may read
-figures that are one request apart.
+Knows nothing of their export. Only the event loop's thread writes; a scrape in another thread may read counts that are
+one request apart.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from mlserver_torch_stream.server.observability.engine_metrics import Labels
 from mlserver_torch_stream.server.observability.histogram import Histogram
 from mlserver_torch_stream.types import FinishReason
 
-CANCELLED = "cancelled"  # its client left
+CANCELLED = "cancelled"  # the client disconnected
 REFUSED = "refused"  # before it reached the engine
 SEQUENCE_REASONS = tuple(reason.value for reason in FinishReason)
 REQUEST_REASONS = (*SEQUENCE_REASONS, CANCELLED, REFUSED)
 OTHER_ERROR = "other"
 ERRORS = ("413", "415", "422", "429", "500", "503", "504", OTHER_ERROR)
 
-# Seconds. From models of a few layers, which take half a millisecond a token, to ones that take seconds.
+# Seconds: from models of a few layers, which take half a millisecond for a token, to models that take seconds.
 _FIRST_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 _INTER_TOKEN = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _QUEUE = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -25,7 +25,7 @@ _REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 3
 
 
 class ModelRequests:
-    """The requests to one model. Every label's value is there from the start, at 0, so that rates see its first one."""
+    """The requests to one model. Every label value starts at 0, so that a rate includes its first request."""
 
     def __init__(self) -> None:
         self.requests = dict.fromkeys(REQUEST_REASONS, 0)
@@ -42,7 +42,7 @@ class ModelRequests:
 
 
 class RequestMetrics:
-    """By model and version: those of models that an operator has loaded, never what a client says."""
+    """By model and version of loaded models; a client cannot add one."""
 
     def __init__(self) -> None:
         self._models: dict[Labels, ModelRequests] = {}

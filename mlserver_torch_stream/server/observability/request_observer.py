@@ -1,26 +1,24 @@
-"""What is noticed of every request, told once, at its end, to the metrics, the log and the trace.
+"""Observes every request, and reports it once, at its end, to the metrics, the log and the trace.
 
-Knows nothing of how requests are spelled or answered. All of it runs on the event loop's thread.
+Knows nothing of spellings and transports. All of it runs on the event loop's thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mlserver.errors import MLServerError, ModelNotReady
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Span
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
 from mlserver_torch_stream.server.observability import tracing
-from mlserver_torch_stream.server.observability.metrics import REQUESTS
-from mlserver_torch_stream.server.observability.request_log import RequestLog
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
-from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, EndpointKind, RequestRecord
+from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
+from mlserver_torch_stream.server.process_state import REQUEST_METRICS, REQUEST_SINKS
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
-# What a request ended with if its sequences ended differently: the first of these.
+# The outcome of a request whose sequences ended differently is the first of these.
 _GRAVEST = (
     FinishReason.ERROR,
     FinishReason.TIMEOUT,
@@ -31,66 +29,55 @@ _GRAVEST = (
 )
 
 
-@dataclass
-class RequestSinks:
-    """Who is told, besides the metrics. ``telemetry.install`` sets it once the server's settings are known."""
-
-    log: RequestLog | None = None
-    tracer: Tracer | None = None
-
-
-SINKS = RequestSinks()
-
-
 class ModelRequestObservers:
-    """Watches the requests that come to one model one way."""
+    """Makes the observers of the requests to one model through one kind of endpoint."""
 
-    def __init__(self, model: str, version: str | None, entrance: EndpointKind) -> None:
+    def __init__(self, model: str, version: str | None, endpoint: EndpointKind) -> None:
         self._model = model
         self._version = version or ""
-        self._entrance = entrance
+        self._endpoint = endpoint
 
     def started(self, request: GenerationRequest) -> ServerRequestObserver:
-        streaming = self._entrance.streams and request.stream is not False
+        streaming = self._endpoint.streams and request.stream is not False
         return ServerRequestObserver(self._record(request.request_id, request), streaming=streaming)
 
     def refused(self, request_id: str, error: BaseException) -> None:
-        """A request that never became one."""
-        ServerRequestObserver(self._record(request_id, None), streaming=self._entrance.streams).failed(error)
+        """Reports a request that could not be decoded, or that met no engine."""
+        ServerRequestObserver(self._record(request_id, None), streaming=self._endpoint.streams).failed(error)
 
     def _record(self, request_id: str, request: GenerationRequest | None) -> RequestRecord:
-        return RequestRecord(request_id, self._model, self._version, self._entrance, request)
+        return RequestRecord(request_id, self._model, self._version, self._endpoint, request)
 
 
 class ServerRequestObserver:
-    """One request. ``streaming``: what comes before an error has been sent already, so it does not fail the request."""
+    """Observes one request. ``streaming``: events before an error were sent already, so the error does not fail it."""
 
     def __init__(self, record: RequestRecord, *, streaming: bool) -> None:
         self._record = record
         self._streaming = streaming
         self._began = time.monotonic()
-        self._metrics: ModelRequests = REQUESTS.of(record.model, record.version)
+        self._metrics: ModelRequests = REQUEST_METRICS.of(record.model, record.version)
         self._unfinished = record.sequences
         self._accepted = False
         self._seen = False
         self._ended = False
-        self._last: dict[int, float] = {}  # when a sequence's last tokens came
-        self._keeps_text = SINKS.log is not None and SINKS.log.prompts
+        self._last: dict[int, float] = {}  # by sequence: the time of its last tokens
+        self._keeps_text = REQUEST_SINKS.log is not None and REQUEST_SINKS.log.prompts
         self._span: Span | None = None
-        if SINKS.tracer is not None:
-            self._span = tracing.start_span(SINKS.tracer, record)
+        if REQUEST_SINKS.tracer is not None:
+            self._span = tracing.start_span(REQUEST_SINKS.tracer, record)
 
     def accepted(self) -> None:
-        """The engine has it."""
+        """The engine has accepted the request."""
         self._accepted = True
 
     def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None:
-        """Its prompts are known to their end."""
+        """The prompts are complete."""
         self._record.prompts = tuple(prompts)
         self._record.prompt_tokens = tokens
 
     def event(self, event: TokenEvent) -> None:
-        """Called for every event, so it does little."""
+        """Called for every event, so it must be cheap."""
         count = len(event.token_ids)
         if count:
             now = time.monotonic()
@@ -100,7 +87,7 @@ class ServerRequestObserver:
             elif self._record.ttft_s is None:
                 self._first_token(now)
             self._last[event.index] = now
-            self._record.generated_tokens += count
+            self._record.completion_tokens += count
         if self._keeps_text:
             self._record.texts.setdefault(event.index, []).append(event.text)
         if event.finish_reason is not None:
@@ -108,14 +95,14 @@ class ServerRequestObserver:
         self._seen = True
 
     def failed(self, error: BaseException) -> None:
-        """It ends, with what its client is told."""
+        """The request ends with this error, which its client gets."""
         self._record.error = self._record.error or error
         self._end()
 
     def closed(self) -> None:
-        """Nobody reads on. Before its end, and without an error, that means that the client has left."""
+        """The reply is closed. Before the request's end, and without an error, the client has disconnected."""
         if self._record.error is None and not self._ended:
-            self._record.status = CLIENT_LEFT
+            self._record.status = CLIENT_CLOSED_REQUEST
         self._end()
 
     def _first_token(self, now: float) -> None:
@@ -140,14 +127,14 @@ class ServerRequestObserver:
             return
         self._ended = True
         record = self._record
-        record.total_s = time.monotonic() - self._began
+        record.e2e_s = time.monotonic() - self._began
         if record.error is not None:
             record.status = status_of(record.error)
         self._count()
         if self._span is not None:
             tracing.end_span(self._span, record)
-        if SINKS.log is not None:
-            SINKS.log.write(record)
+        if REQUEST_SINKS.log is not None:
+            REQUEST_SINKS.log.write(record)
 
     def _count(self) -> None:
         record, metrics = self._record, self._metrics
@@ -161,12 +148,12 @@ class ServerRequestObserver:
         metrics.sequences[FinishReason.ABORT.value] += self._unfinished
         if record.queue_s is not None:
             metrics.queue.observe(record.queue_s)
-        if not record.client_left:
-            metrics.request.observe(record.total_s)
+        if not record.client_disconnected:
+            metrics.request.observe(record.e2e_s)
 
     def _outcome(self) -> str:
         record = self._record
-        if record.client_left:
+        if record.client_disconnected:
             return CANCELLED
         if not self._accepted:
             return REFUSED
@@ -176,7 +163,7 @@ class ServerRequestObserver:
 
 
 def status_of(error: BaseException) -> int:
-    """REST's status of an error, as our error table has it."""
+    """The REST status of an error, from our error table."""
     if isinstance(error, RequestError):
         return error.status
     if isinstance(error, ModelNotReady):

@@ -1,6 +1,6 @@
-"""What is known of one request at its end, for its log line and its span.
+"""The record of one request, from which its log line and its span are written.
 
-Knows nothing of who reads it.
+Knows nothing of their formats.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import Enum
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt
 
 OK = 200
-CLIENT_LEFT = 499  # nginx's; it goes to logs only, as nobody is there to see it
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log: the client is not there to receive one
 
 
 class EndpointKind(str, Enum):
-    """Which way a request came in."""
+    """The transport of a request, and whether its reply streams."""
 
     REST_UNARY = "rest-unary"
     REST_STREAM = "rest-stream"
@@ -29,28 +29,28 @@ class EndpointKind(str, Enum):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are seconds since the request's start; None: it did not come to that."""
+    """Times are seconds since the request's start; None: the request ended before."""
 
     request_id: str
     model: str
     version: str
-    entrance: EndpointKind
+    endpoint: EndpointKind
     request: GenerationRequest | None = None  # None: it could not be decoded
-    prompts: tuple[Prompt, ...] = ()  # whole, although they may have come in pieces
+    prompts: tuple[Prompt, ...] = ()  # complete, also if the client sent them in pieces
     prompt_tokens: int = 0
-    generated_tokens: int = 0  # that the reader was given
+    completion_tokens: int = 0  # in events that were sent
     queue_s: float | None = None
     ttft_s: float | None = None
-    total_s: float = 0.0
-    reasons: list[FinishReason] = field(default_factory=list)  # of the sequences that ended
-    texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only for who may log them
+    e2e_s: float = 0.0
+    reasons: list[FinishReason] = field(default_factory=list)  # of the sequences that have ended
+    texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only if the log shows prompts
     error: BaseException | None = None
-    status: int = OK  # REST's, whichever door it came through
+    status: int = OK  # REST's, also for requests over gRPC
 
     @property
     def sequences(self) -> int:
         return len(self.request.prompts) * self.request.sampling.n if self.request is not None else 0
 
     @property
-    def client_left(self) -> bool:
-        return self.status == CLIENT_LEFT
+    def client_disconnected(self) -> bool:
+        return self.status == CLIENT_CLOSED_REQUEST

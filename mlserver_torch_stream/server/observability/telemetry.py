@@ -1,6 +1,6 @@
-"""Shows what is noticed: metrics and a simple health check on the REST port too, the log's lines, the trace.
+"""Adds metrics and a plain health check to the REST port, and switches the log of requests and the trace on.
 
-Knows nothing of requests. Called when MLServer registers a model of ours, the only moment when its settings are seen.
+Knows nothing of requests. Called when MLServer registers a model of ours: its settings cannot be read earlier.
 """
 
 from __future__ import annotations
@@ -16,45 +16,51 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlserver_torch_stream.server.observability.metrics import METRICS
+from mlserver_torch_stream.server.observability.metrics import TokenMetrics
 from mlserver_torch_stream.server.observability.request_log import RequestLog, join_mlservers_log
-from mlserver_torch_stream.server.observability.request_observer import SINKS
+from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
 from mlserver_torch_stream.server.observability.tracing import tracer_of
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.process_state import REQUEST_SINKS, TOKEN_METRICS
 
 _HEALTH = "/health"
 
 
-def install(server: RESTServer, options: ServerOptions) -> None:
+def install(
+    server: RESTServer,
+    options: ServerOptions,
+    metrics: TokenMetrics = TOKEN_METRICS,
+    sinks: RequestSinks = REQUEST_SINKS,
+) -> None:
     """Called once for a server."""
     settings = server._settings
-    METRICS.vllm_names = options.vllm_metric_names
-    PrometheusEndpoint._registry = property(lambda endpoint: _registry(endpoint._settings))
+    metrics.vllm_names = options.vllm_metric_names
+    PrometheusEndpoint._registry = property(lambda endpoint: _registry(endpoint._settings, metrics))
     routes = [Route(_HEALTH, _health(server))]
     if settings.metrics_endpoint:
-        routes.append(Route(settings.metrics_endpoint, _metrics(settings)))
+        routes.append(Route(settings.metrics_endpoint, _metrics_endpoint(settings, metrics)))
     server._app.router.routes[:0] = routes
     join_mlservers_log()
     structured = settings.use_structured_logging
-    SINKS.log = RequestLog(prompts=options.log_prompts, structured=structured) if options.log_requests else None
-    SINKS.tracer = tracer_of(settings)
+    sinks.log = RequestLog(prompts=options.log_prompts, structured=structured) if options.log_requests else None
+    sinks.tracer = tracer_of(settings)
 
 
-def _registry(settings: Settings) -> CollectorRegistry:
-    """What MLServer shows, and ours: with inference workers it shows only what they write to files."""
+def _registry(settings: Settings, metrics: TokenMetrics) -> CollectorRegistry:
+    """MLServer's metrics and ours: with inference workers MLServer exports only the metrics in their files."""
     if not settings.parallel_workers:
         return REGISTRY
     registry = CollectorRegistry()
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    registry.register(METRICS)
+    registry.register(metrics)
     return registry
 
 
-def _metrics(settings: Settings) -> Callable[[Request], Response]:
-    def metrics(request: Request) -> Response:  # no coroutine: starlette runs it in a thread
-        return Response(generate_latest(_registry(settings)), media_type=CONTENT_TYPE_LATEST)
+def _metrics_endpoint(settings: Settings, metrics: TokenMetrics) -> Callable[[Request], Response]:
+    def scrape(request: Request) -> Response:  # not a coroutine, so starlette runs it in a thread
+        return Response(generate_latest(_registry(settings, metrics)), media_type=CONTENT_TYPE_LATEST)
 
-    return metrics
+    return scrape
 
 
 def _health(server: RESTServer) -> Callable[[Request], Awaitable[Response]]:

@@ -1,8 +1,8 @@
-"""One OpenTelemetry span per request, below the span of the server that MLServer's instrumentation has begun.
+"""One OpenTelemetry span per request, a child of the server span of MLServer's instrumentation.
 
-Knows nothing of what else is done at a request's end. The attributes are those of the GenAI conventions
-(opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans, in development); the waiting time has no name there, so it has
-vLLM's, ``gen_ai.latency.time_in_queue``. Neither prompts nor answers are in a span.
+Knows nothing of metrics and logs. The attributes are those of the GenAI semantic conventions (repository
+open-telemetry/semantic-conventions-genai, in development). They have no attribute for the time in the queue, which has
+vLLM's name, ``gen_ai.latency.time_in_queue``. A span holds neither prompts nor answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST_TOKEN = "gen_ai.first_token"
 
 
 def tracer_of(settings: Settings) -> Tracer | None:
-    """None: MLServer's tracing is off."""
+    """None if MLServer's tracing is off."""
     if not settings.tracing_server:
         return None
     tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
@@ -29,7 +29,7 @@ def tracer_of(settings: Settings) -> Tracer | None:
 
 
 def start_span(tracer: Tracer, record: RequestRecord) -> Span:
-    """Its parent is the context of the task that calls this."""
+    """Starts a span whose parent is the span of the calling task's context."""
     request = record.request
     chat = request is not None and isinstance(request.prompts[0], ChatPrompt)
     operation = "chat" if chat else "text_completion"
@@ -40,14 +40,14 @@ def start_span(tracer: Tracer, record: RequestRecord) -> Span:
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.request_id,
         "mlserver_torch_stream.model.version": record.version,
-        "mlserver_torch_stream.door": record.entrance.value,
+        "mlserver_torch_stream.endpoint": record.endpoint.value,
     }
     if request is not None:
-        attributes.update(_asked(request))
+        attributes.update(_request_attributes(request))
     return tracer.start_span(f"{operation} {record.model}", kind=SpanKind.INTERNAL, attributes=attributes)
 
 
-def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
+def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
     sampling = request.sampling
     attributes: dict[str, AttributeValue] = {
         "gen_ai.request.choice.count": sampling.n,
@@ -64,7 +64,7 @@ def _asked(request: GenerationRequest) -> dict[str, AttributeValue]:
 
 def end_span(span: Span, record: RequestRecord) -> None:
     span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
-    span.set_attribute("gen_ai.usage.output_tokens", record.generated_tokens)
+    span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
     span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
     if record.ttft_s is not None:
         span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
@@ -72,9 +72,9 @@ def end_span(span: Span, record: RequestRecord) -> None:
         span.set_attribute("gen_ai.latency.time_in_queue", record.queue_s)
     if record.error is not None:
         span.set_attribute("error.type", type(record.error).__name__)
-        # What is said of bad input may quote it.
+        # The message of a client's error may quote its input.
         span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
-    elif record.client_left:
-        span.set_attribute("error.type", "client_left")
-        span.set_status(Status(StatusCode.ERROR, "the client left"))
+    elif record.client_disconnected:
+        span.set_attribute("error.type", "client_disconnected")
+        span.set_status(Status(StatusCode.ERROR, "the client disconnected"))
     span.end()

@@ -1,11 +1,11 @@
-"""Our figures under vLLM's names, for what routes by them.
+"""Our metrics under vLLM's names, for routers that read those.
 
-Knows no scraper. The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use
+Knows no router. The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use
 of the cache, and newer ones ``num_requests_running`` (docs/proposals/003-model-server-protocol in
 kubernetes-sigs/gateway-api-inference-extension). That page says ``gpu_cache_usage_perc``, which vLLM renamed to
-``kv_cache_usage_perc`` in 0.9, so both are shown; ``lora_requests_info`` is asked of servers of LoRA adapters only. The
+``kv_cache_usage_perc`` in 0.9, so both are exported; ``lora_requests_info`` is for servers of LoRA adapters only. The
 other names are those of docs.vllm.ai/en/stable/usage/metrics, where ``time_per_output_token_seconds`` is the old name
-of ``inter_token_latency_seconds``. Their label is ``model_name``, so the versions of a model are added up.
+of ``inter_token_latency_seconds``. Their only label is ``model_name``, so the versions of a model are added up.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _HISTOGRAMS = {
 
 
 _TOKENS: dict[str, Callable[[EngineStats], float]] = {
-    "prompt_tokens": lambda stats: stats.prefill_tokens + stats.prefix_hit_tokens,
-    "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_hit_tokens,
-    "prefix_cache_hits": lambda stats: stats.prefix_hit_tokens,
-    "generation_tokens": lambda stats: stats.generated_tokens,
+    "prompt_tokens": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
+    "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
+    "prefix_cache_hits": lambda stats: stats.prefix_cache_hit_tokens,
+    "generation_tokens": lambda stats: stats.generation_tokens,
 }
 
 
@@ -93,7 +93,7 @@ def _counter(name: str, values: dict[str, float]) -> Metric:
 
 
 def _request_success(requests: list[tuple[Labels, ModelRequests]]) -> Metric:
-    """One per sequence, as vLLM counts a request with n sequences as n."""
+    """Counts sequences: vLLM counts a request with n sequences n times."""
     name = "request_success"
     family = CounterMetricFamily(_PREFIX + name, _help(name), labels=(_LABEL, "finished_reason"))
     totals: dict[tuple[str, str], int] = {}
@@ -118,4 +118,4 @@ def _added(buckets: Iterable[list[tuple[str, float]]]) -> list[tuple[str, float]
 
 
 def _help(name: str) -> str:
-    return f"What vLLM calls {name}"
+    return f"vLLM's metric {name}"

@@ -1,17 +1,16 @@
-"""How many copies of weights this process holds, and how often it has loaded any.
+"""The metrics of the weights and engines that the models of this process share.
 
-Knows the pools by their counts only. Never reloaded by MLServer: the registry refuses a second collector.
+Knows the pools only by their counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 
 
 class WeightsMetrics(Collector):
@@ -32,6 +31,3 @@ class WeightsMetrics(Collector):
         yield GaugeMetricFamily("torch_stream_engines", "Engines that take requests", value=len(engines))
         text = "Weights loaded since the process began; a reload of unchanged files loads none"
         yield CounterMetricFamily("torch_stream_weight_loads", text, value=weights.made)
-
-
-WEIGHTS = WeightsMetrics(PROCESS)

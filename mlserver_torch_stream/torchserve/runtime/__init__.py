@@ -41,18 +41,18 @@ from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body
 class TorchServeRuntime(BaseRuntime):
     """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
 
-    _stay: ModelSlot[BuiltPool]
+    _slot: ModelSlot[BuiltPool]
 
     async def load(self) -> bool:
         join_mlservers_log()
         loop = asyncio.get_running_loop()
         with self._loading():
-            built = await self._stay.begin(lambda _: build(self.settings, loop))
+            built = await self._slot.load(lambda _: build(self.settings, loop))
         logger.info(f"Model '{self.name}': {built.summary}")
         return True
 
     async def unload(self) -> bool:
-        await self._stay.end()
+        await self._slot.unload()
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:

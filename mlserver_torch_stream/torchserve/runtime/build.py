@@ -19,7 +19,7 @@ from mlserver import ModelSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.archive import Archive, open_archive
 from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
-from mlserver_torch_stream.torchserve.handler_metrics import FIGURES
+from mlserver_torch_stream.torchserve.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.torchserve.interpreter import not_installed
 from mlserver_torch_stream.torchserve.supervisor import rank_environments
 from mlserver_torch_stream.torchserve.unpacking import take_bounds
@@ -71,7 +71,7 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
 async def _start(
     settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings
 ) -> WorkerPool:
-    figures = FIGURES.of(settings.name, settings.parameters.version if settings.parameters else None)
+    figures = HANDLER_METRICS.of(settings.name, settings.parameters.version if settings.parameters else None)
     orders = Orders(settings.name, archive, config, workers)
     pool = WorkerPool(settings.name, config, orders.of, figures, archive.close)
     await pool.start()

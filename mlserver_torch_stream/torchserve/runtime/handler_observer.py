@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 from mlserver_torch_stream.errors import NotServing, QueueFull
-from mlserver_torch_stream.server.observability.metrics import REQUESTS
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
-from mlserver_torch_stream.server.observability.request_observer import SINKS, status_of
-from mlserver_torch_stream.server.observability.request_record import CLIENT_LEFT, EndpointKind, RequestRecord
+from mlserver_torch_stream.server.observability.request_observer import status_of
+from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
+from mlserver_torch_stream.server.process_state import REQUEST_METRICS, REQUEST_SINKS
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.types import FinishReason
 
@@ -30,7 +30,7 @@ class HandlerRequestObserver:
     def piece(self) -> None:
         if self._record.ttft_s is None:
             self._record.ttft_s = time.monotonic() - self._began
-            REQUESTS.of(self._record.model, self._record.version).first_token.observe(self._record.ttft_s)
+            REQUEST_METRICS.of(self._record.model, self._record.version).first_token.observe(self._record.ttft_s)
 
     def done(self) -> None:
         self._end("ok", FinishReason.STOP.value, None)
@@ -43,7 +43,7 @@ class HandlerRequestObserver:
     def closed(self) -> None:
         """Nobody reads on. Before its end that means that the client has left."""
         if not self._ended:
-            self._record.status = CLIENT_LEFT
+            self._record.status = CLIENT_CLOSED_REQUEST
             self._end("cancelled", CANCELLED, None)
 
     def _end(self, outcome: str, reason: str, error: Exception | None) -> None:
@@ -52,11 +52,11 @@ class HandlerRequestObserver:
         self._ended = True
         record = self._record
         record.error = error
-        record.total_s = time.monotonic() - self._began
+        record.e2e_s = time.monotonic() - self._began
         self._figures.requests[outcome] += 1
-        counts = REQUESTS.of(record.model, record.version)
+        counts = REQUEST_METRICS.of(record.model, record.version)
         counts.requests[reason] += 1
         if error is not None:
             counts.count_error(record.status)
-        if SINKS.log is not None:
-            SINKS.log.write(record)
+        if REQUEST_SINKS.log is not None:
+            REQUEST_SINKS.log.write(record)

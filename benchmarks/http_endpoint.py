@@ -41,7 +41,7 @@ class BadAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class HttpDoor:
+class HttpEndpoint:
     """One server's streaming path."""
 
     port: int

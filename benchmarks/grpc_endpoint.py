@@ -11,13 +11,13 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.answers import Answer, Ask
-from benchmarks.http_door import HOST, BadAnswer
+from benchmarks.http_endpoint import HOST, BadAnswer
 from benchmarks.recording import Recording
 
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
-class GrpcDoor:
+class GrpcEndpoint:
     """One channel for all streams, as a client would have it."""
 
     def __init__(self, port: int, model: str) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.http_door import BadAnswer, HttpDoor, events
+from benchmarks.http_endpoint import BadAnswer, HttpEndpoint, events
 from benchmarks.recording import Recording
 from benchmarks.spellings import OpenAISpelling
 
@@ -64,7 +64,7 @@ def test_openai_events_bring_text_and_at_last_the_usage() -> None:
     for at, event in enumerate(sent, start=2):
         recording.add(float(at), b"data: " + json.dumps(event).encode() + b"\n\n")
     recording.add(8.0, b"data: [DONE]\n\n")
-    answer = HttpDoor(1, OpenAISpelling("m")).read(recording)
+    answer = HttpEndpoint(1, OpenAISpelling("m")).read(recording)
     assert (answer.arrivals, answer.prompt_tokens, answer.new_tokens) == ((3.0, 4.0), 3, 2)
     assert answer.ttft == 2.5
 
@@ -72,4 +72,4 @@ def test_openai_events_bring_text_and_at_last_the_usage() -> None:
 def test_an_error_inside_a_stream_is_an_error() -> None:
     recording = Recording(chunks=[(1.0, b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": "out of memory"}\n\n')])
     with pytest.raises(BadAnswer, match="out of memory"):
-        HttpDoor(1, OpenAISpelling("m")).read(recording)
+        HttpEndpoint(1, OpenAISpelling("m")).read(recording)

@@ -1,0 +1,60 @@
+"""The files, folders and classes that the pages name are there.
+
+Knows nothing of what the pages say about them. ``benchmarks/LOG.md`` is left out: it names files as they were then.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests import markdown
+from tests.markdown import ROOT
+
+_PAGES = [*markdown.pages(), "CONTRIBUTING.md", "benchmarks/README.md"]
+_FILES = [str(path.relative_to(ROOT)) for top in ("mlserver_torch_stream", "tests", "benchmarks", "docs", "deploy")
+          for path in sorted((ROOT / top).rglob("*"))]  # fmt: skip
+_TOP = [path.name for path in ROOT.iterdir()]
+_SOURCE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|h|cpp)|/)")  # a source file, or a folder
+_IN_THE_REPOSITORY = re.compile(r"(?:mlserver_torch_stream|tests|benchmarks|docs|deploy)/[\w./-]+")
+_CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+")
+# Files of other projects, and examples of a user's.
+_OF_OTHERS = {
+    "docs/cloud.md": {"ml/inference/base.py", "transforms/util.py", "execution_options.py"},
+    "docs/torchserve.md": {"assistant/"},
+    "benchmarks/README.md": {"llama.cpp"},
+}
+
+
+def _named(page: str) -> list[str]:
+    text = re.sub(r"^( *)```.*?^\1```", "", markdown.read(page), flags=re.MULTILINE | re.DOTALL)
+    return markdown.code_spans(text)
+
+
+def _is_there(path: str) -> bool:
+    return any(f"/{file}/".endswith(f"/{path.rstrip('/')}/") for file in [*_FILES, *_TOP])
+
+
+@pytest.mark.parametrize("page", _PAGES)
+def test_the_files_and_folders_that_a_page_names_exist(page: str) -> None:
+    others = _OF_OTHERS.get(page, set())
+    named = {span for span in _named(page) if _SOURCE.fullmatch(span) or _IN_THE_REPOSITORY.fullmatch(span)}
+    assert others <= named, "an exception that the page does not need any more"
+    assert {path for path in named - others if not _is_there(path)} == set()
+
+
+def test_the_classes_that_the_architecture_names_exist() -> None:
+    classes = {
+        node.name
+        for path in (ROOT / "mlserver_torch_stream").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    named = {span for span in _named("docs/architecture.md") if _CLASS.fullmatch(span)}
+    assert len(named) > 15 and named - classes == set()
+
+
+def test_the_glossary_is_a_page_of_one_look() -> None:
+    assert 10 < len(markdown.table("docs/architecture.md", "Glossary")) <= 30

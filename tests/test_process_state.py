@@ -1,0 +1,64 @@
+"""State that a whole process shares is created in three named modules, whose docstrings give the reason.
+
+Reads the source and imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
+_NAMED = {"server/process_state.py", "engine/process_resources.py", "torchserve/handler_metrics.py"}
+_TREES = {
+    str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(_PACKAGE.rglob("*.py"))
+    if "shim" not in path.parts  # TorchServe's own names, which handlers import in their own processes
+}
+
+
+def _is_mutable(node: ast.ClassDef) -> bool:
+    """Whether its objects have attributes that can change: those of a frozen dataclass cannot."""
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    changeable = any(each.startswith("dataclass") and "frozen=True" not in each for each in decorators)
+    return changeable or any(
+        isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and ast.unparse(target.value) == "self"
+        for target in ast.walk(node)
+    )
+
+
+_MUTABLE = {
+    node.name
+    for tree in _TREES.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef) and _is_mutable(node)
+}
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from _outside_functions(child)
+
+
+def _creates(tree: ast.Module) -> list[str]:
+    calls = [node for node in _outside_functions(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] in _MUTABLE]
+
+
+def test_objects_of_our_own_mutable_classes_are_module_level_in_the_named_modules_only() -> None:
+    found = {module: created for module, tree in _TREES.items() if (created := _creates(tree))}
+    assert found.keys() == _NAMED, found
+
+
+def test_no_function_rebinds_a_name_of_its_module() -> None:
+    found = {
+        f"{module}:{node.lineno}"
+        for module, tree in _TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Global)
+    }
+    assert found == set()
