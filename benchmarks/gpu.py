@@ -62,7 +62,7 @@ class Bench:
 
     @contextmanager
     def engine(self, **extra: Any) -> Iterator[Engine]:
-        given = {"max_num_seqs": max(STREAMS), "max_queue": 1024, **extra}
+        given = {"max_num_seqs": max(STREAMS), "max_queued_requests": 1024, **extra}
         built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=ProcessResources())
         self.summary = built.summary
         print(f"    {self.summary}")

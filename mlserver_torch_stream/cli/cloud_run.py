@@ -131,7 +131,7 @@ async def model(
 
 def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
     """Settings by which the engine's queue has room for all rows that the stages submit, unless ``extra`` sets it."""
-    return {"max_queue": max(256, rows), **extra}
+    return {"max_queued_requests": max(256, rows), **extra}
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:

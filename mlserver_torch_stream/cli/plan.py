@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     except (SettingsError, LoadFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    context = min(arguments.context, size.max_context)
+    context = min(arguments.context, size.max_model_len)
     plans = plan_model(size, device, context, arguments.devices, on_host=arguments.device == _HOST)
     print("\n".join([*_head(source.name, size, device, context), "", *_table(plans), "", *_advice(plans, size)]))
     return 0 if any(plan.fits for plan in plans) else 1

@@ -46,11 +46,11 @@ class EngineStats:
     prefix_cache_bytes: int = 0  # used by the prefix cache
     decode_steps: int = 0
     prefill_tokens: int = 0
-    prefix_hit_tokens: int = 0  # prompt tokens copied from the prefix cache instead of prefilled
-    generated_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0  # prompt tokens copied from the prefix cache instead of prefilled
+    generation_tokens: int = 0
     cancelled_sequences: int = 0  # whose stream was closed
     timed_out_sequences: int = 0
-    zombie_steps: int = 0  # sequences decoded in a step that began after their stream was closed
+    wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
 
     def counting_on(self, before: EngineStats) -> EngineStats:
         """Returns these stats with the counters of ``before``, a batcher that this one has replaced, added."""

@@ -169,7 +169,7 @@ def _start(
         batching = _batch_serially(resolved, prepared, loaded, samplers, problem)
     info = ModelInfo(
         vocab_size=vocab_size,
-        max_context=batching.context,
+        max_model_len=batching.context,
         max_rows=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
@@ -180,8 +180,8 @@ def _start(
         info,
         loaded.eos_token_ids,
         queue_limits=QueueLimits(
-            settings.max_queue,
-            settings.max_queue_tokens,
+            settings.max_queued_requests,
+            settings.max_queued_tokens,
             settings.queue_timeout,
             settings.request_timeout,
             settings.step_timeout,
@@ -215,7 +215,7 @@ class _Batching:
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
     """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
     problem, steady = prepared.findings.problem, steady_positions(loaded.model)
-    if problem is None and steady is not None and loaded.max_context > steady:
+    if problem is None and steady is not None and loaded.max_model_len > steady:
         problem = f"its positions are scaled anew beyond {steady} tokens"
     if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
         raise LoadFailed(f"this model cannot be batched: {problem}")
@@ -233,7 +233,7 @@ def _batch_serially(
         check_devices=prepared.check_devices,
         pipeline=prepared.pipeline,
     )
-    return _Batching(make, make(), loaded.max_context, f"one request at a time ({problem})")
+    return _Batching(make, make(), loaded.max_model_len, f"one request at a time ({problem})")
 
 
 def _batch_continuously(
@@ -247,7 +247,7 @@ def _batch_continuously(
 ) -> _Batching:
     settings, findings, ranks = resolved.settings, prepared.findings, prepared.ranks
     assert findings.cost is not None  # as ``findings.problem`` is None
-    parts = device_shares(findings.costs, loaded.max_context)
+    parts = device_shares(findings.costs, loaded.max_model_len)
     budget = cache_budget(
         *(parts, settings.kv_cache_memory, resources, codec, host),
         engines=settings.replicas,
@@ -269,10 +269,10 @@ def _batch_continuously(
     )
     batcher = make()
     left = batcher.stats().kv_cache_budget  # without the prefix cache
-    context = longest_sequence(findings.cost.of, left, loaded.max_context)
+    context = longest_sequence(findings.cost.of, left, loaded.max_model_len)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        if settings.prefix_cache_memory and longest_sequence(findings.cost.of, budget, loaded.max_context) >= 2:
+        if settings.prefix_cache_memory and longest_sequence(findings.cost.of, budget, loaded.max_model_len) >= 2:
             key = "prefix_cache_memory"
         why = no_room(prepared.placement, findings.costs, left, free_bytes(findings.costs, host))
         raise LoadFailed(f"parameters.extra.{key}: {why}")

@@ -46,7 +46,7 @@ class ReplicatedEngine:
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
         self._taken = [0] * len(self._replicas)  # submits of each: idle replicas get work in turn
-        self.info = min(replicas, key=lambda replica: replica.info.max_context).info
+        self.info = min(replicas, key=lambda replica: replica.info.max_model_len).info
 
     @property
     def alive(self) -> bool:

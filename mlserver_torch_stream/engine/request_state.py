@@ -132,7 +132,7 @@ class RequestState:
     prompt: list[int]
     params: SamplingParameters
     mailbox: Mailbox
-    max_context: int  # tokens that a sequence may hold: the model's context, or fewer where the cache is small
+    max_model_len: int  # tokens that a sequence may hold: the model's context, or fewer where the cache is small
     end_ids: frozenset[int] = frozenset()  # ids that end a sequence
     sealed: bool = True
     priority: int = DEFAULT_PRIORITY
@@ -157,7 +157,7 @@ class RequestState:
             list(given.prompt_ids),
             given.sampling,
             mailbox,
-            max_context,
+            max_model_len,
             _end_ids(given.sampling, eos_token_ids),
             sealed=not given.open,
             priority=given.priority,

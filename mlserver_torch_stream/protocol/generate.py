@@ -48,7 +48,7 @@ class FlatGenerate(Spelling):
         body = posted.json
         refuse_left_over(len(posted.raw))
         _check_id(body.get(_ID))
-        texts = _texts(body[names.TEXT_INPUT], most_elements(info.max_context))
+        texts = _texts(body[names.TEXT_INPUT], most_elements(info.max_model_len))
         given = merge_parameters(_parameters(body), (), None, info)
         refuse_chat_options(False, given)
         prompts = tuple(TextPrompt(text) for text in texts)

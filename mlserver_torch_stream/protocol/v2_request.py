@@ -37,7 +37,7 @@ def decode_request(
     the request may name."""
     refuse_unreadable(payload)
     check_id(payload.id)
-    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_context)
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
     given = merge_parameters(
         parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
     )

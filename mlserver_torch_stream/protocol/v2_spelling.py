@@ -31,7 +31,7 @@ class V2Tensors(Spelling):
     outputs = frozenset(names.OUTPUT_DATATYPES)
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
-        payload = read_posted_request(posted, most_elements(info.max_context), streaming=streaming)
+        payload = read_posted_request(posted, most_elements(info.max_model_len), streaming=streaming)
         return self.decode_message(payload, info, streaming=streaming, request_id=request_id)
 
     def decode_message(

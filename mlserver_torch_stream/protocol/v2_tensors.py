@@ -48,7 +48,7 @@ class Tensor:
         return self.elements[0]
 
 
-def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_context: int) -> dict[str, Tensor]:
+def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_model_len: int) -> dict[str, Tensor]:
     """The tensors by name. One that is not known is refused by name, as is a name that stands twice.
 
     ``max_model_len``: tokens that the model takes, so that longer lists are not even looked at.
@@ -59,7 +59,7 @@ def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_cont
             refuse(given.name, ..., known, what="input tensor")
         if given.name in tensors:
             raise InvalidInput(given.name, "given twice")
-        tensors[given.name] = _read_tensor(given, values.most_elements(max_context))
+        tensors[given.name] = _read_tensor(given, values.most_elements(max_model_len))
     return tensors
 
 

@@ -29,9 +29,9 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def most_elements(max_context: int) -> int:
+def most_elements(max_model_len: int) -> int:
     """The most elements that an input may have for a model of this context."""
-    return max(max_context, _MOST_ELEMENTS)
+    return max(max_model_len, _MOST_ELEMENTS)
 
 
 def parse_json(text: str) -> Any:

@@ -57,7 +57,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Raises LoadFailed."""
         await self.supervisor.start()
-        self.metrics.asked = self
+        self.metrics.gauges = self
 
     # --- what the lifecycle asks of an engine ---
 
@@ -77,8 +77,8 @@ class WorkerPool:
         self.supervisor.end()
         self._close()  # first: a process that is to end waits for the rest no longer than a moment
         self.supervisor.wait()
-        if self.metrics.asked is self:  # and not who came after it
-            self.metrics.asked = None
+        if self.metrics.gauges is self:  # and not who came after it
+            self.metrics.gauges = None
 
     # --- what the metrics read ---
 
@@ -184,7 +184,7 @@ class WorkerPool:
     # --- what workers say ---
 
     def came(self, place: WorkerSlot) -> None:
-        self.metrics.restarts = self.supervisor.restarts
+        self.metrics.worker_restarts = self.supervisor.restarts
         self._pump()
 
     def heard(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
@@ -219,7 +219,7 @@ class WorkerPool:
             if job is None:
                 continue
             job.signed = place.signed
-            self.metrics.pieces += 1
+            self.metrics.responses += 1
             if _SEQUENCE_END in item["headers"]:
                 job.closes_sequence = True
             self._hand_over(place, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))

@@ -44,7 +44,7 @@ def built(folder: Path, **extra: Any) -> BuiltEngine:
 def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None:
     one = built(longrope)
     try:
-        assert one.engine.info.max_context == STEADY and "rows at a time" in one.summary
+        assert one.engine.info.max_model_len == STEADY and "rows at a time" in one.summary
     finally:
         one.shutdown()
 
@@ -58,7 +58,7 @@ def test_beyond_it_each_request_runs_alone_and_gets_what_generate_gives(longrope
         return list(await asyncio.gather(*(tokens_of(one.engine, ids, greedy(count)) for ids, count in requests)))
 
     try:
-        assert one.engine.info.max_context == 300 and "one request at a time (its positions" in one.summary
+        assert one.engine.info.max_model_len == 300 and "one request at a time (its positions" in one.summary
         got = run(together())
     finally:
         one.shutdown()

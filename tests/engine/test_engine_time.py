@@ -43,7 +43,7 @@ def batcher_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
 
 
 def engine_of(batcher: Batcher, queue_limits: QueueLimits | None = None, **options: object) -> EngineCore:
-    info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_rows=2)
     return EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), queue_limits=queue_limits, **options)  # type: ignore[arg-type]
 
 
@@ -93,7 +93,9 @@ def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, mo
 
 
 def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
-    engine = engine_of(batcher_of("batched", model, max_rows=1), QueueLimits(max_queue=10, max_queue_tokens=7))
+    engine = engine_of(
+        batcher_of("batched", model, max_rows=1), QueueLimits(max_queued_requests=10, max_queued_tokens=7)
+    )
 
     async def fill() -> None:
         streams = [engine.submit([EngineRequest(tuple(PROMPT), greedy(100))])]

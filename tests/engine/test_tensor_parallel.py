@@ -124,7 +124,7 @@ def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
     ranks: BuiltEngine, tiny_model: Path, expected: list[list[int]]
 ) -> None:
     """As after a reload, while the last requests of the engine before still run."""
-    settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queue": 7}
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queued_requests": 7}
     other = build_engine(parse_settings(str(tiny_model), settings, environ={}), resources=ranks.resources)
     assert ranks.resources.weights.made == 1
 

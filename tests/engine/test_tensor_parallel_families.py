@@ -26,7 +26,7 @@ def test_two_ranks_give_the_tokens_of_one_process(family: str, tmp_path: Path) -
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
-    settings = {"tensor_parallel_size": 2, "threads": 1, "kv_cache_memory": "8MiB", "prefill_chunk": 4}
+    settings = {"tensor_parallel_size": 2, "threads": 1, "kv_cache_memory": "8MiB", "chunked_prefill_size": 4}
     built = build_engine(parse_settings(str(tmp_path), settings, environ={}), resources=ProcessResources())
 
     async def scenario() -> list[list[int]]:

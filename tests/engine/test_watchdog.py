@@ -370,7 +370,7 @@ def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedM
 
 
 def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
-    info = ModelInfo(vocab_size=VOCAB, max_context=CONTEXT, max_rows=2)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_rows=2)
     batcher: Batcher = batcher_of("batched", model)
     engine = EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), name="left")
     engine.shutdown()

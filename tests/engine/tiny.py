@@ -174,8 +174,8 @@ def running(
             **more,
         )
         context = longest_sequence(findings.cost.of, batcher.stats().kv_cache_budget, context)
-    info = ModelInfo(vocab_size=VOCAB, max_context=context, max_rows=max_rows)
-    queue_limits = QueueLimits(max_queue, max_queue_tokens, queue_timeout, step_timeout=step_timeout)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=context, max_rows=max_rows)
+    queue_limits = QueueLimits(max_queued_requests, max_queued_tokens, queue_timeout, step_timeout=step_timeout)
     engine = EngineCore(
         batcher, codec, info, eos_token_ids, queue_limits=queue_limits, fair_lock=fair_lock, name="test"
     )

@@ -147,7 +147,7 @@ def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling:
         httpx.Client(transport=slow, timeout=v2.TIMEOUT_S) as reader,
         reader.stream("POST", f"{server.url}/v2/models/tiny/{door}", json=body) as response,
     ):
-        server.wait_for("tiny", lambda now: now["generated_tokens"] - before >= 500)
+        server.wait_for("tiny", lambda now: now["generation_tokens"] - before >= 500)
         # All events wait by now; in windows of 4 KiB their bytes would come for 10 s.
         connection = response.extensions["network_stream"].get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)

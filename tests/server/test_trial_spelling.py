@@ -26,7 +26,7 @@ def trial(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (folder / "handler.py").write_text(_HANDLER)
     models = [
         Model("tiny", str(tiny_model), implementation=_RUNTIME),
-        Model("broken", str(tiny_model), implementation=_RUNTIME, extra={"max_context": 1000}),
+        Model("broken", str(tiny_model), implementation=_RUNTIME, extra={"max_model_len": 1000}),
         Model("handler", f"{folder / 'handler.py'}:handle", implementation="mlserver_torch_stream.TorchServeRuntime"),
     ]
     environment = {

@@ -158,7 +158,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
             raise choice
         self._sampler.accept(choice.token_id)
         self._sequence.accept(choice.token_id, choice.logprob)
-        self._batcher.count(decode_steps=1, generated_tokens=1)
+        self._batcher.count(decode_steps=1, generation_tokens=1)
         self._deliver([self._sequence])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0

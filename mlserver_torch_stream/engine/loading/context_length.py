@@ -16,7 +16,7 @@ UNLIMITED_CONTEXT = 32768
 _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
 
 
-def max_context(model: Any, asked: int | None) -> int:
+def max_model_len(model: Any, asked: int | None) -> int:
     """Returns the most tokens of a sequence, prompt included. ``asked`` is the setting."""
     own = _own_limit(model)
     if own is None:

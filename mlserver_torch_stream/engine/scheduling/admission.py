@@ -24,9 +24,10 @@ class Admission:
         self._queue_limits = queue_limits
 
     def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
-        if len(requests) > self._queue_limits.max_queue:
+        if len(requests) > self._queue_limits.max_queued_requests:
             raise InvalidInput(
-                "text_input", f"{len(requests)} prompts are more than the queue's {self._queue_limits.max_queue}"
+                "text_input",
+                f"{len(requests)} prompts are more than the queue's {self._queue_limits.max_queued_requests}",
             )
         for request in requests:
             self.check_length(len(request.prompt_ids), open_ended=request.open)
@@ -48,7 +49,7 @@ class Admission:
 
     def check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
         """Checks a request whose prompt has ``prompt`` tokens so far."""
-        context, asked = self._info.max_context, request.sampling.max_tokens
+        context, asked = self._info.max_model_len, request.sampling.max_tokens
         final = context if asked is None else min(context, prompt + asked)
         reason = refusal(request.sampling.n, prompt, final)
         if reason is not None:
@@ -57,9 +58,9 @@ class Admission:
 
     def check_open(self, count: int, retry_after: int) -> None:
         """Checks the number of open prompts before another one is opened."""
-        if count >= self._queue_limits.max_queue:
+        if count >= self._queue_limits.max_queued_requests:
             raise QueueFull(
-                f"{count} prompts are being sent in pieces already, of {self._queue_limits.max_queue} allowed",
+                f"{count} prompts are being sent in pieces already, of {self._queue_limits.max_queued_requests} allowed",
                 retry_after,
             )
 
@@ -67,8 +68,10 @@ class Admission:
         self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int
     ) -> None:
         limits = self._queue_limits
-        if waiting + len(requests) > limits.max_queue:
-            raise QueueFull(f"{waiting} prompts are waiting already, of {limits.max_queue} allowed", retry_after)
+        if waiting + len(requests) > limits.max_queued_requests:
+            raise QueueFull(
+                f"{waiting} prompts are waiting already, of {limits.max_queued_requests} allowed", retry_after
+            )
         tokens = waiting_tokens + sum(len(request.prompt_ids) for request in requests)
-        if limits.max_queue_tokens is not None and waiting and tokens > limits.max_queue_tokens:
-            raise QueueFull(f"{tokens} prompt tokens would wait, of {limits.max_queue_tokens} allowed", retry_after)
+        if limits.max_queued_tokens is not None and waiting and tokens > limits.max_queued_tokens:
+            raise QueueFull(f"{tokens} prompt tokens would wait, of {limits.max_queued_tokens} allowed", retry_after)

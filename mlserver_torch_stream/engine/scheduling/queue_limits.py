@@ -21,8 +21,8 @@ FAR = 3600.0  # seconds; a thread cannot wait for a timeout of 300 years
 class QueueLimits:
     """Times are in seconds. None means no limit."""
 
-    max_queue: int = 256  # waiting requests
-    max_queue_tokens: int | None = None  # of the prompts of waiting requests
+    max_queued_requests: int = 256  # waiting requests
+    max_queued_tokens: int | None = None  # of the prompts of waiting requests
     queue_timeout: float | None = None  # from submit to the start of the prefill
     request_timeout: float | None = None  # from submit to the last token, for requests without a timeout of their own
     step_timeout: float | None = None  # for the forward of up to ``chunk`` tokens

@@ -295,9 +295,9 @@ class Scheduler:
         return empty
 
 
-def longest_sequence(cost: Cost, cache_bytes: int, max_context: int) -> int:
+def longest_sequence(cost: Cost, cache_bytes: int, max_model_len: int) -> int:
     """The most tokens, prompt included, of a single sequence that ``cache_bytes`` of cache have room for."""
-    low, high = 0, max_context
+    low, high = 0, max_model_len
     while low < high:
         middle = (low + high + 1) // 2
         fits = bytes_alone(cost, 1, middle, middle) <= cache_bytes
