@@ -59,7 +59,7 @@ def _lead(folder: str) -> int:
         from mlserver_torch_stream.server.process_state import LIFECYCLE
 
         # A signal, which all ranks get, is no failure: MLServer returns 0 for both.
-        orderly = status == 0 and (LIFECYCLE.ending or models == [])
+        orderly = status == 0 and (LIFECYCLE.draining or models == [])
         if dismiss(os.environ, reason, 1.0 if orderly else _PATIENCE) and not orderly:
             status = 1
     return status

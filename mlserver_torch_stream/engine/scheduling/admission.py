@@ -24,10 +24,11 @@ class Admission:
         self._queue_limits = queue_limits
 
     def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
-        if len(requests) > self._queue_limits.max_queued_requests:
+        most = self._queue_limits.max_queued_requests
+        if len(requests) > most:
             raise InvalidInput(
                 "text_input",
-                f"{len(requests)} prompts are more than the queue's {self._queue_limits.max_queued_requests}",
+                f"{len(requests)} prompts are more than the queue's {most}",
             )
         for request in requests:
             self.check_length(len(request.prompt_ids), open_ended=request.open)
@@ -58,9 +59,10 @@ class Admission:
 
     def check_open(self, count: int, retry_after: int) -> None:
         """Checks the number of open prompts before another one is opened."""
-        if count >= self._queue_limits.max_queued_requests:
+        most = self._queue_limits.max_queued_requests
+        if count >= most:
             raise QueueFull(
-                f"{count} prompts are being sent in pieces already, of {self._queue_limits.max_queued_requests} allowed",
+                f"{count} prompts are being sent in pieces already, of {most} allowed",
                 retry_after,
             )
 

@@ -16,13 +16,6 @@ from mlserver_torch_stream.engine.process_resources import ProcessResources
 class WeightsMetrics(Collector):
     def __init__(self, resources: ProcessResources) -> None:
         self._resources = resources
-        self._shown = False
-
-    def show(self) -> None:
-        """Idempotent."""
-        if not self._shown:
-            self._shown = True
-            REGISTRY.register(self)
 
     def collect(self) -> Iterator[Metric]:
         weights, engines = self._resources.weights, self._resources.engines

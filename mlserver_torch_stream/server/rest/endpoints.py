@@ -238,7 +238,7 @@ class _EndpointRequest:
         options = self._endpoint.options
         return EventStream(
             self._send,
-            keep_alive=options.keep_alive if reply.comments else 0.0,
+            keep_alive=options.sse_ping_interval if reply.comments else 0.0,
             stalled_after=options.stalled_reader_timeout,
             stalled=partial(self._stalled, reply),
         )

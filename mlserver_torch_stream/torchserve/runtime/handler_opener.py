@@ -17,7 +17,7 @@ from mlserver_torch_stream.protocol.v2_unreadable import refuse_unreadable
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.torchserve.handler_metrics import FIGURES
+from mlserver_torch_stream.torchserve.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, envelope_of
 from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
@@ -69,7 +69,7 @@ class HandlerOpener:
         """``binary``: over REST, the outputs that the request wants as raw bytes."""
         built = self._model.built
         reply = Reply(context, request, envelope_of(built.archive) == "kservev2")
-        metrics = FIGURES.of(self._name, self._version)
+        metrics = HANDLER_METRICS.of(self._name, self._version)
         observer = HandlerRequestObserver(request.request_id, self._name, self._version, self._entrance, metrics)
         return HandlerReply(request, reply, built.engine.submit, observer, binary)
 
