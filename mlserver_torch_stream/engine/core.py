@@ -229,23 +229,23 @@ class EngineCore:
     def _cancel(self, mailbox: Mailbox) -> None:
         requests = self._open.get(mailbox)
         if requests is not None:
-            self._cancelled += self._end(requests, FinishReason.ABORT, None)
+            self._cancelled += _unfinished(requests)
+            self._end(requests, FinishReason.ABORT, None)
 
     def _time_out(self, end: EndRequest) -> None:
-        self._timed_out += self._end(end.requests, end.reason, end.error)
+        self._timed_out += _unfinished(end.requests)  # before its reader sees the end
+        self._end(end.requests, end.reason, end.error)
 
-    def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> int:
-        """Ends requests wherever they are, with the text they have; says how many sequences that were.
+    def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
+        """Ends requests wherever they are, with the text they have.
 
-        Tells also those of their end that had met it when the engine died.
+        Delivers also the ends of sequences that had finished when the engine died.
         """
         sequences = [sequence for request in requests for sequence in request.sequences if not sequence.told]
-        ended = sum(sequence.finish_reason is None for sequence in sequences)
         for sequence in sequences:
             sequence.finish(reason, error)
         self._backend.evict(requests)
         self._deliver(sequences)
-        return ended
 
     def _end_all(self, reason: FinishReason, error: Exception) -> None:
         self._end(self._all_jobs(), reason, error)
@@ -362,3 +362,8 @@ class EngineCore:
     def _forget(self, mailbox: Mailbox) -> None:
         if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
             self._pace.finished(len(self._open.pop(mailbox)))
+
+
+def _unfinished(requests: Sequence[RequestState]) -> int:
+    """How many sequences of these requests have not finished."""
+    return sum(sequence.finish_reason is None for request in requests for sequence in request.sequences)

@@ -14,7 +14,7 @@ from typing import Any
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
-from mlserver_torch_stream.torchserve.frames import split
+from mlserver_torch_stream.torchserve.frames import MOST_BYTES, split
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
 from mlserver_torch_stream.torchserve.rank_cancel import Message, RankCancellation
@@ -23,57 +23,64 @@ from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, batch_m
 
 logger = logging.getLogger(__name__)
 _SEQUENCE_END = "ts_request_sequence_end"
-_MEET_S = 10.0  # for the ranks of a call that is to stop
 
 
 class WorkerPool:
-    """``start`` once, on the loop; ``shutdown`` from any thread. ``close`` takes away what the workers ran on."""
+    """``start`` is called once, on the loop; ``shutdown`` from any thread. ``close`` removes what the workers ran on.
+
+    ``most_bytes`` bounds the message of one batch. The ranks of a call that is to stop have ``meet_s`` to come to the
+    same send.
+    """
 
     def __init__(
         self,
         name: str,
         config: HandlerConfig,
         order: Callable[[int], WorkerOrder],
-        figures: HandlerMetrics,
+        metrics: HandlerMetrics,
         close: Callable[[], None] = lambda: None,
+        *,
+        most_bytes: int = MOST_BYTES,
+        meet_s: float = 10.0,
     ) -> None:
         self.config = config
-        self._figures = figures
+        self.metrics = metrics
         self._close = close
-        self._waiting = BatchQueue(config)
-        self._jobs: dict[str, HandlerJob] = {}
-        self._crew = WorkerSupervisor(name, config, order, self)
+        self._waiting = BatchQueue(config, most_bytes)
+        self._meet_s = meet_s
+        self.jobs: dict[str, HandlerJob] = {}
+        self.supervisor = WorkerSupervisor(name, config, order, self)
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
         """Raises LoadFailed."""
-        await self._crew.start()
-        self._figures.asked = self
+        await self.supervisor.start()
+        self.metrics.asked = self
 
     # --- what the lifecycle asks of an engine ---
 
     @property
     def trouble(self) -> str | None:
-        return self._crew.trouble
+        return self.supervisor.trouble
 
     def drain(self, why: str) -> None:
         self._refusing = why
 
     def abort_all(self, why: str) -> None:
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             job.fail(NotServing(why))
             self.cancel(job)
 
     def shutdown(self) -> None:
-        self._crew.end()
+        self.supervisor.end()
         self._close()  # first: a process that is to end waits for the rest no longer than a moment
-        self._crew.wait()
-        if self._figures.asked is self:  # and not who came after it
-            self._figures.asked = None
+        self.supervisor.wait()
+        if self.metrics.asked is self:  # and not who came after it
+            self.metrics.asked = None
 
-    # --- what figures ask ---
+    # --- what the metrics read ---
 
     @property
     def waiting(self) -> int:
@@ -81,21 +88,21 @@ class WorkerPool:
 
     @property
     def workers(self) -> int:
-        return len(self._crew.ready)
+        return len(self.supervisor.ready)
 
     # --- requests ---
 
     def submit(self, request: HandlerRequest) -> HandlerJob:
         """Raises QueueFull, RequestTooLarge or NotServing."""
-        refusal = self._refusing or self._crew.trouble
+        refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
             raise NotServing(refusal)
-        if self.config.useJobTicket and not any(self._room(place) for place in self._crew.ready):
+        if self.config.useJobTicket and not any(self._room(place) for place in self.supervisor.ready):
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
         job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
         self._waiting.add(job, now)
-        self._jobs[job.key] = job
+        self.jobs[job.key] = job
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._out_of_time, job, request.timeout_s)
         self._pump()
@@ -103,7 +110,7 @@ class WorkerPool:
 
     def cancel(self, job: HandlerJob) -> None:
         """Idempotent. The handler is told at its next send."""
-        if self._jobs.get(job.key) is not job:
+        if self.jobs.get(job.key) is not job:
             return
         job.over = True
         place = self._place_of(job)
@@ -116,7 +123,7 @@ class WorkerPool:
     def _key(self, request_id: str) -> str:
         """Handlers keep their state by it, so no two that run have the same."""
         key, number = request_id, 1
-        while key in self._jobs:
+        while key in self.jobs:
             number += 1
             key = f"{request_id}#{number}"
         return key
@@ -131,7 +138,7 @@ class WorkerPool:
     def _pump(self) -> None:
         """Gives work to every worker that has room and whose next batch is due."""
         now = time.monotonic()
-        for place in sorted(self._crew.ready, key=lambda each: len(each.active)):
+        for place in sorted(self.supervisor.ready, key=lambda each: len(each.active)):
             while self._room(place) > 0:
                 due = self._waiting.due(place.number, place.idle_since, now)
                 if due is None:
@@ -169,15 +176,15 @@ class WorkerPool:
             job.signed = now
             job.alone |= len(batch) == 1 or self._joinable
             place.active[job.key] = job
-        self._figures.batches += 1
-        self._figures.batched_requests += len(batch)
+        self.metrics.batches += 1
+        self.metrics.batched_requests += len(batch)
         assert place.worker is not None
         place.worker.send(*batch_message(batch), everybody=self.config.broadcasts)
 
     # --- what workers say ---
 
     def came(self, place: WorkerSlot) -> None:
-        self._figures.restarts = self._crew.restarts
+        self.metrics.restarts = self.supervisor.restarts
         self._pump()
 
     def heard(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
@@ -189,7 +196,7 @@ class WorkerPool:
         elif kind in ("sends", "asks", "next", "meets"):
             self._of_ranks(place, header)
         elif kind == "metric":
-            self._figures.note(header["name"], header["type"], header["value"], header["labels"])
+            self.metrics.note(header["name"], header["type"], header["value"], header["labels"])
 
     def lost(self, place: WorkerSlot, why: str) -> None:
         """Its requests fail, and those of the sequences whose state it held."""
@@ -212,7 +219,7 @@ class WorkerPool:
             if job is None:
                 continue
             job.signed = place.signed
-            self._figures.pieces += 1
+            self.metrics.pieces += 1
             if _SEQUENCE_END in item["headers"]:
                 job.closes_sequence = True
             self._hand_over(place, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
@@ -270,7 +277,7 @@ class WorkerPool:
         self._pump()
 
     def _forget(self, job: HandlerJob) -> None:
-        self._jobs.pop(job.key, None)
+        self.jobs.pop(job.key, None)
         if job.deadline is not None:
             job.deadline.cancel()
 
@@ -288,7 +295,7 @@ class WorkerPool:
             self._tell_ranks(place, together.met(rank, call, header["here"]))
         else:
             self._tell_ranks(place, together.asked(call, header["at"]))
-            limit = min(_MEET_S, self.config.responseTimeout / 2)
+            limit = min(self._meet_s, self.config.responseTimeout / 2)
             self._loop.call_later(limit, self._waited_long_enough, place, together, call)
 
     def _waited_long_enough(self, place: WorkerSlot, together: RankCancellation, call: int) -> None:
@@ -300,7 +307,7 @@ class WorkerPool:
             place.worker.send(message, b"", everybody=True)
 
     def _place_of(self, job: HandlerJob) -> WorkerSlot | None:
-        return next((place for place in self._crew.places if place.active.get(job.key) is job), None)
+        return next((place for place in self.supervisor.places if place.active.get(job.key) is job), None)
 
     # --- handlers that never return ---
 
@@ -323,7 +330,7 @@ class WorkerPool:
             error: RequestError = TimedOut(f"the handler gave no sign for {limit} s (responseTimeout)")
             for job in place.active.values():
                 job.fail(error)
-            self._crew.kill(place, f"worker {place.number} gave no sign for {limit} s and was ended")
+            self.supervisor.kill(place, f"worker {place.number} gave no sign for {limit} s and was ended")
         else:
             self._watch_in(place, oldest + limit - now)
 

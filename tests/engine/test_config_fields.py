@@ -85,7 +85,7 @@ def test_a_changed_field_leaves_the_logits_equal_or_the_model_alone(family: str,
             tried += 1
             model, expected = sound
             forward = take_fast_path(model, 1, folder)
-            if forward is not None:
+            if not isinstance(forward, str):
                 logits, _ = prefilled(forward, model, list(ids), 50)
                 assert (logits - expected).abs().max() <= 1e-3 * expected.std(), change
     assert tried >= 6
@@ -100,10 +100,9 @@ def test_ministral_3_gets_the_tokens_of_generate_beyond_its_original_length(
     expected = [reference(model, prompt, 20) for prompt in prompts]
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         findings = check_batching(model)
-        forward = take_fast_path(model, 1, folder)
+        assert "llama_4_scaling_beta 0.1" in str(take_fast_path(model, 1, folder))
     assert findings.problem is None
-    assert "no fast path" in caplog.text and "llama_4_scaling_beta 0.1" in caplog.text
-    with running(model, findings=findings, forward=forward) as engine:
+    with running(model, findings=findings) as engine:
 
         async def together() -> list[list[int]]:
             return await asyncio.gather(*(tokens_of(engine, prompt, greedy(20)) for prompt in prompts))

@@ -95,12 +95,11 @@ def test_a_far_window_that_is_off_by_one_is_found_out(
         assert check_forward(model, NativeForward(model, 1, folder)) is None
 
 
-def test_a_window_that_the_cache_does_not_know_of_is_found_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_that_the_cache_does_not_know_of_is_found_out(folder: Path) -> None:
     """transformers' cache goes by ``layer_types``, which a checkpoint may have although its class declares none."""
     model = tiny_model("mistral", **WINDOW, layer_types=["full_attention"] * 3)
-    with torch.inference_mode(), caplog.at_level(logging.INFO):
-        assert take_fast_path(model, 1, folder) is None
-    assert f"at position {LENGTH}" in caplog.text
+    with torch.inference_mode():
+        assert str(take_fast_path(model, 1, folder)).endswith(f"at position {LENGTH}")
 
 
 class Scaled(ModelForward):

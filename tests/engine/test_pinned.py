@@ -45,8 +45,8 @@ class Memory:
     def taken(self) -> list[int]:
         return [len(block) for block in self.blocks]
 
-    def pin(self, model: PreTrainedModel) -> int:
-        return pin_offloaded(model, DEVICE.type, self.allocate, lambda: self.free)
+    def pin(self, model: PreTrainedModel, **limits: int) -> int:
+        return pin_offloaded(model, DEVICE.type, self.allocate, lambda: self.free, **limits)
 
 
 def offloaded(*places: str, **config: object) -> PreTrainedModel:
@@ -88,23 +88,21 @@ def test_a_model_reads_the_pinned_copies_and_gives_the_tokens_of_one_device(
         assert run(together(engine)) != expected
 
 
-def test_weights_share_blocks_because_torch_rounds_each_of_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_share_blocks_because_torch_rounds_each_of_them_up() -> None:
     """The 6 KiB of each matrix of these feed-forward layers would take 8."""
-    monkeypatch.setattr(pinned, "_BLOCK", 2**15)
     memory, model = Memory(), offloaded("model.layers.1", "model.layers.2")
     expected = reference(model, PROMPT, 10)
-    count = memory.pin(model)
+    count = memory.pin(model, block=2**15)
     assert reference(model, PROMPT, 10) == expected
     each = [weight.nbytes for weight in weights_of(model).values()]
     assert count == sum(each)
-    assert memory.taken == [2**15, 2**15] and sum(memory.taken) < sum(map(pinned._power, each))
+    assert memory.taken == [2**15, 2**15] and sum(memory.taken) < sum(1 << (size - 1).bit_length() for size in each)
 
 
-def test_the_host_keeps_half_of_what_it_had_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_BLOCK", 2**13)
+def test_the_host_keeps_half_of_what_it_had_free() -> None:
     memory, model = Memory(free=2**16), offloaded("model.layers.1", "model.layers.2")
     before, expected = dict(weights_of(model)), reference(model, PROMPT, 10)
-    count = memory.pin(model)
+    count = memory.pin(model, block=2**13)
     assert 0 < count <= sum(memory.taken) <= 2**15 <= memory.free
     kept = [key for key, weight in weights_of(model).items() if weight is before[key]]
     assert kept and len(kept) < len(before)
@@ -122,14 +120,11 @@ def test_tied_weights_are_pinned_once_and_not_at_all_where_the_device_has_them()
     assert Memory().pin(offloaded("lm_head", tie_word_embeddings=True)) == 0
 
 
-def test_what_cannot_be_pinned_stays_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pinned, "_BLOCK", 2**13)
+def test_what_cannot_be_pinned_stays_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     memory, model = Memory(fails=2), offloaded("model.layers.1", "model.layers.2")
     before, expected = dict(weights_of(model)), reference(model, PROMPT, 10)
     caplog.set_level(logging.INFO)
-    assert 0 < memory.pin(model) <= sum(memory.taken)
+    assert 0 < memory.pin(model, block=2**13) <= sum(memory.taken)
     assert "more could not be: CUDA error: out of memory" in caplog.text and "much more" not in caplog.text
     assert any(weight is before[key] for key, weight in weights_of(model).items())
     assert reference(model, PROMPT, 10) == expected

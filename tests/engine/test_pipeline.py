@@ -262,7 +262,7 @@ def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
         sequences = asyncio.create_task(together(engine, good))
         forced = greedy(5, logit_bias={marked: 100.0})
         events = await collect(engine, [EngineRequest(prompt_of(7, 9), forced)])
-        assert events[0].finish_reason is FinishReason.ERROR and "no such row" in str(events[0].error)
+        assert events[0].finish_reason is FinishReason.ERROR and "decode failed: RuntimeError" in str(events[0].error)
         assert await sequences == expected
         await until(lambda: idle(engine), "an idle engine")
 
@@ -349,8 +349,8 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
 def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
-        "from mlserver_torch_stream.engine.pipeline.in_flight import Flights\n"
-        "Flights(1, 1).launch('one', lambda: time.sleep(600))\n"
+        "from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards\n"
+        "InFlightForwards(1, 1).launch('one', lambda: time.sleep(600))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 

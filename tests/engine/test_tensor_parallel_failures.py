@@ -47,14 +47,13 @@ def test_what_one_rank_cannot_do_none_does(
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
 
 
-def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other() -> None:
     """As a server loads all of its models when it starts."""
-    monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.tied")
     failures: list[Exception] = []
 
     def form() -> None:
         with pytest.raises(LoadFailed) as failure:
-            rendezvous.form(2, {})
+            rendezvous.form(2, {}, "tests.engine.tied")
         failures.append(failure.value)
 
     first = threading.Thread(target=form)
@@ -93,9 +92,8 @@ class _Engine:
         self.heard.append(error)
 
 
-def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.tied")
-    crew = RankProcesses(2, 1)
+def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it() -> None:
+    crew = RankProcesses(2, 1, "tests.engine.tied")
     leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), crew)
     engines = [_Engine() for _ in range(3)]
     for engine in engines:

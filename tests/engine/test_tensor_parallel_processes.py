@@ -5,22 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
+from mlserver_torch_stream.engine.tensor_parallel import rendezvous
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
 
 # Its children are tied to it and do nothing else: neither torch nor a group.
+_QUICK = "keyword"  # a module whose process ends at once, by itself
 _ROOT = Path(__file__).parents[2]
 _LEADER = """
 import sys, time
-from mlserver_torch_stream.engine.tensor_parallel import children
-children._MODULE = "tests.engine.tied"
-crew = children.Children(3, 1)
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
+crew = RankProcesses(3, 1, "tests.engine.tied")
 print(*crew.pids, flush=True)
 """
 
@@ -37,13 +37,6 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"{what} never came"
         time.sleep(0.01)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Children that end at once, by themselves."""
-    monkeypatch.setattr(rank_processes, "_MODULE", "keyword")
-    yield
 
 
 def lead(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -71,7 +64,7 @@ def test_the_end_of_the_thread_that_loads_is_not_the_end_of_the_children() -> No
     ending = """
 import threading
 more = []
-thread = threading.Thread(target=lambda: more.append(children.Children(2, 1)))
+thread = threading.Thread(target=lambda: more.append(RankProcesses(2, 1, "tests.engine.tied")))
 thread.start(); thread.join()
 time.sleep(0.5)
 print(more[0].fate(0), flush=True)
@@ -85,8 +78,8 @@ crew.end(0); more[0].end(0)
         until(lambda: not any(alive(pid) for pid in pids), "the children's end")
 
 
-def test_a_childs_end_is_told_at_once_and_later(quick: None) -> None:
-    crew = RankProcesses(2, 1)
+def test_a_childs_end_is_told_at_once_and_later() -> None:
+    crew = RankProcesses(2, 1, _QUICK)
     assert crew.fate(30) == "rank 1 ended with status 0"
     told: list[str] = []
     crew.watch(told.append)
@@ -94,10 +87,10 @@ def test_a_childs_end_is_told_at_once_and_later(quick: None) -> None:
     crew.end(0)
 
 
-def test_a_rank_that_ends_before_it_has_come_fails_the_load_at_once(quick: None) -> None:
+def test_a_rank_that_ends_before_it_has_come_fails_the_load_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(LoadFailed, match="rank 1 ended with status 0"):
-        rendezvous.form(2, {})
+        rendezvous.form(2, {}, _QUICK)
     assert time.monotonic() - began < 60, "it waited for three minutes"
 
 

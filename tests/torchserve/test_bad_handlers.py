@@ -216,7 +216,7 @@ def test_each_wrong_request_is_told_why_and_the_next_one_is_served(tmp_path: Pat
             with pytest.raises(HandlerFailed, match="after the first piece"):
                 await anext(job)
             await _fine(pool)
-            assert pool._crew.restarts == 0  # none of it ended the worker
+            assert pool.supervisor.restarts == 0  # none of it ended the worker
 
     run(scenario())
 
@@ -245,7 +245,7 @@ def test_no_exception_and_no_change_of_the_context_ends_the_worker_in_other_mode
                 await _fine(pool)
             assert await ask(pool, "no ids") == ["fine"]
             await _fine(pool)
-            assert pool._crew.restarts == 0
+            assert pool.supervisor.restarts == 0
 
     run(scenario())
 
@@ -253,14 +253,14 @@ def test_no_exception_and_no_change_of_the_context_ends_the_worker_in_other_mode
 def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG, {"minWorkers": 2})) as pool:
-            first = {place.worker.pids[0] for place in pool._crew.places if place.worker}
+            first = {place.worker.pids[0] for place in pool.supervisor.places if place.worker}
             dies = pool.submit(request("die"))
             assert (await anext(dies)).value == b"first"
             with pytest.raises(HandlerFailed, match="exited with status 9"):
                 await anext(dies)
             await _fine(pool)
-            await until(lambda: len(pool._crew.ready) == 2)
-            assert {place.worker.pids[0] for place in pool._crew.places if place.worker} != first
+            await until(lambda: len(pool.supervisor.ready) == 2)
+            assert {place.worker.pids[0] for place in pool.supervisor.places if place.worker} != first
             await asyncio.gather(*(_fine(pool) for _ in range(4)))
 
     run(scenario())
@@ -269,7 +269,7 @@ def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path
 def test_the_time_before_a_worker_is_started_again_grows_only_where_it_answers_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG)) as pool:
-            (place,) = pool._crew.places
+            (place,) = pool.supervisor.places
             delays = []
             for text in ("die", "die", "fine", "die"):
                 await outcome(pool.submit(request(text)))
@@ -311,7 +311,7 @@ def test_output_without_end_stops_no_handler_and_the_lines_that_are_dropped_are_
             assert await ask(pool, "write") == ["written"]
             await until(lambda: counted() + kept() >= 320_000)  # also while nothing more is written
             await _fine(pool)
-            assert pool._crew.restarts == 0
+            assert pool.supervisor.restarts == 0
 
     run(scenario())
     assert 0 < kept() < 5_000
@@ -324,7 +324,7 @@ def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path
             assert await ask(pool, "fork") == ["from the parent"]
             assert await ask(pool, "fork and stay") == ["from the parent"]
             await _fine(pool)
-            worker = pool._crew.places[0].worker
+            worker = pool.supervisor.places[0].worker
             assert worker is not None
             children: list[psutil.Process] = psutil.Process(worker.pids[0]).children(recursive=True)
             assert children

@@ -24,6 +24,8 @@ from mlserver_torch_stream.torchserve.handler_request import (
 from mlserver_torch_stream.torchserve.worker_process import batch_message
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
+SMALL = {"most_bytes": 5000}  # of the message of a batch
+
 
 def _waiting(count: int, now: float = 0.0, **config: int | bool) -> tuple[BatchQueue, list[HandlerJob]]:
     waiting = BatchQueue(read_config({}, config))
@@ -84,13 +86,13 @@ def test_more_than_one_message_carries_is_run_in_several_batches(tmp_path: Path,
         source += "        async def initialize(context): ..."
 
     async def scenario() -> None:
-        async with running(write_handler(tmp_path, textwrap.dedent(source), {"batchSize": 4, **how})) as pool:
-            pool._waiting._most_bytes = 5000
+        uri = write_handler(tmp_path, textwrap.dedent(source), {"batchSize": 4, **how})
+        async with running(uri, limits=SMALL) as pool:
             with pytest.raises(RequestTooLarge):
                 pool.submit(request("x" * 5000))
             jobs = [pool.submit(request("x" * 1500, f"r{index}")) for index in range(4)]
             assert [(await texts(job))[0].split()[1] for job in jobs] == ["1500"] * 4
-            assert pool._figures.batched_requests == 4 and pool._crew.restarts == 0
+            assert pool.metrics.batched_requests == 4 and pool.supervisor.restarts == 0
 
     run(scenario())
 
@@ -117,12 +119,11 @@ def test_all_for_whom_there_is_room_go_to_a_worker_that_comes_back_however_many_
     """
 
     async def scenario() -> None:
-        async with running(write_handler(tmp_path, source, {"asyncCommunication": True})) as pool:
-            pool._waiting._most_bytes = 5000
+        async with running(write_handler(tmp_path, source, {"asyncCommunication": True}), limits=SMALL) as pool:
             await outcome(pool.submit(request("")))
             jobs = [pool.submit(request("x" * 1500, f"r{index}")) for index in range(4)]
             assert [await texts(job) for job in jobs] == [["met"]] * 4
-            assert pool._figures.batches == 3  # the first one, and two for the four
+            assert pool.metrics.batches == 3  # the first one, and two for the four
 
     run(scenario())
 
@@ -147,13 +148,13 @@ def test_a_batch_and_an_answer_of_more_than_a_gibibyte_leave_the_worker_alive(tm
             jobs = [pool.submit(HandlerRequest(f"r{index}", [RequestPart("body", "", quarter)])) for index in range(5)]
             for job in jobs:
                 assert [len(piece.value) async for piece in job] == [1 << 28]
-            assert pool._figures.batches == 2
+            assert pool.metrics.batches == 2
             with pytest.raises(RequestTooLarge):
                 pool.submit(HandlerRequest("five", [RequestPart("body", "", quarter)] * 5))
             failed = await outcome(pool.submit(HandlerRequest("large", [RequestPart("large", "", b"")])))
             assert getattr(failed, "status", None) == 507 and "1073741825 bytes is too large" in str(failed)
             assert await texts(pool.submit(request("fine"))) == ["fine"]
-            assert pool._crew.restarts == 0
+            assert pool.supervisor.restarts == 0
 
     run(scenario())
 

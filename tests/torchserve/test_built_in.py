@@ -119,7 +119,7 @@ def test_text_classifier_names_its_classes_and_explains_them(tmp_path: Path) -> 
             assert isinstance(unknown, HandlerFailed) and "KeyError" in unknown.message
             explained = await _answer(pool, b"very good", explain="True")
             assert explained["words"] == ["very", "good"] and explained["importances"][0][0] > 0.9
-            assert pool._crew.restarts == 0
+            assert pool.supervisor.restarts == 0
 
     run(scenario())
 

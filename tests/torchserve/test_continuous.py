@@ -76,7 +76,7 @@ def test_staggered_requests_join_and_leave(tmp_path: Path, which: str) -> None:
                 if {"2", "3"} & seen and "1" in seen:
                     break
             long.close()
-            await until(lambda: not pool._jobs)
+            await until(lambda: not pool.jobs)
             assert await texts(pool.submit(request("count 2", "after"))) == ["0 of 1", "1 of 1"]
 
     run(scenario())
@@ -170,7 +170,7 @@ def test_an_async_task_is_cancelled_when_its_client_leaves_or_it_gives_no_sign(t
             assert len(await texts(beside)) == 4  # the other has begun too
             left.close()
             await until((tmp_path / "cancelled").exists)
-            await until(lambda: not pool._jobs)
+            await until(lambda: not pool.jobs)
             silent = await outcome(pool.submit(request("wait", "silent")))
             assert getattr(silent, "status", None) == 504 and "responseTimeout" in str(silent)
             assert await texts(pool.submit(request("1", "next"))) == ["0 next", "end"]
@@ -195,7 +195,7 @@ def test_an_async_task_that_is_left_before_it_begins_is_done_with(tmp_path: Path
         async with running(_async_handler(tmp_path)) as pool:
             for index in range(50):
                 pool.submit(request("wait", f"left{index}")).close()
-            await until(lambda: not pool._jobs)
+            await until(lambda: not pool.jobs)
             assert await texts(pool.submit(request("1", "next"))) == ["0 next", "end"]
 
     run(scenario())

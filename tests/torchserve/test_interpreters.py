@@ -106,7 +106,7 @@ def _answers(folder: Path, python: str, **config: Any) -> dict[str, Any]:
             failed = await outcome(pool.submit(request("raise")))
             assert isinstance(failed, HandlerFailed) and "asked to" in failed.message
             ahead, last = await ask(pool)
-            assert ahead == "hello" and ("HandlerTime", "gauge") in {key[:2] for key in pool._figures.own}
+            assert ahead == "hello" and ("HandlerTime", "gauge") in {key[:2] for key in pool.metrics.own}
             return dict(json.loads(last))
 
     return run(scenario())

@@ -83,8 +83,7 @@ def test_a_handler_finds_the_metrics_of_the_file_and_all_that_it_adds_is_shown(t
 
     async def scenario() -> None:
         settings = {"metrics_config": str(tmp_path / "m.yaml")}
-        async with running(write_handler(tmp_path, HANDLER), which, settings) as pool:
-            figures._models["m", ""] = pool._figures
+        async with running(write_handler(tmp_path, HANDLER), which, settings, metrics=figures.of("m", None)) as pool:
             assert json.loads((await ask(pool))[0]) == ["counter", "gauge", "histogram"]
 
     run(scenario())

@@ -112,6 +112,6 @@ def test_a_base_handler_loads_an_eager_model_and_answers_a_batch(tmp_path: Path,
             ]
             answers = [json.loads((await anext(job)).value) for job in jobs]
             assert answers == [[5.0], [7.0]]
-            assert ("HandlerTime", "gauge") in {key[:2] for key in pool._figures.own}
+            assert ("HandlerTime", "gauge") in {key[:2] for key in pool.metrics.own}
 
     run(scenario())

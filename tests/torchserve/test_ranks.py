@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.torchserve import worker_pool as pool_module
 from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
@@ -167,7 +166,7 @@ def test_ranks_that_send_alike_stop_at_the_same_send_when_their_client_leaves(tm
             for after in range(1, 13):
                 await _leave(pool, "10000 all", after)
                 assert await ask(pool, "1 all") == ["1", "end"]
-            assert pool._crew.restarts == 0
+            assert pool.supervisor.restarts == 0
             await _all_done(tmp_path, 26)
 
     run(scenario())
@@ -193,15 +192,12 @@ def test_ranks_that_cannot_stop_together_go_on_to_their_end(tmp_path: Path, kind
     assert _done(tmp_path) == [[3, 40, 1]] * 2
 
 
-def test_ranks_that_do_not_come_to_the_same_send_go_on_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have sent alike before, and do not now; nobody asks them again."""
-    monkeypatch.setattr(pool_module, "_MEET_S", 0.2)
+def test_ranks_that_do_not_come_to_the_same_send_go_on_after_a_while(tmp_path: Path) -> None:
+    """They have sent alike before, and do not now; they are not asked again."""
     config = {"parallelType": "tp", "parallelLevel": 2}
 
     async def scenario() -> None:
-        async with running(write_handler(tmp_path, _LOCKSTEP, config)) as pool:
+        async with running(write_handler(tmp_path, _LOCKSTEP, config), limits={"meet_s": 0.2}) as pool:
             await ask(pool, "3 all")
             await _leave(pool, "40 first", after=1)
             assert await ask(pool, "1 all") == ["1", "end"]

@@ -142,7 +142,7 @@ def test_the_context_and_its_metrics_have_what_the_page_says(tmp_path: Path, whi
             assert ahead.value == b"ahead"
             assert json.loads(last.value) == {name: value for name, (_, value) in calls.items()}
             assert (last.content_type, last.status, last.headers) == ("application/json", 202, {"x-mine": "yes"})
-            shown = {(name, kind): total for (name, kind, _), (_, total) in pool._figures.own.items()}
+            shown = {(name, kind): total for (name, kind, _), (_, total) in pool.metrics.own.items()}
             assert {key: shown.get(key) for key in _SHOWN} == _SHOWN
 
     run(scenario())

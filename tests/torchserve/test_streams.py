@@ -10,8 +10,8 @@ import pytest
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.runtime import handler_reply
 from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
+from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerReply
 from mlserver_torch_stream.torchserve.v2_output import Reply
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
@@ -90,7 +90,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
                 "server_name": "MMS",
                 "limit_max_image_pixels": True,
             }
-            own = {(name, kind): value for (name, kind, _), value in pool._figures.own.items()}
+            own = {(name, kind): value for (name, kind, _), value in pool.metrics.own.items()}
             assert own["Seen", "counter"] == [1, 2.0] and own["Took", "gauge"] == [1, 1.5]
             with pytest.raises(HandlerFailed, match="no such thing") as failed:
                 await texts(pool.submit(HandlerRequest("r-2", [RequestPart("fail", "text/plain", b"yes")])))
@@ -142,7 +142,7 @@ def test_a_request_that_waits_leaves_without_a_trace(tmp_path: Path) -> None:
             assert len(await texts(first)) == 21
             assert await texts(third) == ["0", "end"]
             assert await texts(second) == []
-            assert not pool._jobs
+            assert not pool.jobs
 
     run(scenario())
 
@@ -216,7 +216,7 @@ def test_an_id_that_was_left_at_its_very_end_may_come_again(tmp_path: Path) -> N
             await until((tmp_path / "sent").exists)
             await asyncio.sleep(0.2)
             left.close()
-            await until(lambda: not pool._jobs)
+            await until(lambda: not pool.jobs)
             assert len(await ask(pool)) == 2
 
     run(scenario())
@@ -243,16 +243,12 @@ def test_a_time_limit_frees_the_worker_that_waits_for_a_reader(tmp_path: Path) -
     run(scenario())
 
 
-def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handler_reply, "MOST_WHOLE_PIECES", 10)
-
+def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER)) as pool:
             asked = request("count 5000")
             watch = HandlerRequestObserver("r", "model", None, EndpointKind.REST_UNARY, HandlerMetrics())
-            whole = handler_reply.HandlerReply(asked, Reply("model", None, asked, False, None), pool.submit, watch)
+            whole = HandlerReply(asked, Reply("model", None, asked, False, None), pool.submit, watch, most_pieces=10)
             with pytest.raises(HandlerFailed, match="stream it") as failed:
                 await whole.whole_body()
             assert failed.value.status == 507

@@ -21,15 +21,15 @@ from mlserver_torch_stream.torchserve.worker.wire import parse
 class _Call:
     """One call's context, and what the server's end hears of it."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, **limits: int) -> None:
         from mlserver_torch_stream.torchserve.worker.cancellation import StopAlone
         from mlserver_torch_stream.torchserve.worker.channel import Channel
         from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
         from mlserver_torch_stream.torchserve.worker.metrics_store import Metrics
 
         self._near, self._far = socket.socketpair()
-        self._reader = FrameReader(self._far)
-        self.channel: Any = Channel(self._near)
+        self.reader = FrameReader(self._far)
+        self.channel: Any = Channel(self._near, **limits)
         metrics = Metrics(self.channel, "model", DEFAULT)
         self.context: Any = HandlerContext("model", "/", {}, count, None, "0", True, metrics, {})
         requests = [WorkerRequest(f"r{index}", {}, ()) for index in range(count)]
@@ -44,7 +44,7 @@ class _Call:
 
     def heard(self) -> list[tuple[str, bytes | str, bool]]:
         """Of the next message: id, value or error, last."""
-        frame = self._reader.read()
+        frame = self.reader.read()
         assert frame is not None
         header, body = frame
         if header["t"] == "failed":
@@ -56,14 +56,14 @@ class _Call:
         return found
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
         self._near.close()
         self._far.close()
 
 
 @pytest.fixture
-def call(shim: None) -> Iterator[_Call]:
-    made = _Call(2)
+def call(shim: None, request: pytest.FixtureRequest) -> Iterator[_Call]:
+    made = _Call(2, **getattr(request, "param", {}))
     yield made
     made.close()
 
@@ -104,10 +104,8 @@ def test_a_piece_that_cannot_be_serialised_fails_alone(call: _Call) -> None:
     assert call.outlet.ended == {"r0"}
 
 
-def test_pieces_go_in_as_many_messages_as_they_need_and_one_that_fits_in_none_fails_alone(
-    call: _Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlserver_torch_stream.torchserve.worker.channel.MOST_BYTES", 3000)
+@pytest.mark.parametrize("call", [{"most_bytes": 3000}], indirect=True)
+def test_pieces_go_in_as_many_messages_as_they_need_and_one_that_fits_in_none_fails_alone(call: _Call) -> None:
     call.send(["a" * 2000, "b" * 2000])
     assert [call.heard() for _ in range(2)] == [[("r0", b"a" * 2000, False)], [("r1", b"b" * 2000, False)]]
     call.send(["a" * 3000, "b"])
@@ -124,11 +122,11 @@ def test_a_lone_surrogate_reaches_the_server_as_its_escape_wherever_it_stands(ca
     call.context.set_response_header(0, "x-a", "\ud800 \U0001f600")
     call.context.set_response_content_type(0, "text/\udfff")
     call.channel.pieces([call.context.piece(0, "text", True)])
-    header, _ = call._reader.read() or ({}, b"")
+    header, _ = call.reader.read() or ({}, b"")
     (item,) = header["items"]
     assert item["headers"] == {"x-a": "\\ud800 \U0001f600"} and item["ct"] == "text/\\udfff"
     call.context.metrics.add_counter("Counter", 1, dimensions=[Dimension("host", "\ud800")])
-    header, _ = call._reader.read() or ({}, b"")
+    header, _ = call.reader.read() or ({}, b"")
     assert header["labels"]["host"] == "\\ud800"
 
 
@@ -167,7 +165,7 @@ def test_headers_and_content_types_travel_with_a_piece_and_the_marker_does_not(c
     call.context.set_response_content_type(0, "text/plain")
     call.context.set_response_header(0, "x-a", "b")
     call.send({0: "a"})
-    header, _ = call._reader.read() or ({}, b"")
+    header, _ = call.reader.read() or ({}, b"")
     assert header["items"][0]["ct"] == "text/plain" and header["items"][0]["headers"] == {"x-a": "b"}
 
 

@@ -80,14 +80,24 @@ def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | N
 
 @asynccontextmanager
 async def running(
-    uri: str, which: str = "shim", workers: Mapping[str, str] | None = None, **overrides: Any
+    uri: str,
+    which: str = "shim",
+    workers: Mapping[str, str] | None = None,
+    *,
+    metrics: HandlerMetrics | None = None,
+    limits: Mapping[str, Any] | None = None,
+    **overrides: Any,
 ) -> AsyncIterator[WorkerPool]:
-    """The started workers of a handler. ``which``: the ``ts`` that it imports. ``workers``: their other settings."""
+    """The started workers of a handler. ``which``: the ``ts`` that it imports. ``workers``: their other settings.
+
+    ``limits``: of the ``WorkerPool``.
+    """
     archive = open_archive(uri, None)
     try:
         config = read_config(archive.yaml, overrides)
         settings = read_worker_settings({"ts": which, **(workers or {})}, None)
-        pool = WorkerPool("model", config, Orders("model", archive, config, settings).of, HandlerMetrics())
+        orders = Orders("model", archive, config, settings)
+        pool = WorkerPool("model", config, orders.of, metrics or HandlerMetrics(), **limits or {})
         await pool.start()
         try:
             yield pool

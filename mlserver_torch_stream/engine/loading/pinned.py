@@ -40,17 +40,20 @@ def _free() -> int:
     return read_host().available_bytes
 
 
-def pin_offloaded(model: nn.Module, kind: str = "cuda", allocate: Allocate = _pinned, room: Room = _free) -> int:
-    """Pins what is brought from the host to a device of this kind at every step, and says how many bytes it has pinned.
+def pin_offloaded(
+    model: nn.Module, kind: str = "cuda", allocate: Allocate = _pinned, room: Room = _free, block: int = _BLOCK
+) -> int:
+    """Pins what is brought from the host to a device of this kind at every step, and returns how many bytes it pinned.
 
-    As long as half of what the host had free stays free; what it has no room for stays where it is, as does all that
-    is left when pinning fails. Tied weights stay tied.
+    Weights are copied into shared blocks of at most ``block`` bytes, or of one weight that is larger. As long as half
+    of what the host had free stays free; what it has no room for stays where it is, as does all that is left when
+    pinning fails. Tied weights stay tied.
     """
     weights = _moved(model, kind)
     if not weights:
         return 0
     total = sum(bytes_of(_tensor(places)) for places in weights)
-    blocks, done, why = _Blocks(total, allocate, room), 0, ""
+    blocks, done, why = _Blocks(total, allocate, room, block), 0, ""
     try:
         for places in weights:
             copy = blocks.copy(_tensor(places))
@@ -115,10 +118,11 @@ def _tensor(places: list[Place]) -> torch.Tensor:
 class _Blocks:
     """Copies of tensors, one behind another, in as few blocks as ``total`` bytes of them take."""
 
-    def __init__(self, total: int, allocate: Allocate, room: Room) -> None:
+    def __init__(self, total: int, allocate: Allocate, room: Room, most: int) -> None:
         self._ahead = total
         self._allocate = allocate
         self._room = room
+        self._most = most
         self._floor = int(room() * _LEFT)
         self._block = torch.empty(0, dtype=torch.uint8)
 
@@ -126,7 +130,7 @@ class _Blocks:
         """None where there is no room for it."""
         count = bytes_of(tensor)
         if count > len(self._block):
-            taken = max(_power(count), min(_BLOCK, _power(self._ahead)))
+            taken = max(_power(count), min(self._most, _power(self._ahead)))
             if self._room() - taken < self._floor:
                 return None
             self._block = self._allocate(taken)

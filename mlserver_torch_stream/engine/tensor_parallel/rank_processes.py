@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-_MODULE = "mlserver_torch_stream.engine.tensor_parallel.rank_main"
+MODULE = "mlserver_torch_stream.engine.tensor_parallel.rank_main"
 
 OnEnd = Callable[[str], None]
 """Is told in words which rank has ended, and how; on a thread of its own."""
@@ -51,9 +51,12 @@ class LaunchedRanks:
 
 
 class RankProcesses:
-    """Ranks 1 to ``size - 1``, which find rank 0 at ``port`` here. Raises OSError if one cannot be started."""
+    """Ranks 1 to ``size - 1``, which run ``module`` and find rank 0 at ``port`` on this machine.
 
-    def __init__(self, size: int, port: int) -> None:
+    Raises OSError if one cannot be started.
+    """
+
+    def __init__(self, size: int, port: int, module: str = MODULE) -> None:
         self._lock = threading.Lock()
         self._one_ended = threading.Event()
         self._fate: str | None = None
@@ -61,7 +64,7 @@ class RankProcesses:
         self._members: list[_Child] = []
         try:
             for rank in range(1, size):
-                self._members.append(_Child(rank, size, port, self._ended))
+                self._members.append(_Child(module, rank, size, port, self._ended))
         except OSError:
             self.end(0)
             raise
@@ -107,10 +110,10 @@ class _Child(threading.Thread):
 
     process: subprocess.Popen[bytes]
 
-    def __init__(self, rank: int, size: int, port: int, on_end: OnEnd) -> None:
+    def __init__(self, module: str, rank: int, size: int, port: int, on_end: OnEnd) -> None:
         super().__init__(name=f"rank-{rank}", daemon=True)
         self._rank = rank
-        self._arguments = [str(rank), str(size), str(port), str(os.getpid())]
+        self._command = [sys.executable, "-m", module, *map(str, (rank, size, port, os.getpid()))]
         self._on_end = on_end
         self._spawned = threading.Event()
         self._failure: OSError | None = None
@@ -121,9 +124,8 @@ class _Child(threading.Thread):
 
     def run(self) -> None:
         environment = {**os.environ, "RANK": str(self._rank), "LOCAL_RANK": str(self._rank)}
-        command = [sys.executable, "-m", _MODULE, *self._arguments]
         try:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+            self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env=environment)
         except OSError as error:
             self._failure = error
             return

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import LaunchedRanks, OtherRanks, RankProcesses
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE, LaunchedRanks, OtherRanks, RankProcesses
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -44,19 +44,19 @@ def ranks_here(size: int, environ: Mapping[str, str]) -> int:
     return int(environ.get("LOCAL_WORLD_SIZE", "1")) if launched(environ) else size
 
 
-def form(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, OtherRanks]:
-    """Rank 0 of a new group. Raises LoadFailed."""
+def form(size: int, environ: Mapping[str, str], module: str = MODULE) -> tuple[RankGroup, OtherRanks]:
+    """Rank 0 of a new group, whose other ranks run ``module`` unless a launcher has started them. Raises LoadFailed."""
     if not _FORMING.acquire(blocking=False):
         raise LoadFailed(f"{KEY}: another model in this process is being split over ranks")
     try:
         if dist.is_initialized():
             raise LoadFailed(f"{KEY}: another model in this process is split over ranks already")
-        return _form(size, environ)
+        return _form(size, environ, module)
     finally:
         _FORMING.release()
 
 
-def _form(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, OtherRanks]:
+def _form(size: int, environ: Mapping[str, str], module: str) -> tuple[RankGroup, OtherRanks]:
     if launched(environ):
         started = int(environ["WORLD_SIZE"])
         if started != size:
@@ -68,10 +68,10 @@ def _form(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, OtherRanks]
         return group, LaunchedRanks()
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         raise LoadFailed(f"{KEY}: {size} GPUs are wanted and {torch.cuda.device_count()} are here")
-    return _form_here(size)
+    return _form_here(size, module)
 
 
-def _form_here(size: int) -> tuple[RankGroup, OtherRanks]:
+def _form_here(size: int, module: str) -> tuple[RankGroup, OtherRanks]:
     # Nobody else can reach these ranks; torch would have them listen wherever the host's name points to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -81,7 +81,7 @@ def _form_here(size: int) -> tuple[RankGroup, OtherRanks]:
         _HOST, port, is_master=True, timeout=_CHILDREN, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     try:
-        crew = RankProcesses(size, port)
+        crew = RankProcesses(size, port, module)
     except OSError as error:
         raise LoadFailed(f"{KEY}: a rank could not be started: {error}") from error
     try:

@@ -24,16 +24,24 @@ Submit = Callable[[HandlerRequest], HandlerJob]
 
 
 class HandlerReply:
-    """Reads the job that ``submit`` opens, once: as a stream of responses or as a whole."""
+    """Reads the job that ``submit`` opens, once: as a stream of responses or as a whole of ``most_pieces``."""
 
     chat_tensors = False
 
-    def __init__(self, request: HandlerRequest, reply: Reply, submit: Submit, watch: HandlerRequestObserver) -> None:
+    def __init__(
+        self,
+        request: HandlerRequest,
+        reply: Reply,
+        submit: Submit,
+        watch: HandlerRequestObserver,
+        most_pieces: int = MOST_WHOLE_PIECES,
+    ) -> None:
         self.error: Exception | None = None  # that the client has been told after the answer had begun
         self._request = request
         self._reply = reply
         self._submit = submit
         self._watch = watch
+        self._most_pieces = most_pieces
         self._job: HandlerJob | None = None
         self._closed = False
 
@@ -76,7 +84,7 @@ class HandlerReply:
             async for piece in coming:
                 pieces.append(piece)
                 size += len(piece.value)
-                if size > MOST_WHOLE_BYTES or len(pieces) > MOST_WHOLE_PIECES:
+                if size > MOST_WHOLE_BYTES or len(pieces) > self._most_pieces:
                     raise self._too_much(f"{len(pieces)} pieces, {size} bytes are too much for one response: stream it")
         return self._reply.whole(pieces)
 

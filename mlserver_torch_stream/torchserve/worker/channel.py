@@ -37,11 +37,12 @@ class SentPiece:
 
 
 class Channel:
-    """Sends from any thread; reads in one."""
+    """Sends from any thread; reads in one. A message has at most ``most_bytes``."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = MOST_BYTES) -> None:
         self.pid = os.getpid()
         self._connection = connection
+        self._most_bytes = most_bytes
         self._reader = FrameReader(connection)
         self._sending = threading.Lock()
         self._gone: set[str] = set()
@@ -66,10 +67,10 @@ class Channel:
         """
         failed: set[str] = set()
         group: list[SentPiece] = []
-        left = MOST_BYTES
+        left = self._most_bytes
         for piece in pieces:
             size = piece.bytes_to_send()
-            if size > MOST_BYTES:
+            if size > self._most_bytes:
                 self.failed(
                     [piece.request_id], TOO_LARGE, f"a piece of {len(piece.value)} bytes is too large: send parts"
                 )
@@ -77,7 +78,7 @@ class Channel:
                 continue
             if size > left:
                 self._send_pieces(group, ())
-                group, left = [], MOST_BYTES
+                group, left = [], self._most_bytes
             group.append(piece)
             left -= size
         over = list(ended)
