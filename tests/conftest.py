@@ -5,6 +5,8 @@ A fixture that needs torch imports it when it is used.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,25 @@ _CHAT_TEMPLATE = (
 )
 TINY_VOCAB = 400
 TINY_CONTEXT = 1024
-_ROOMS_OF_SERVERS = {"reliability", "server"}  # share servers: each process would start its own
+_ROOMS_OF_SERVERS = ("reliability", "server")  # share servers: each process would start its own
+# Files of 5 s and more, which start servers, compile or load the embedded model. Two processes end together if the
+# last files are short ones.
+_LONG_FILES = (
+    "deploy/test_serving",
+    "engine/test_native_portable",
+    "test_readme",
+    "torchserve/test_server",
+    "engine/test_tensor_parallel",
+    "engine/test_embedded",
+    "engine/test_native_int8",
+    "engine/test_native",
+    "cloud/test_watch",
+    "cloud/test_command",
+    "engine/test_engine_batches",
+    "cloud/test_mlserver",
+    "bench/test_client",
+    "test_loading",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -33,11 +53,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByRoom(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            room = file.split("/")[1]
-            return room if room in _ROOMS_OF_SERVERS else file
+            return _scope(nodeid)
 
+    config.option.loadscopereorder = False  # the order is that of the tests, below
     return ByRoom(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In several processes, what takes longest begins first: rooms of servers, long files, files of many tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    tests = Counter(_scope(item.nodeid) for item in items)
+
+    def place(item: pytest.Item) -> tuple[bool, int, int, str]:
+        scope = _scope(item.nodeid)
+        file = scope.removeprefix("tests/").removesuffix(".py")
+        longest = _LONG_FILES.index(file) if file in _LONG_FILES else len(_LONG_FILES)
+        return scope not in _ROOMS_OF_SERVERS, longest, -tests[scope], scope
+
+    items.sort(key=place)
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    room = file.split("/")[1]
+    return room if room in _ROOMS_OF_SERVERS else file
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of all processes of this run, so that our kernels are compiled once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernel-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,6 @@ _PROMPT = "The quick brown fox"
 _TOKENS = 200  # a tiny model makes a dozen before its first event is sent
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all servers here, so that kernels are compiled once."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def _here(environment: Environment, folders: Mapping[str, Path]) -> Environment:
     """The environment with its folders on this machine; its ports are left to the harness."""
     kept = {name: value for name, value in environment.items() if not name.endswith("_PORT")}
@@ -66,7 +60,7 @@ _WORKERS = {"MLSERVER_MODEL_PARALLEL_WORKERS": "1"}
 
 @pytest.mark.parametrize("annotated", [_AS_IS, _INJECTED])
 def test_kserve_serves_what_its_storage_initializer_left(
-    tiny_model: Path, tmp_path: Path, cache: Path, annotated: bool
+    tiny_model: Path, tmp_path: Path, kernel_cache: Path, annotated: bool
 ) -> None:
     service = manifests.load("kserve/inference-service.yaml")
     storage = tmp_path / "mnt" / "models"
@@ -75,7 +69,7 @@ def test_kserve_serves_what_its_storage_initializer_left(
     # A model's file that must not shadow a library.
     (storage / "accelerate.py").write_text("raise SystemExit('a file of the model was imported')\n")
     environment = manifests.kserve_environment(service, annotated=annotated)
-    folders = {"/mnt/models": storage, "/var/cache/mlserver": cache}
+    folders = {"/mnt/models": storage, "/var/cache/mlserver": kernel_cache}
     with serve(tmp_path / "etc-mlserver", [], environment=_here(environment, folders)) as server:
         _check_ready(server)
         _check_streams(server, "smollm2")
@@ -83,7 +77,7 @@ def test_kserve_serves_what_its_storage_initializer_left(
 
 @pytest.mark.parametrize("annotated", [_AS_IS, _INJECTED])
 def test_kserve_loads_a_model_that_no_storage_initializer_brings(
-    tiny_model: Path, tmp_path: Path, cache: Path, annotated: bool
+    tiny_model: Path, tmp_path: Path, kernel_cache: Path, annotated: bool
 ) -> None:
     """A service without storageUri whose model is in the image or on the hub."""
     service = manifests.load("kserve/inference-service.yaml")
@@ -92,7 +86,7 @@ def test_kserve_loads_a_model_that_no_storage_initializer_brings(
     model["env"].append({"name": "MLSERVER_MODEL_URI", "value": "/opt/model"})
     environment = manifests.kserve_environment(service, annotated=annotated)
     assert environment["MLSERVER_LOAD_MODELS_AT_STARTUP"] == "true"
-    here = _here(environment, {"/opt/model": tiny_model, "/var/cache/mlserver": cache})
+    here = _here(environment, {"/opt/model": tiny_model, "/var/cache/mlserver": kernel_cache})
     with serve(tmp_path / "etc-mlserver", [], environment=here) as server:
         _check_streams(server, "smollm2")
 
@@ -102,11 +96,11 @@ def test_kserve_loads_a_model_that_no_storage_initializer_brings(
     [pytest.param({}, id="now"), pytest.param(_WORKERS, id="with_workers", marks=pytest.mark.slow)],
 )
 def test_seldon_serves_what_its_agent_left(
-    tiny_model: Path, tmp_path: Path, cache: Path, injected: Environment
+    tiny_model: Path, tmp_path: Path, kernel_cache: Path, injected: Environment
 ) -> None:
     models = tmp_path / "mnt" / "agent" / "models"
     environment = {**manifests.environment(manifests.seldon_container()), **injected}
-    folders = {"/mnt/agent/models": models, "/var/cache/mlserver": cache}
+    folders = {"/mnt/agent/models": models, "/var/cache/mlserver": kernel_cache}
     with serve(models, [], environment=_here(environment, folders), ready=False) as server:
         _wait_until_live(server)
         _check_ready(server)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,13 +49,13 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(kernel_cache: Path) -> Path:
     """Where our own compiled kernels are, or a skip."""
     from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 
-    place = tmp_path_factory.mktemp("native")
     try:
-        compiled_library(place, lambda _: None)
+        with FileLock(kernel_cache / "compiling"):
+            compiled_library(kernel_cache, Path.exists)
     except NoKernels as error:
         pytest.skip(f"no kernels here: {error}")
-    return place
+    return kernel_cache

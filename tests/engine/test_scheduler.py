@@ -175,7 +175,7 @@ LIMITS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(limits=LIMITS, events=st.lists(EVENTS, max_size=60))
 def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(
     limits: SchedulerLimits, events: list[Any]

@@ -59,6 +59,18 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
+def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Waits 2 s for the next piece of a prompt, and decodes so slowly that a client can leave in the middle."""
+    environment = {
+        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02",
+        "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "2",
+    }
+    folder = tmp_path_factory.mktemp("impatient") / "models"
+    with serve(folder, [Model("tiny", str(tiny_model))], settings=QUIET, environment=environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def spans() -> Iterator[Collector]:
     """Where ``observed`` sends its spans."""
     with collector() as collecting:

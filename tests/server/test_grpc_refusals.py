@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -12,19 +11,15 @@ from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from tests.server import v2
-from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import Server
 
 _PROMPT = "Hello fox"
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One of this module's own, for its log; ``slow`` so that a client can leave in the middle."""
-    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02"}
-    folder = tmp_path_factory.mktemp("refusals") / "models"
-    with serve(folder, [Model("tiny", str(tiny_model))], settings=QUIET, environment=environment) as running:
-        yield running
+@pytest.fixture
+def server(impatient: Server) -> Server:
+    """One whose log has no lines of other rooms' clients, and on which a client can leave in the middle."""
+    return impatient
 
 
 @pytest.fixture

@@ -115,9 +115,3 @@ def test_a_closed_terminal_ends_streams_as_sigterm_does(tiny_model: Path, tmp_pa
         server.process.send_signal(signal.SIGHUP)
         assert stream.end().reason == "abort"
         assert exit_code(server) == 0, server.log
-
-
-def test_an_idle_server_ends_at_once(tiny_model: Path, tmp_path: Path) -> None:
-    with draining_server(tiny_model, tmp_path, 0.0, 600.0) as server:
-        server.process.send_signal(signal.SIGTERM)
-        assert exit_code(server) == 0, server.log

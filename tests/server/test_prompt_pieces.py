@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import grpc
 import pytest
@@ -13,18 +12,9 @@ from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from tests.server import v2
-from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import Server
 
 _PIECE = "The quick brown fox jumps over the lazy dog. " * 4
-
-
-@pytest.fixture(scope="module")
-def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    environment = {"MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "2"}
-    folder = tmp_path_factory.mktemp("impatient") / "models"
-    with serve(folder, [Model("tiny", str(tiny_model))], settings=QUIET, environment=environment) as running:
-        yield running
 
 
 @contextmanager

@@ -148,6 +148,10 @@ def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling:
         reader.stream("POST", f"{server.url}/v2/models/tiny/{door}", json=body) as response,
     ):
         server.wait_for("tiny", lambda now: now["generated_tokens"] - before >= 500)
+        # All events wait by now; in windows of 4 KiB their bytes would come for 10 s.
+        connection = response.extensions["network_stream"].get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, 1 << 20)
         lines = [line for line in response.iter_lines() if line.startswith("data: ")]
     assert sum(map(len, lines)) > 200_000 > 48 * 1024 >= max(len(line.encode()) for line in lines)
     replies = [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -12,7 +12,7 @@ import pytest
 from tests.server.conftest import QUIET
 from tests.server.harness import HOST, Model, Server, serve
 from tests.server.inflight import rest_unary
-from tests.server.test_lifecycle_drain import exit_code, get_ready, wait_until
+from tests.server.test_lifecycle_drain import exit_code, get_ready
 
 _FOREIGN = """
 from mlserver import MLModel
@@ -73,10 +73,16 @@ def test_a_foreign_model_that_cannot_load_is_mlservers_own_affair(tiny_model: Pa
     assert "ValueError: a foreign fault" in log
 
 
-def test_a_load_that_fails_later_ends_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    """Seldon's agent starts servers without models and loads them by the repository API, or models come later."""
+def test_a_load_that_fails_later_ends_nothing_and_the_idle_server_ends_at_once(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Seldon's agent starts servers without models and loads them by the repository API, or models come later.
+
+    The ports are taken by then, by the server itself.
+    """
     folder = tmp_path / "models"
-    with serve(folder, [Model("fine", None, "foreign_models.Fine")], environment=foreign(tmp_path)) as server:
+    environment = {**foreign(tmp_path), "MLSERVER_TORCH_STREAM_DRAIN_GRACE": "600"}
+    with serve(folder, [Model("fine", None, "foreign_models.Fine")], environment=environment) as server:
         for name, uri in (("tiny", str(tiny_model)), ("lost", "/nowhere")):
             (folder / name).mkdir()
             (folder / name / "model-settings.json").write_text(json.dumps(Model(name, uri).settings()))
@@ -109,12 +115,3 @@ def test_a_busy_port_is_named_in_one_line(port: str, tiny_model: Path, tmp_path:
     lines = [line for line in log.splitlines() if "The server cannot start" in line]
     assert len(lines) == 1 and f"port {taken} ({port})" in lines[0]
     assert "Traceback" not in log and "Loaded the weights" not in log
-
-
-def test_models_of_a_running_server_are_not_asked_for_ports(tiny_model: Path, tmp_path: Path) -> None:
-    """All ports are taken by then, by the server itself; and a second model comes while the first is loaded."""
-    models = [Model("tiny", str(tiny_model)), Model("other", str(tiny_model))]
-    with serve(tmp_path / "models", models, settings=QUIET) as server:
-        wait_until(lambda: get_ready(server).status_code == 200)
-        reloaded = httpx.post(f"{server.url}/v2/repository/models/other/load", timeout=120)
-        assert reloaded.status_code == 200
