@@ -17,8 +17,10 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.loading.loader import ModelFiles
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
+from mlserver_torch_stream.engine.tensor_parallel.launch import prepare_ranks
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import LaunchedRanks, RankProcesses
@@ -38,11 +40,14 @@ def test_what_one_rank_cannot_do_none_does(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, what: str, message: str
 ) -> None:
     """The template makes the message longer than a frame of the channel."""
-    monkeypatch.setattr(rank_processes, "_MODULE", "tests.engine.unwilling")
     monkeypatch.setenv("UNWILLING", what)
     settings = {"tensor_parallel_size": 2, "chat_template": "x" * 9000 + "{{ messages }}"}
     with pytest.raises(LoadFailed, match=message):
-        build_engine(parse_settings(str(tiny_model), settings, environ={}), shares=ProcessResources())
+        prepare_ranks(
+            ModelFiles(str(tiny_model), None),
+            parse_settings(str(tiny_model), settings, environ={}),
+            module="tests.engine.unwilling",
+        )
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
 

@@ -15,6 +15,7 @@ from mlserver_torch_stream.engine.loading.loader import ModelFiles
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.load_message import write_order
 from mlserver_torch_stream.engine.tensor_parallel.mirrored_cache import MirroredForward, MirroredLayout
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
 from mlserver_torch_stream.engine.tensor_parallel.shard import Shard, load_shard
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
@@ -35,14 +36,14 @@ class LaunchedModel:
         return f"{self.leader.size} ranks, "
 
 
-def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings) -> LaunchedModel:
-    """Blocks while all ranks load. Raises LoadFailed, with no rank left behind."""
+def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
+    """Blocks while all ranks load. Raises LoadFailed, with no rank left behind. ``module``: as of ``form``."""
     settings = resolved.settings
     check_settings(settings)
     if place.gguf_file is not None:
         raise LoadFailed(f"{KEY}: needs the converted {place.gguf_file.name}: set a writable cache_dir")
     check_model(_config(place, resolved), settings.tensor_parallel_size)
-    group, crew = form(settings.tensor_parallel_size, os.environ)
+    group, crew = form(settings.tensor_parallel_size, os.environ, module)
     try:
         group.tell(write_order(resolved))
         shard = load_shard(resolved, group)
