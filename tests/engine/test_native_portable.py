@@ -1,4 +1,7 @@
-"""The same kernels compiled for lesser CPUs than this one: without bf16 products, without 512-bit registers."""
+"""The same kernels compiled for lesser CPUs than this one: without bf16 products, without 512-bit registers.
+
+The compiler optimises little, which takes a fifth of the time; the vector instructions that the kernels name stay.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
-from mlserver_torch_stream.engine.native import compile_kernels as compiling
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
@@ -22,15 +24,30 @@ pytestmark = [
 ]
 
 
+_COMPILER = """#!/bin/sh
+for argument; do
+    shift
+    case $argument in
+        -march=native) argument=-march=CPU ;;
+        -O3) argument=-O1 ;;
+    esac
+    set -- "$@" "$argument"
+done
+exec c++ "$@"
+"""
+
+
 @pytest.mark.parametrize(
     "cpu", ["x86-64-v3", *(pytest.param(cpu, marks=pytest.mark.slow) for cpu in ("x86-64", "x86-64-v4"))]
 )
 def test_the_kernels_are_right_on_lesser_cpus(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}.get(cpu, "")
-    if needed not in compiling._cpu():
+    if needed not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this CPU has no {needed}")
-    flags = tuple(flag.replace("native", cpu) for flag in compiling._FLAGS)
-    monkeypatch.setattr(compiling, "_FLAGS", flags)
+    compiler = tmp_path / "c++"
+    compiler.write_text(_COMPILER.replace("CPU", cpu))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model("qwen3", head_dim=20).to(dtype)
         with torch.inference_mode():
