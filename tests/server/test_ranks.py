@@ -32,7 +32,7 @@ def children(pid: int) -> list[int]:
     """Ranks that this process has started."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(child) for task in tasks for child in task.read_text().split()]
-    return [each for each in pids if b"tensor_parallel.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in pids if b"rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def alive(pid: int) -> bool:
