@@ -1,9 +1,9 @@
 """Lays the weights of linear layers out once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
-It serves models that our own kernels do not know: at 16 rows a layer of a small model takes a third of ``F.linear``'s time,
-which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones, so every
-layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed. A layer
-knows no positions, so near ones suffice for that.
+It serves models that our own kernels do not know: at 16 rows a layer of a small model takes a third of the time of
+``F.linear``, which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones,
+so every layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed.
+A layer knows no positions, so near ones suffice for that.
 """
 
 from __future__ import annotations
