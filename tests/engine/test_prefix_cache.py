@@ -179,8 +179,8 @@ def test_no_memory_for_what_would_be_kept_hurts_nobody(monkeypatch: pytest.Monke
     def scarce(self: RowCache, row: int, spare: int = 1) -> RowCache:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(RowCache, "extract", scarce)
     with keeping(model=model) as engine:
+        monkeypatch.setattr(RowCache, "extract", scarce)  # the check at load has run
         for count in (1, 8):
             assert run(tokens_of(engine, SYSTEM, greedy(count))) == reference(model, SYSTEM, count)
         assert engine.alive
