@@ -153,8 +153,8 @@ def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_
 def test_a_small_cache_shortens_the_context(tiny_model: Path) -> None:
     engine = built(tiny_model, ProcessResources(), kv_cache_memory="256KiB")
     try:
-        assert 2 <= engine.info.max_context < 1024
-        longest = engine.info.max_context
+        assert 2 <= engine.engine.info.max_context < 1024
+        longest = engine.engine.info.max_context
         assert len(run(tokens_of(engine.engine, (5,) * (longest - 3), greedy(50)))) == 3
     finally:
         engine.shutdown()
