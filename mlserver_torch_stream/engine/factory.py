@@ -82,7 +82,7 @@ class BuiltEngine:
         self.codec = lease.value.codec
         self.summary = lease.value.summary
         self.lease = lease
-        self._resources = resources
+        self.resources = resources
 
     def give_back(self) -> bool:
         """Returns True if this was the last user and the engine has no later ones: the caller then shuts it down."""
@@ -90,7 +90,7 @@ class BuiltEngine:
 
     def shutdown(self) -> None:
         """Stops the engine and gives its memory back. Blocks."""
-        self.lease.value.stop(self._resources)
+        self.lease.value.stop(self.resources)
 
 
 def build_engine(

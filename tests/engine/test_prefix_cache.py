@@ -180,7 +180,7 @@ def test_no_memory_for_what_would_be_kept_hurts_nobody(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("no memory")
 
     with keeping(model=model) as engine:
-        monkeypatch.setattr(RowCache, "extract", scarce)
+        monkeypatch.setattr(RowCache, "extract", scarce)  # the check at load has run
         for count in (1, 8):
             assert run(tokens_of(engine, SYSTEM, greedy(count))) == reference(model, SYSTEM, count)
         assert engine.alive

@@ -1,9 +1,9 @@
-"""Linear layers of any model with their weights laid out once, as oneDNN wants them, for CPUs in bfloat16.
+"""Lays the weights of linear layers out once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
-For models that our own kernels do not know: at 16 rows a layer of a small model takes a third of ``F.linear``'s time,
-which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones, so every
-layer is compared with ``F.linear`` before it is taken, and the whole model before its own weights are given back. A
-layer knows no positions, so near ones suffice for that.
+It serves models that our own kernels do not know: at 16 rows a layer of a small model takes a third of the time of
+``F.linear``, which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones,
+so every layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed.
+A layer knows no positions, so near ones suffice for that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODEL_TOLERANCE = 0.2
 
 
 def pack_linears(model: PreTrainedModel) -> int:
-    """How many layers were taken; their own weights are given back. 0 and the model as it was if any check fails."""
+    """Packs the linear layers, frees their own weights and returns their number; 0, and no change, if a check fails."""
     if input_device(model).type != "cpu" or not torch.backends.mkldnn.is_available():
         return 0
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -64,7 +64,7 @@ def _candidates(model: nn.Module) -> Iterator[nn.Linear]:
     if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves their weights about
         return
     for module in model.modules():
-        # Neither subclasses (quantised, sharded) nor layers that somebody has replaced the forward of.
+        # Neither subclasses (quantised, sharded) nor layers whose forward was replaced.
         if type(module) is nn.Linear and type(module.weight) is nn.Parameter and "forward" not in vars(module):
             weight = module.weight
             if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and type(weight.data) is Tensor:
@@ -72,14 +72,14 @@ def _candidates(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 class _Packed:
-    """The layers that were taken, and the way back."""
+    """The packed layers, and how to unpack them."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[nn.Linear, Tensor]] = []
         self._released: list[tuple[nn.Linear, Tensor]] = []
 
     def take(self, layer: nn.Linear) -> None:
-        """Raises ArithmeticError if it does not compute what the layer does, and whatever the operators raise."""
+        """Packs a layer. Raises ArithmeticError if its results differ, and the errors of the operators."""
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
         forward = partial(_linear, weight, layer.bias)
         for rows in _CHECKED_ROWS:
@@ -91,7 +91,7 @@ class _Packed:
         layer.forward = forward
 
     def release(self, model: nn.Module) -> None:
-        """Frees the weights that no other module has, such as a tied embedding. Their shapes stay."""
+        """Frees the weights that no other module uses, as a tied embedding does. Their shapes stay."""
         owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
         for layer, packed in self._taken:
             if owners[id(layer.weight)] == 1:
@@ -111,7 +111,7 @@ def _linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
 
 
 def _logits(model: PreTrainedModel) -> Tensor:
-    """Float32 ``[tokens, vocabulary]`` of a few tokens, in one piece."""
+    """Returns the float32 logits ``[tokens, vocabulary]`` of a few tokens, of one call."""
     ids = torch.tensor([[(7 * i) % 97 + 1 for i in range(9)]]) % model.get_input_embeddings().weight.shape[0]
     logits: Tensor = model(ids, use_cache=False, return_dict=True).logits[0].float()
     return logits
