@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.archive import Archive
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_ENDING = re.compile(r"\.(mar|tgz|tar\.gz)$")
 _IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
 _SETTINGS = "model-settings.json"
 _METRICS = "metrics.yaml"
@@ -61,7 +62,7 @@ def import_mar(
 
     archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
-        chosen = name or str(archive.model.get("modelName") or archive.folder.name)
+        chosen = name or str(archive.model.get("modelName") or _ENDING.sub("", Path(uri).name))
         if not _NAME.fullmatch(chosen):
             raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
         given = read_properties(properties.read_text(encoding="utf-8")) if properties is not None else {}

@@ -75,7 +75,8 @@ class BinaryOutputs:
     @classmethod
     def wanted_by(cls, body: Any) -> BinaryOutputs:
         """Raises InvalidInput. What is no V2 request wants none."""
-        if not isinstance(body, Mapping) or not isinstance(body.get("inputs"), list):
+        inputs = body.get("inputs") if isinstance(body, Mapping) else None
+        if not isinstance(inputs, list) or not all(isinstance(each, dict) and "datatype" in each for each in inputs):
             return cls()
         outputs = body.get("outputs")
         chosen = {}

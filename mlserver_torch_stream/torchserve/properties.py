@@ -117,7 +117,7 @@ def _own(properties: Mapping[str, str], model: str, version: str | None) -> dict
         versions = json.loads(properties.get(_MODELS, "{}")).get(model, {})
         chosen = versions.get(version) if version is not None or len(versions) != 1 else next(iter(versions.values()))
         return dict(chosen or {})
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise SettingsError(
             f"config.properties: {_MODELS}: must be a JSON object of models and their versions"
         ) from None

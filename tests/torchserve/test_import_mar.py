@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,23 @@ def test_an_archive_becomes_a_folder_and_what_is_not_honoured_is_named(
     for named in ("useVenv", "maxWorkers", "requirements.txt", str(folder)):
         assert named in said
     assert "mine" not in said
+
+
+def test_an_archive_without_a_name_is_called_as_its_file_or_folder_is(tmp_path: Path) -> None:
+    mar = write_mar(tmp_path / "hello.v2.mar", {"hello.py": HELLO}, {"handler": "hello.py"})
+    folder = tmp_path / "unpacked"
+    with zipfile.ZipFile(mar) as archive:
+        archive.extractall(folder)
+    for uri, name in ((mar, "hello.v2"), (f"{folder}/", "unpacked")):
+        assert main(["import-mar", uri, "--into", str(tmp_path / "models")]) == 0
+        assert json.loads((tmp_path / f"models/{name}/model-settings.json").read_text())["name"] == name
+
+
+def test_properties_without_a_bottom_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mar = write_mar(tmp_path / "h.mar", {"hello.py": HELLO}, {"modelName": "hello", "handler": "hello.py"})
+    (tmp_path / "config.properties").write_text("models=" + "[" * 100_000)
+    assert main(["import-mar", mar, "--properties", str(tmp_path / "config.properties")]) == 1
+    assert "config.properties: models: must be a JSON object" in capsys.readouterr().err
 
 
 def test_bounds_of_what_an_archive_unpacks_to_hold_for_the_import_and_go_along_with_the_model(

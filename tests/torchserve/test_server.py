@@ -307,6 +307,14 @@ def test_a_body_that_no_handler_is_given_is_refused_with_the_other_way(
     assert refused.status_code == status and said in refused.json()["error"]
 
 
+@pytest.mark.parametrize("asked", [True, "yes"])
+def test_binary_outputs_are_a_matter_of_v2_and_not_of_a_handlers_own_object(server: Server, asked: Any) -> None:
+    own = {"inputs": ["mine"], "parameters": {"binary_data_output": asked}, "outputs": [{"binary_data": asked}]}
+    answer = _post(server, "facts/generate", own)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    assert _post(server, "facts/generate_stream", own).status_code == 200
+
+
 def test_behind_generate_an_object_of_the_handlers_own_is_its_body(server: Server) -> None:
     (event,) = _events(_post(server, "facts/generate_stream", {"prompt": "x", "inputs": "mine"}))
     assert json.loads(event["outputs"][0]["data"][0])["data"] == {"body": {"prompt": "x", "inputs": "mine"}}
