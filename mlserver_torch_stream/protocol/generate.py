@@ -50,6 +50,8 @@ class FlatGenerate(Spelling):
         _check_id(body.get(_ID))
         texts = _texts(body[names.TEXT_INPUT], most_elements(info.max_model_len))
         given = merge_parameters(_parameters(body), (), None, info)
+        if not texts or not all(texts):
+            raise InvalidInput(names.TEXT_INPUT, "the prompt is empty")
         refuse_chat_options(False, given)
         prompts = tuple(TextPrompt(text) for text in texts)
         client = read_client(posted.headers)
@@ -118,8 +120,6 @@ def _texts(value: Any, most: int) -> list[str]:
             raise InvalidInput(names.TEXT_INPUT, f"must be a string or a list of strings, got {values.shown(text)}")
     if len(texts) > most:
         raise InvalidInput(names.TEXT_INPUT, f"must have at most {most} elements, got {len(texts)}")
-    if not texts or not all(texts):
-        raise InvalidInput(names.TEXT_INPUT, "the prompt is empty")
     return texts
 
 

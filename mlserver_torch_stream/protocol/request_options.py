@@ -41,6 +41,8 @@ def build_request(
 ) -> GenerationRequest:
     """The request of its prompts and its parameters. ``outputs``: the values that it names; none: all of them."""
     mode = read_stream_mode(given, streaming)
+    if mode is StreamMode.PROMPT:
+        _check_pieces(prompts)
     stream = _read_stream(given, streaming)
     reply = _reply_options(outputs, given)
     if reply.echo_prompt:
@@ -132,6 +134,13 @@ def check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> 
 def _positive(given: Merged, name: str) -> int | None:
     """0 asks for the default, as Triton has it."""
     return int(given[name].value) or None if name in given else None
+
+
+def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
+    if isinstance(prompts[0], ChatPrompt):
+        raise InvalidInput("stream_mode", "a conversation cannot come in pieces; send text_input or input_ids")
+    if len(prompts) != 1:
+        raise InvalidInput("stream_mode", f"prompt takes the pieces of one prompt, got {len(prompts)} prompts")
 
 
 def _read_stream(given: Merged, streaming: bool) -> bool | None:

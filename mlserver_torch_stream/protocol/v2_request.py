@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import TENSORS, merge_parameters
-from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client, read_stream_mode
+from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.v2_prompt import read_prompts
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
 from mlserver_torch_stream.protocol.v2_unreadable import refuse_unreadable
-from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, Prompt, StreamMode
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
 _DATATYPES = {"INT64": INTEGERS, "FP32": NUMBERS, "BOOL": frozenset({"BOOL"}), "BYTES": frozenset({"BYTES"})}
 _OUTPUT_PARAMETERS = frozenset({"headers", "content_type", "binary_data"})
@@ -41,10 +41,7 @@ def decode_request(
     given = merge_parameters(
         parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
     )
-    mode = read_stream_mode(given, streaming)
     prompts = read_prompts(tensors, given, info)
-    if mode is StreamMode.PROMPT:
-        _check_pieces(prompts)
     named = _output_names(payload.outputs or (), outputs)
     client = read_client((payload.parameters.headers if payload.parameters else None) or {})
     return build_request(request_id, prompts, given, info, streaming=streaming, client=client, outputs=named)
@@ -77,13 +74,6 @@ def _scalar_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
 def _sampling_tensor(tensors: Mapping[str, Tensor]) -> str | None:
     tensor = tensors.get(names.SAMPLING_PARAMETERS)
     return str(tensor.require({"BYTES"}).single()) if tensor is not None else None
-
-
-def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
-    if isinstance(prompts[0], ChatPrompt):
-        raise InvalidInput("stream_mode", "a conversation cannot come in pieces; send text_input or input_ids")
-    if len(prompts) != 1:
-        raise InvalidInput("stream_mode", f"prompt takes the pieces of one prompt, got {len(prompts)} prompts")
 
 
 def _output_names(outputs: Iterable[RequestOutput], known: Collection[str]) -> frozenset[str]:

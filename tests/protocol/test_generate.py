@@ -99,6 +99,7 @@ def test_its_id_is_the_requests() -> None:
         ({"text_input": "x", "tools": []}, "tools"),
         ({"text_input": "x", "id": 7}, "id"),
         ({"text_input": "x", "stream": True}, "stream"),
+        ({"text_input": "x", "stream_mode": "prompt"}, "stream_mode"),
         ({"text_input": "x", "lora_name": "l"}, "lora_name"),
     ],
 )
@@ -106,6 +107,11 @@ def test_what_is_wrong_is_named(body: dict[str, Any], field: str, info: ModelInf
     with pytest.raises(InvalidInput) as caught:
         _decode(body, info)
     assert field in str(caught.value)
+
+
+def test_the_pieces_of_one_prompt_are_not_those_of_two(info: ModelInfo) -> None:
+    with pytest.raises(InvalidInput, match="got 2 prompts"):
+        _decode({"text_input": ["x", "y"], "stream_mode": "prompt"}, info, streaming=True)
 
 
 def test_a_delta_is_exactly_this() -> None:
