@@ -18,6 +18,7 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle import health
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
+from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.process_state import LIFECYCLE
 from tests.server.harness import PACKAGE_SPELLING
 
@@ -94,6 +95,7 @@ def test_no_request_that_meets_the_signal_is_answered_400(monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(LIFECYCLE, "_shutdown_reason", None)
+    monkeypatch.setattr(LIFECYCLE, "_shutdown_begun", OneTimeEvent())  # else later tests of this process cannot load
     assert set(asyncio.run(statuses())) == {200, 503}
 
 
