@@ -80,7 +80,7 @@ class TorchStreamRuntime(BaseRuntime):
         try:
             options = read_options()
             opener = self._opener(EndpointKind.GRPC_STREAM, piece_timeout=options.piece_timeout)
-            session = StreamSession(self.name, opener, payloads, self.visits, options.stalled_reader_timeout)
+            session = StreamSession(self.name, opener, payloads, self.inflight, options.stalled_reader_timeout)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -92,7 +92,7 @@ class TorchStreamRuntime(BaseRuntime):
 
     def generator(self, entrance: EndpointKind) -> Generator:
         """Turns requests into token streams. Raises NotServing."""
-        built = self._stay.built
+        built = self._slot.built
         return Generator(built.engine, built.codec, built.engine.info, self._watcher(entrance))
 
     def _opener(self, entrance: EndpointKind, request_id: str = "", piece_timeout: float = 0.0) -> TokenOpener:

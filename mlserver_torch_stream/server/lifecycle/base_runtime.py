@@ -45,7 +45,7 @@ class BaseRuntime(MLModel):  # type: ignore[misc]
     @property
     def trouble(self) -> str | None:
         """Why the model is not ready."""
-        return self._stay.trouble or (None if self._loaded else "it is loading")
+        return self._slot.trouble or (None if self._loaded else "it is loading")
 
     @property
     def inflight(self) -> InflightRequests:

@@ -70,7 +70,7 @@ class TorchServeRuntime(BaseRuntime):
         session: StreamSession | None = None
         try:
             opener = self._opener(EndpointKind.GRPC_STREAM)
-            session = StreamSession(self.name, opener, payloads, self.visits, read_options().stalled_reader_timeout)
+            session = StreamSession(self.name, opener, payloads, self.inflight, read_options().stalled_reader_timeout)
             async for response in await session.open():
                 yield response
         except RequestError as error:
@@ -94,11 +94,11 @@ class TorchServeRuntime(BaseRuntime):
         opener = self._opener(entrance)
         if own:
             refuse_left_over(len(posted.raw))
-            request = read_body(body, posted.headers, request_id, self._stay.built.engine.config)
+            request = read_body(body, posted.headers, request_id, self._slot.built.engine.config)
         else:
             payload = read_posted_request(posted, len(posted.raw), streaming=streaming)
             request = opener.read(payload, request_id)
         return opener.reply(request, context(request_id), BinaryOutputs.wanted_by(body))
 
     def _opener(self, entrance: EndpointKind) -> HandlerOpener:
-        return HandlerOpener(self.name, self.version, self._stay, entrance)
+        return HandlerOpener(self.name, self.version, self._slot, entrance)
