@@ -72,7 +72,7 @@ class LoadedSlowly(BaseRuntime):
     """A model whose engine is built, and whose load has not ended yet."""
 
     async def load(self) -> bool:
-        await self._stay.begin(lambda on_death: _Built())
+        await self._slot.load(lambda on_death: _Built())
         await asyncio.Event().wait()
         return True
 
@@ -106,7 +106,7 @@ def test_a_model_whose_engine_is_there_before_its_load_has_ended_is_not_answered
         registry = MultiModelRegistry(model_initialiser=LoadedSlowly)
         loading = asyncio.create_task(registry.load(_MODEL))
         async with _client(registry) as client:
-            while registry._models.get("m") is None or (await registry.get_model("m"))._stay.engine is None:
+            while registry._models.get("m") is None or (await registry.get_model("m"))._slot.engine is None:
                 await asyncio.sleep(0)
             for path in ("/v2/health/ready", "/v2/models/m/ready"):
                 answer = await client.get(path)
