@@ -95,6 +95,7 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random Llama: fp32, two layers, a byte-level tokenizer of its own, a chat template."""
+    pytest.importorskip("torch")  # the torch-free rooms run without it, and their few tests of engines are skipped
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     _save_tokenizer(folder)
     _save_model(folder)
