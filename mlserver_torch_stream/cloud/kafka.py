@@ -84,7 +84,7 @@ class Topic:
                 await producer.stop()
 
     async def _collect(self, consumer: Any, most: int | None) -> dict[Any, list[Any]]:
-        """Records by partition: as many as a part takes, or those that arrived within ``part_wait`` of the first."""
+        """Returns records by partition, until a part is full or ``part_wait`` seconds after the first record."""
         room = self.part_rows if most is None else min(self.part_rows, most - self.done)
         found: dict[Any, list[Any]] = {}
         end: float | None = None

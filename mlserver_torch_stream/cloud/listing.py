@@ -1,4 +1,4 @@
-"""Lists the objects of a run: all below a URL, those that a glob or a manifest names, or a single one.
+"""Lists the objects of a run: all below a URL, the matches of a glob, the entries of a manifest, or one object.
 
 Knows nothing of what the objects hold. The list is made once per run and stored with its output, so that a resumed run
 reads the versions that the first run saw.

@@ -1,6 +1,6 @@
 """Decodes the body of an OpenAI request, a conversation or a prompt, into a GenerationRequest.
 
-Knows nothing of doors nor of batches. What is not implemented is refused by name.
+Knows nothing of endpoints or batches. What is not implemented is refused by name.
 """
 
 from __future__ import annotations

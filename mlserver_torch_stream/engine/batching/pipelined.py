@@ -51,7 +51,7 @@ class PipelinedBatcher(SequenceBatches):
         forward: Forward | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are those of ``SequenceBatches``."""
+        """``SequenceBatches`` takes the ``options``."""
         staged = StagedForward(forward or ModelForward(model), pipeline)
         super().__init__(model, samplers, forward=staged, stages=pipeline.depth, **options)
         self._depth = pipeline.depth

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class SerialBatcher:
-    """Runs one request after another. Sampling, stops and events are those of the batched engine."""
+    """Runs one request after another, with the sampling, stops and events of the batched engine."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ Part = tuple[Sequence[Sequence[int]], RowCache]
 
 @dataclass(frozen=True, slots=True)
 class CapturedAttention:
-    """Its tensors are those that the parts around it were recorded on, of all rows."""
+    """One attention of a captured step. The captured parts before and after it read and write the same tensors."""
 
     attend: Attend
     module: torch.nn.Module

@@ -97,7 +97,7 @@ class _Recording:
             raise CannotCut("its code makes masks of its own")
         self._end()
         attend = attention_of(self._implementation, module)
-        # Zeros, not empty: what a model makes of all rows together must not find NaN in those that are over.
+        # Zeros, as a model may reduce over all rows, and memory of finished rows could hold NaN.
         shape = attend(module, query, key, value, None, **more)[0]
         output = torch.zeros_like(shape, memory_format=torch.contiguous_format)
         self.visits[-1].work.append(CapturedAttention(attend, module, layer, query, key, value, output, more))

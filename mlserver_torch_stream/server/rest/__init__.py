@@ -1,1 +1,1 @@
-"""The REST doors: routes, bodies in, JSON and events out, connections that break."""
+"""The REST endpoints: routes, bodies in, JSON and events out, connections that break."""

@@ -1,7 +1,7 @@
-"""A stream whose reader may stall: what is not asked for in time is given up.
+"""Ends a stream whose reader stalls: the reader must ask for the next item within a time limit.
 
-Knows nothing of what is read, nor of what giving up means: it is told whom to call. Only for readers that ask for the
-next item when the last one has been sent, as gRPC's does.
+Knows nothing of the items, nor of how a stream ends: it calls a function. The limit works for readers that ask for the
+next item once the last one has been sent, as gRPC's reader does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ReadTimeout(Generic[T]):
-    """The items. If one is not taken within ``seconds`` (0: for ever) ``stalled`` is called, and asking is an error."""
+    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``; asking then raises."""
 
     def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:
         self._items = items
