@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ReadTimeout(Generic[T]):
-    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``; asking then raises."""
+    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``; asking raises."""
 
     def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:
         self._items = items
