@@ -1,0 +1,1 @@
+"""Triton's gRPC service on a port of its own."""

@@ -1,0 +1,62 @@
+"""The figures of models as Triton's statistics extension has them.
+
+Knows no transport: the object is REST's JSON, and protobuf's JSON form of the gRPC message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlserver import MLModel
+from mlserver.registry import MultiModelRegistry
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.observability.request_metrics import Duration
+from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
+from mlserver_torch_stream.server.rest.routes import all_models
+
+
+async def read_statistics(registry: MultiModelRegistry, name: str, version: str | None) -> JsonObject:
+    """Of one model, or of all of ours if no name is given. Raises MLServerError if there is no such model, and
+    InvalidInput if its requests are not counted here."""
+    if not name:
+        return _all_statistics(filter(is_ours, all_models(registry)))
+    model = await registry.get_model(name, version)
+    if not is_ours(model):
+        raise InvalidInput("name", f"{name} is a model of another runtime, whose requests are not counted")
+    return _all_statistics([model])
+
+
+def _all_statistics(models: Iterable[MLModel]) -> JsonObject:
+    """An execution is a decode step; where there is no engine, it is a request."""
+    steps = {labels: stats.decode_steps for labels, stats in ENGINE_METRICS.counters().items()}
+    return {"model_stats": [_statistics(model.name, model.version or "", steps) for model in models]}
+
+
+def _statistics(name: str, version: str, steps: dict[tuple[str, str], int]) -> JsonObject:
+    counts = REQUEST_METRICS.of(name, version)
+    none = Duration()
+    durations = {
+        "success": counts.success,
+        "fail": counts.fail,
+        "queue": counts.queued,
+        "compute_input": none,
+        "compute_infer": counts.computed,
+        "compute_output": none,
+        "cache_hit": none,
+        "cache_miss": none,
+    }
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": int(counts.last_request * 1000),
+        "inference_count": counts.inferences,
+        "execution_count": steps.get((name, version), counts.inferences),
+        "inference_stats": {key: _duration(value) for key, value in durations.items()},
+    }
+
+
+def _duration(duration: Duration) -> JsonObject:
+    return {"count": duration.count, "ns": int(duration.seconds * 1e9)}

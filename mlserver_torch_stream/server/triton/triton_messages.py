@@ -1,0 +1,114 @@
+"""The messages of Triton's gRPC service that MLServer's does not have, in a descriptor pool of their own.
+
+Knows nothing of when they are sent. Triton's messages and MLServer's are both of the package ``inference``, so they
+cannot share protobuf's default pool. Those that both have are the same on the wire, and MLServer's are used for them.
+Field names, numbers and types are those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this
+server never fills are left out.
+"""
+
+from __future__ import annotations
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+_PACKAGE = "inference"
+# By message: name -> number and type. A type with a star is repeated; one in capitals is a message or an enum.
+_FIELDS: dict[str, dict[str, tuple[int, str]]] = {
+    # On the wire a message inside a message is its bytes, so MLServer's ModelInferResponse needs no descriptor here.
+    "ModelStreamInferResponse": {"error_message": (1, "string"), "infer_response": (2, "bytes")},
+    "ModelConfigResponse": {"config": (1, "ModelConfig")},
+    "ModelConfig": {
+        "name": (1, "string"),
+        "platform": (2, "string"),
+        "max_batch_size": (4, "int32"),
+        "input": (5, "ModelInput*"),
+        "output": (6, "ModelOutput*"),
+        "backend": (17, "string"),
+        "model_transaction_policy": (19, "ModelTransactionPolicy"),
+    },
+    "ModelInput": {
+        "name": (1, "string"),
+        "data_type": (2, "DataType"),
+        "dims": (4, "int64*"),
+        "optional": (8, "bool"),
+    },
+    "ModelOutput": {"name": (1, "string"), "data_type": (2, "DataType"), "dims": (3, "int64*")},
+    "ModelTransactionPolicy": {"decoupled": (1, "bool")},
+    "ModelStatisticsResponse": {"model_stats": (1, "ModelStatistics*")},
+    "ModelStatistics": {
+        "name": (1, "string"),
+        "version": (2, "string"),
+        "last_inference": (3, "uint64"),
+        "inference_count": (4, "uint64"),
+        "execution_count": (5, "uint64"),
+        "inference_stats": (6, "InferStatistics"),
+    },
+    "InferStatistics": {
+        "success": (1, "StatisticDuration"),
+        "fail": (2, "StatisticDuration"),
+        "queue": (3, "StatisticDuration"),
+        "compute_input": (4, "StatisticDuration"),
+        "compute_infer": (5, "StatisticDuration"),
+        "compute_output": (6, "StatisticDuration"),
+        "cache_hit": (7, "StatisticDuration"),
+        "cache_miss": (8, "StatisticDuration"),
+    },
+    "StatisticDuration": {"count": (1, "uint64"), "ns": (2, "uint64")},
+}
+_ENUMS = {
+    "DataType": (
+        "TYPE_INVALID",
+        "TYPE_BOOL",
+        "TYPE_UINT8",
+        "TYPE_UINT16",
+        "TYPE_UINT32",
+        "TYPE_UINT64",
+        "TYPE_INT8",
+        "TYPE_INT16",
+        "TYPE_INT32",
+        "TYPE_INT64",
+        "TYPE_FP16",
+        "TYPE_FP32",
+        "TYPE_FP64",
+        "TYPE_STRING",
+        "TYPE_BF16",
+    )
+}
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+def _file() -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto(name="triton.proto", package=_PACKAGE, syntax="proto3")
+    for name, values in _ENUMS.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=value, number=number)
+    for name, fields in _FIELDS.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            _add(message.field.add(name=field, number=number), kind)
+    return file
+
+
+def _add(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
+    base = kind.removesuffix("*")
+    field.label = _Field.LABEL_OPTIONAL if base == kind else _Field.LABEL_REPEATED
+    if base in _FIELDS or base in _ENUMS:
+        field.type = _Field.TYPE_MESSAGE if base in _FIELDS else _Field.TYPE_ENUM
+        field.type_name = f".{_PACKAGE}.{base}"
+    else:
+        field.type = _Field.Type.Value(f"TYPE_{base.upper()}")
+
+
+_POOL = descriptor_pool.DescriptorPool()
+_POOL.AddSerializedFile(_file().SerializeToString())
+
+
+def _message_class(name: str) -> type[Message]:
+    found: type[Message] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+    return found
+
+
+ModelStreamInferResponse = _message_class("ModelStreamInferResponse")
+ModelConfigResponse = _message_class("ModelConfigResponse")
+ModelStatisticsResponse = _message_class("ModelStatisticsResponse")

@@ -1,0 +1,135 @@
+"""The replies to one message of a Triton stream: a request of its own, whose error is a message like any other.
+
+Knows nothing of the other messages on the stream, nor of how replies are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+from uuid import uuid4
+
+import grpc
+from mlserver.errors import ModelNotFound
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.converters import ModelInferResponseConverter
+from mlserver.grpc.servicers import InferenceServicer
+from mlserver.logging import logger
+
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
+from mlserver_torch_stream.protocol.v2_outputs import as_response
+from mlserver_torch_stream.server.grpc_refusals import read_message
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.status import StreamStatus
+from mlserver_torch_stream.server.streams.stream_session import BodyReply, ReplyOpener
+from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
+from mlserver_torch_stream.types import FinishReason
+
+_MOST_ID_CHARACTERS = 256  # of an id that a message of an error repeats
+
+
+class OpensReplies(Protocol):
+    """A model of ours, as far as a stream uses it."""
+
+    def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
+        """Raises NotServing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """One response and, where the request has failed, the error in Triton's own field. ``status``: REST's, of the
+    error."""
+
+    response: pb.ModelInferResponse
+    error: str = ""
+    status: int = 0
+
+    def serialized(self) -> bytes:
+        message = ModelStreamInferResponse(error_message=self.error, infer_response=self.response.SerializeToString())
+        return bytes(message.SerializeToString())
+
+
+class TritonReply:
+    """Reads one message and answers it. Every response bears the request's own id."""
+
+    def __init__(self, servicer: InferenceServicer, context: grpc.ServicerContext, message: bytes, index: int) -> None:
+        self._servicer = servicer
+        self._context = context
+        self._message = message
+        self._index = index
+        self._request = pb.ModelInferRequest()
+        self._reply: BodyReply | None = None
+        self._recorded = False  # it has its line in the log, or will have
+        self._begun = False
+
+    async def bodies(self) -> AsyncIterator[Framed]:
+        try:
+            self._request = read_message(pb.ModelInferRequest, self._message)
+            async for body in self._answer():
+                framed = self._framed(body)
+                self._begun = True
+                yield framed
+        except Exception as error:
+            for framed in self.failure(error):
+                yield framed
+
+    def failure(self, error: Exception) -> Sequence[Framed]:
+        """The final responses of the sequences that have none; a single one with the error if nothing was sent."""
+        refusal = as_refusal(error)
+        if self._begun and self._reply is not None:
+            return [self._framed(body) for body in self._reply.failure(error)]
+        if not self._recorded:
+            logger.info(f"A request on Triton's port was refused: {refusal.message!r}")  # a name may have lines
+        request = self._request
+        response = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version)
+        response.id = request.id
+        response.parameters["triton_final_response"].bool_param = True
+        response.parameters["request_index"].int64_param = self._index
+        status = StreamStatus(refusal.status) if isinstance(error, NotServing) else refusal.status
+        return [Framed(response, self._named(refusal.message), status)]
+
+    def close(self) -> None:
+        if self._reply is not None:
+            self._reply.close()
+
+    async def _answer(self) -> AsyncIterator[JsonObject]:
+        request = self._request
+        name, version = request.model_name, request.model_version
+        data_plane = self._servicer._data_plane
+        model = find_model(data_plane._model_registry, name, version)
+        if model is None:
+            raise ModelNotFound(name, version or None)
+        if not is_ours(model):
+            raise InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
+        payload = self._servicer._InsertHeaders(request, self._context)
+        async with data_plane._infer_contextmanager(name, version) as ours:
+            self._recorded = True
+            opener = cast(OpensReplies, ours).recorded_opener(EndpointKind.GRPC_STREAM, request.id)
+            reply, _ = opener.open(payload, request.id or str(uuid4()), self._index)
+            self._reply = reply
+            async for body in reply.bodies():
+                yield body
+
+    def _framed(self, body: JsonObject) -> Framed:
+        response: pb.ModelInferResponse = ModelInferResponseConverter.from_types(as_response(body), use_raw=True)
+        response.id = self._request.id
+        error = _error_of(body)
+        return Framed(response, self._named(error), GenerationFailed.status) if error else Framed(response)
+
+    def _named(self, message: str) -> str:
+        """Triton's clients hand on nothing but this text, so the id stands in it, as Triton itself writes it."""
+        return f"[request id: {self._request.id[:_MOST_ID_CHARACTERS] or '<id_unknown>'}] {message}"
+
+
+def _error_of(body: JsonObject) -> str:
+    """The error of this response's own sequence; none where it has ended with ``timeout`` or ``abort``: Triton's
+    clients would not see the text beside an error."""
+    reasons = [tensor["data"] for tensor in body["outputs"] if tensor["name"] == FINISH_REASON]
+    failed = reasons in ([], [[FinishReason.ERROR.value]])
+    return str(body["parameters"].get("error", "")) if failed else ""

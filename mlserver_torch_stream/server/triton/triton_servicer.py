@@ -1,0 +1,147 @@
+"""Triton's gRPC service: what MLServer's has too is answered by that, the rest here.
+
+Knows nothing of the port. Methods take and return the bytes of messages, so that bytes which are no message are refused
+like any other bad input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.converters import ModelInferResponseConverter
+from mlserver.grpc.servicers import InferenceServicer
+from mlserver.grpc.utils import handle_mlserver_error
+from mlserver.types import RepositoryIndexRequest
+
+from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message
+from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.status import as_server_error
+from mlserver_torch_stream.server.triton.model_config import read_config
+from mlserver_torch_stream.server.triton.model_statistics import read_statistics
+from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
+from mlserver_torch_stream.server.triton.triton_stream import triton_stream
+
+SERVICE = "inference.GRPCInferenceService"
+# What MLServer's servicer answers as Triton's clients expect it.
+_DELEGATED: dict[str, type[Message]] = {
+    "ServerLive": pb.ServerLiveRequest,
+    "ServerReady": pb.ServerReadyRequest,
+    "ServerMetadata": pb.ServerMetadataRequest,
+    "ModelMetadata": pb.ModelMetadataRequest,
+}
+_LOADING = "load and unload models on MLServer's own ports"
+_MEMORY = "send tensors in the messages"
+_REFUSED = {
+    "RepositoryModelLoad": _LOADING,
+    "RepositoryModelUnload": _LOADING,
+    **dict.fromkeys(
+        (f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
+        _MEMORY,
+    ),
+    "TraceSetting": "MLServer's tracing_server is a setting of its start",
+    "LogSettings": "MLServer's log is set at its start",
+}
+
+Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
+
+
+class TritonServicer:
+    """``inference``: MLServer's own servicer, of the same data plane."""
+
+    def __init__(self, inference: InferenceServicer, stalled_reader_timeout: float) -> None:
+        self._inference = inference
+        self._data_plane = inference._data_plane
+        self._stalled_reader_timeout = stalled_reader_timeout
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        unary: dict[str, Unary] = {
+            "ModelReady": self._model_ready,
+            "ModelInfer": self._model_infer,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            **{name: self._delegated(name, request) for name, request in _DELEGATED.items()},
+            **{name: _refused(name, instead) for name, instead in _REFUSED.items()},
+        }
+        methods = {name: grpc.unary_unary_rpc_method_handler(_guarded(method)) for name, method in unary.items()}
+        stream = partial(triton_stream, self._inference, self._stalled_reader_timeout)
+        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(stream)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _model_ready(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """A model that is not there is not ready, as Triton has it."""
+        request = read_message(pb.ModelReadyRequest, message)
+        model = find_model(self._data_plane._model_registry, request.name, request.version)
+        return bytes(pb.ModelReadyResponse(ready=model is not None and model.ready).SerializeToString())
+
+    async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Outputs are raw contents whatever the inputs are: Triton's clients read no others."""
+        request = read_message(pb.ModelInferRequest, message)
+        payload = self._inference._InsertHeaders(request, context)
+        result = await self._data_plane.infer(payload, request.model_name, request.model_version)
+        self._inference._SetTrailingMetadata(result, context)
+        return bytes(ModelInferResponseConverter.from_types(result, use_raw=True).SerializeToString())
+
+    async def _model_config(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        request = read_message(pb.ModelMetadataRequest, message)  # the same two fields
+        config = await read_config(self._data_plane, request.name, request.version)
+        return _from_json({"config": config}, ModelConfigResponse)
+
+    async def _model_statistics(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        request = read_message(pb.ModelMetadataRequest, message)  # the same two fields
+        statistics = await read_statistics(self._data_plane._model_registry, request.name, request.version)
+        return _from_json(statistics, ModelStatisticsResponse)
+
+    async def _repository_index(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """MLServer's servicer writes a state as Python shows its enum, ``State.READY``."""
+        request = read_message(pb.RepositoryIndexRequest, message)
+        index = await self._inference._model_repository_handlers.index(RepositoryIndexRequest(ready=request.ready))
+        response = pb.RepositoryIndexResponse()
+        for item in index.root:
+            response.models.add(name=item.name, version=item.version, state=item.state.value, reason=item.reason)
+        return bytes(response.SerializeToString())
+
+    def _delegated(self, name: str, request: type[Message]) -> Unary:
+        async def answer(message: bytes, context: grpc.ServicerContext) -> bytes:
+            response = await getattr(self._inference, name)(read_message(request, message), context)
+            return bytes(response.SerializeToString())
+
+        return answer
+
+
+def _guarded(method: Unary) -> Unary:
+    """Ends a call that fails with the status of its error."""
+
+    async def answer(servicer: None, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            return await method(message, context)
+        except RequestError as error:
+            raise as_server_error(error, streaming=False) from None
+
+    guarded = handle_mlserver_error(answer_refusals(bytes, answer))
+
+    async def call(message: bytes, context: grpc.ServicerContext) -> Any:
+        return await guarded(None, message, context)
+
+    return call
+
+
+def _refused(name: str, instead: str) -> Unary:
+    async def refuse(message: bytes, context: grpc.ServicerContext) -> bytes:
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details(f"{name} is not implemented: {instead}")
+        return b""  # it is not sent beside a status
+
+    return refuse
+
+
+def _from_json(body: JsonObject, kind: type[Message]) -> bytes:
+    return bytes(json_format.ParseDict(body, kind()).SerializeToString())
