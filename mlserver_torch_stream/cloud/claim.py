@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, ObjectMissing, RunRefused
+from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, RunRefused
 from mlserver_torch_stream.cloud.naming import MANIFEST, differences, digest
 from mlserver_torch_stream.cloud.rows import RunIdentity
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, get_or_none
 
 FORMAT = 2  # of manifests and output rows
 _MOST_DIFFERENCES = 4
@@ -25,9 +25,8 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
 
     Raises RunRefused where the output belongs to another run.
     """
-    try:
-        found = await retry.run(lambda: output.get(MANIFEST))
-    except ObjectMissing:
+    found = await get_or_none(output, MANIFEST, retry)
+    if found is None:
         return None
     try:
         was = json.loads(found)

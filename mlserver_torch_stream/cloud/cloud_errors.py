@@ -12,66 +12,50 @@ class CloudError(Exception):
     code = "failed"
     retriable = False
 
+    def __init_subclass__(cls, *, code: str = "failed", retriable: bool = False) -> None:
+        cls.code, cls.retriable = code, retriable
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
 
 
-class StoreUnavailable(CloudError):
+class StoreUnavailable(CloudError, code="unavailable", retriable=True):
     """A store or server does not answer, breaks off, stalls, or asks for a later attempt. ``retry_after``: the seconds
     that it asked for."""
-
-    code = "unavailable"
-    retriable = True
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class ObjectMissing(CloudError):
+class ObjectMissing(CloudError, code="missing"):
     """There is no object under the key."""
 
-    code = "missing"
 
-
-class AccessDenied(CloudError):
+class AccessDenied(CloudError, code="denied"):
     """The credentials do not allow the call."""
 
-    code = "denied"
 
-
-class ObjectChanged(CloudError):
+class ObjectChanged(CloudError, code="changed"):
     """The object is not the version that was listed."""
 
-    code = "changed"
 
-
-class ObjectExists(CloudError):
+class ObjectExists(CloudError, code="exists"):
     """A conditional create found an object under the key."""
 
-    code = "exists"
 
-
-class StorageFull(CloudError):
+class StorageFull(CloudError, code="full"):
     """The output's storage has no room left."""
 
-    code = "full"
 
-
-class RunRefused(CloudError):
+class RunRefused(CloudError, code="refused"):
     """A run may not start with these options. The message names the option."""
 
-    code = "refused"
 
-
-class InUse(RunRefused):
+class InUse(RunRefused, code="in_use"):
     """Another command writes to the output."""
 
-    code = "in_use"
 
-
-class TooManyFailures(CloudError):
+class TooManyFailures(CloudError, code="too_many_failures"):
     """More rows failed than the run allows."""
-
-    code = "too_many_failures"

@@ -19,12 +19,12 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.claim import claim
-from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, ObjectMissing, StoreUnavailable
+from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, StoreUnavailable
 from mlserver_torch_stream.cloud.parse import parse_row
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Infer, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, get_or_none
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
 _LOOK_MS = 500
@@ -100,7 +100,7 @@ class Topic:
     async def _part(self, consumer: Any, producer: Any, partition: TopicPartition, records: Sequence[Any]) -> None:
         while records:
             name = offset_part(partition.topic, partition.partition, records[0].offset)
-            written = await self._written(name)
+            written = await get_or_none(self.output, name, self.retry)
             if written is None:
                 data = await self._inferred(partition, records)
                 try:
@@ -126,12 +126,6 @@ class Topic:
             more = await consumer.getmany(partition, timeout_ms=_LOOK_MS, max_records=missing)
             records.extend(more.get(partition, ()))
         return records
-
-    async def _written(self, name: str) -> bytes | None:
-        try:
-            return await self.retry.run(lambda: self.output.get(name))
-        except ObjectMissing:
-            return None
 
     async def _inferred(self, partition: TopicPartition, records: Sequence[Any]) -> bytes:
         key = f"{partition.topic}/{partition.partition}"

@@ -132,7 +132,10 @@ def _alive(holder: Mapping[str, Any], silence: float) -> bool:
         return False
     here = _process()
     if here["machine"] is not None and holder.get("machine") == here["machine"]:
-        return holder.get("started") is not None and holder["started"] == _started(holder.get("pid"))
+        lives = holder.get("started") is not None and holder["started"] == _started(holder.get("pid"))
+        if not lives or holder.get("pid") != here["pid"]:
+            return lives
+        # This very process: an earlier run of it may have ended while the store could not be told.
     seen = holder.get("seen")
     return isinstance(seen, int | float) and abs(time.time() - seen) < silence
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import AsyncGenerator, Callable
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing, RunRefused
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.cloud_errors import RunRefused
+from mlserver_torch_stream.cloud.store import Store, get_or_none
 from mlserver_torch_stream.cloud.watching import Announced
 
 CURSOR = "cursor.json"
@@ -78,10 +78,8 @@ class Poller:
             self._cursor = max(self._cursor or "", first)
 
     async def _load(self) -> str | None:
+        found = await get_or_none(self._output, CURSOR, self._retry)
         try:
-            after = json.loads(await self._retry.run(lambda: self._output.get(CURSOR)))["after"]
-        except ObjectMissing:
-            return None
+            return None if found is None else str(json.loads(found)["after"])
         except (ValueError, KeyError, TypeError):
             raise RunRefused(f"--output: its {CURSOR} is none that this program wrote") from None
-        return str(after)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectChanged, RunRefused
+from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, RunRefused
 from mlserver_torch_stream.cloud.listing import heads
 from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
-from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity
 from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
-from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.source import Source
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
@@ -38,18 +36,13 @@ class FailedRow:
 
 @dataclass
 class FailedRowRetry:
-    """``objects``: the objects of the run, in order. ``lost``: JSONL objects that have one failed row in place of all
-    their rows. The output has one place for them, so they are not inferred again."""
+    """``source``: that of all rows of the run. ``lost``: JSONL objects that have one failed row in place of all their
+    rows. The output has one place for them, so they are not inferred again."""
 
-    source: Store
-    objects: Sequence[Listed]
-    kind: Kind | None
+    source: Source
     output: Store
     part_rows: int
     run: RunIdentity
-    retry: Retry
-    ahead: PrefetchedRange
-    on_retry: Callable[[CloudError], None]
     most: int = MOST_AT_ONCE
     lost: list[str] = field(default_factory=list)
     tried: int = 0
@@ -62,7 +55,7 @@ class FailedRowRetry:
         """The failed rows of ``parts``, in order, in groups of bounded size. Each group reads its objects anew."""
         found: list[FailedRow] = []
         for number in parts:
-            data = await self.retry.run(lambda number=number: self.output.get(errors_name(number)))  # type: ignore[misc]
+            data = await self.source.retry.run(lambda number=number: self.output.get(errors_name(number)))  # type: ignore[misc]
             found += [row for line in data.splitlines() if self._may_be_tried(row := _failed_row(line, number))]
             if len(found) >= self.most:
                 yield found
@@ -71,7 +64,7 @@ class FailedRowRetry:
             yield found
 
     def _may_be_tried(self, row: FailedRow) -> bool:
-        if row.line is None and kind_of(row.key, self.kind) is Kind.JSONL:
+        if row.line is None and kind_of(row.key, self.source.kind) is Kind.JSONL:
             self.lost.append(row.key)
             return False
         return True
@@ -99,14 +92,12 @@ class FailedRowRetry:
         lines: dict[str, set[int]] = {}
         for row in failed:
             lines.setdefault(row.key, set()).update(() if row.line is None else (row.line,))
-        wanted = [each for each in self.objects if each.info.key in lines]
+        wanted = [each for each in self.source.objects if each.info.key in lines]
         # An object that was missing when the run began has no version yet: its present version is taken.
         unseen = [each.info.key for each in wanted if each.failure is not None]
-        now = {each.info.key: each for each in await heads(self.source, unseen, self.retry)}
+        now = {each.info.key: each for each in await heads(self.source.store, unseen, self.source.retry)}
         objects = [now.get(each.info.key, each) for each in wanted]
-        return Source(
-            self.source, objects, self.kind, retry=self.retry, ahead=self.ahead, on_retry=self.on_retry, lines=lines
-        )
+        return replace(self.source, objects=objects, lines=lines, strict=False)
 
     async def put(self, result: Result) -> bool:
         """Takes results in the order of the rows; True if this result completed a part, which is then replaced."""
@@ -123,16 +114,16 @@ class FailedRowRetry:
 
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
         """Another worker may have replaced this part meanwhile: the part is read anew, and its answers are kept."""
-        name = part_name(number)
-        for _ in range(self.retry.tries):
-            data, marks = await self.retry.run(lambda: self.output.look(name))
+        name, retry = part_name(number), self.source.retry
+        for _ in range(retry.tries):
+            data, marks = await retry.run(lambda: self.output.look(name))
             merged = merge(data, number * self.part_rows, lines)
             try:
                 if merged != data:
-                    await self.retry.run(lambda merged=merged, marks=marks: self.output.replace(name, merged, marks))  # type: ignore[misc]
+                    await retry.run(lambda merged=merged, marks=marks: self.output.replace(name, merged, marks))  # type: ignore[misc]
             except ObjectChanged:
                 continue
-            await put_errors(self.output, number, failed_lines(merged), self.retry)
+            await put_errors(self.output, number, failed_lines(merged), retry)
             return
         raise ObjectChanged(f"{self.output.url}/{name}: another worker keeps changing it; it is left as it is")
 

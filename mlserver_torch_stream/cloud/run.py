@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +25,12 @@ from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row, RunIdenti
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
-from mlserver_torch_stream.cloud.store import Store, settle
+from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
 
 _MOST_NAMED = 5  # keys in one message
+
+Written = Callable[[int, int], Awaitable[None]]
+"""Is told how many rows the parts of an output hold, and how many of them have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +176,8 @@ async def _read_manifest(run: CloudRun) -> bytes:
 
 
 async def _kept(output: Store, run: CloudRun) -> list[Listed] | None:
-    try:
-        return decode_inputs(await run.retry.run(lambda: output.get(INPUTS)))
-    except CloudError as error:
-        if error.code != "missing":
-            raise
-        return None
+    found = await get_or_none(output, INPUTS, run.retry)
+    return None if found is None else decode_inputs(found)
 
 
 async def results(
@@ -194,21 +193,25 @@ async def results(
         number = index // run.part_rows
         return run.output is None or (run.owns(number) and number not in done.parts)
 
-    source = Source(
-        planned.source.store,
-        planned.objects,
-        run.kind,
-        strict=run.lanes > 1 or done.sparse,
-        retry=run.retry,
-        ahead=run.ahead,
-        on_retry=metrics.retried,
-    )
-    rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
+    rows = _source(planned, metrics).rows(done.cursor if planned.output is not None else Cursor(), wanted)
     async with aclosing(infer_rows(rows, infer, run.limits, metrics, run.weigh)) as found:
         async for result in found:
             yield result
             failures += result.outcome.failure is not None
             _check_failures(run, failures, result)
+
+
+def _source(planned: RunPlan, metrics: RunMetrics) -> Source:
+    run = planned.run
+    return Source(
+        planned.source.store,
+        planned.objects,
+        run.kind,
+        strict=run.lanes > 1 or planned.done.sparse,
+        retry=run.retry,
+        ahead=run.ahead,
+        on_retry=metrics.retried,
+    )
 
 
 def _check_failures(run: CloudRun, failures: int, result: Result) -> None:
@@ -232,17 +235,22 @@ async def stream(run: CloudRun, infer: Infer, metrics: RunMetrics | None = None)
 
 
 async def write(
-    planned: RunPlan, infer: Infer, metrics: RunMetrics, report: Callable[[str], None] = lambda message: None
+    planned: RunPlan,
+    infer: Infer,
+    metrics: RunMetrics,
+    report: Callable[[str], None] = lambda message: None,
+    written: Written | None = None,
 ) -> int:
     """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
-    ``report`` gets a line about failed rows that cannot be inferred again. Raises InUse where another command writes.
+    ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is told of each part, once it is
+    durable. Raises InUse where another command writes.
     """
     run = planned.run
     assert run.output is not None, "a plan without an output"
     output = Store.open(run.output, run.storage, run.stall_s)
     async with WriterLease(output, run.lane, run.lanes, run.retry) as lease:
-        return await _write(await _begin(planned, output), output, infer, metrics, report, lease)
+        return await _write(await _begin(planned, output), output, infer, metrics, report, lease, written)
 
 
 async def _write(
@@ -252,16 +260,19 @@ async def _write(
     metrics: RunMetrics,
     report: Callable[[str], None],
     lease: WriterLease,
+    written: Written | None,
 ) -> int:
     run = planned.run
-    before = metrics.failed
+    rows_before, before = metrics.rows, metrics.failed
     tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
     if not planned.done.complete:
         sink = PartSink(output, run.part_rows, planned.identity, run.retry)
         async with aclosing(results(planned, infer, metrics, metrics.failed - before)) as found:
             async for result in found:
                 lease.require()
-                await sink.write(result)
+                if await sink.write(result) and written is not None:
+                    rows, failed = metrics.rows - rows_before, metrics.failed - before
+                    await written(planned.done.rows + rows, planned.done.failed + failed)
         await sink.end()
     earlier = sum(count for number, count in planned.done.failures.items() if run.owns(number))
     failed = earlier - tried + metrics.failed - before
@@ -281,20 +292,7 @@ async def _retry_failed(
 ) -> int:
     """The number of rows that were inferred again. Raises TooManyFailures."""
     run, done = planned.run, planned.done
-    source = planned.source.store
-    retries = FailedRowRetry(
-        *(
-            source,
-            planned.objects,
-            run.kind,
-            output,
-            run.part_rows,
-            planned.identity,
-            run.retry,
-            run.ahead,
-            metrics.retried,
-        )
-    )
+    retries = FailedRowRetry(_source(planned, metrics), output, run.part_rows, planned.identity)
     before = metrics.failed
     numbers = [number for number in sorted(done.failures) if run.owns(number)]
     async for failed in retries.groups(numbers):

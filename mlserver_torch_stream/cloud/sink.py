@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, ObjectMissing, RunRefused
+from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, RunRefused
 from mlserver_torch_stream.cloud.naming import errors_name, part_name, part_number
 from mlserver_torch_stream.cloud.rows import Result, RunIdentity
 from mlserver_torch_stream.cloud.source import Cursor
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, get_or_none
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
 _AT_ONCE = 16  # parts that are read at a time
@@ -141,16 +141,9 @@ async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
     data = await retry.run(lambda: store.get(part_name(number)))
     records = _records(data, number, rows)
     failed = failed_lines(data)
-    stale = failed if failed != await _errors(store, number, retry) else None
+    stale = failed if failed != (await get_or_none(store, errors_name(number), retry) or b"") else None
     end = records[-1]
     return _Seen(len(records), failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"]), stale)
-
-
-async def _errors(store: Store, number: int, retry: Retry) -> bytes:
-    try:
-        return await retry.run(lambda: store.get(errors_name(number)))
-    except ObjectMissing:
-        return b""
 
 
 def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:

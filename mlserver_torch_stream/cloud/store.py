@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
     AccessDenied,
     CloudError,
@@ -24,6 +25,7 @@ from mlserver_torch_stream.cloud.cloud_errors import (
     StorageFull,
     StoreUnavailable,
 )
+from mlserver_torch_stream.cloud.object_upload import ObjectUpload
 
 # A process that ends right after an awaited call of obstore 0.12 may abort at its exit: a thread of the library enters
 # an interpreter that is shutting down. With this pause before the loop ends 0 of 75 runs aborted, without it up to 18
@@ -32,6 +34,7 @@ _GRACE_S = 0.05
 _MEMORY = "memory://"
 _DATED = "modified:"  # marks a version without ETag, which is compared here: a server may ignore If-Match
 _CHUNK = 64 * 1024
+_UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
 _LISTED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
@@ -203,6 +206,19 @@ class Store:
 
         await self._call(key, lambda: obstore.put_async(self._backend, key, data, use_multipart=False))
 
+    def upload(self, key: str) -> ObjectUpload:
+        """Writes an object in pieces, of which at most two parts of ``_UPLOAD_PART`` are in memory."""
+        import obstore
+
+        file = obstore.open_writer_async(self._backend, key, buffer_size=_UPLOAD_PART, max_concurrency=1)
+        return ObjectUpload(file, lambda call: self._call(key, call))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Raises ObjectMissing where a key is not there and the store tells of it."""
+        import obstore
+
+        await self._call(next(iter(keys), ""), lambda: obstore.delete_async(self._backend, keys))
+
     async def aclose(self) -> None:
         await settle()
 
@@ -249,6 +265,14 @@ class Store:
             if isinstance(error, kinds):
                 return translated
         return _by_text(where, str(error), text)
+
+
+async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
+    """A whole small object; None where it is missing."""
+    try:
+        return await retry.run(lambda: store.get(key))
+    except ObjectMissing:
+        return None
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:

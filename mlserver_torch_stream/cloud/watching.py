@@ -111,7 +111,8 @@ class Watcher:
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
-        async with aclosing(self._results(listed)) as results:
+        rows = Source(self.store, [listed], self.kind, retry=self.retry).rows()
+        async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
                     self.report(f"{info.key}: {result.outcome.failure.message}")
@@ -130,12 +131,6 @@ class Watcher:
         except ObjectMissing:
             return False
         return True
-
-    async def _results(self, listed: Listed) -> AsyncGenerator[Result, None]:
-        source = Source(self.store, [listed], self.kind, retry=self.retry)
-        async with aclosing(infer_rows(source.rows(), self.infer, self.limits, self.metrics)) as found:
-            async for result in found:
-                yield result
 
 
 async def _next(announcements: AsyncGenerator[Announced, None]) -> Announced | None:

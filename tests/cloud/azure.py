@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from tests.cloud.serving import Handler, serving
+from tests.scripted_http import Handler, serving
 
 _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 _ETAG = "0x8DC0FFEE"

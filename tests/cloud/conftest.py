@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from benchmarks.cloud_moto import moto
+from tests import plain_http
 from tests.cloud.models import ModelServer, model_server
 
 
@@ -32,7 +32,7 @@ def bucket(aws: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in aws.items():
         monkeypatch.setenv(name, value)
     name = f"b-{uuid.uuid4().hex[:12]}"
-    httpx.put(f"{aws['AWS_ENDPOINT_URL']}/{name}").raise_for_status()
+    plain_http.put(f"{aws['AWS_ENDPOINT_URL']}/{name}").raise_for_status()
     return name
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
 
-from tests.cloud.serving import Handler, serving
+from tests.scripted_http import Handler, serving
 
 
 @dataclass

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.cloud.serving import Handler, serving
+from tests.scripted_http import Handler, serving
 
 _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.cloud.serving import Handler, serving
+from tests.scripted_http import Handler, serving
 
 
 @dataclass

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import PROCESS, cloud, finish, joined, start, trouble
 from tests.cloud.faulty import Fault, faulty_server
 from tests.cloud.models import ModelServer
+from tests.waiting import wait_until
 
 _QUICK = ("--tries", "3", "--stall", "2")
 
@@ -261,7 +261,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: 
     server.trouble = lambda prompt, before: held.wait(60) and None if prompt == "row 6" else None
     run = ("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url, "--part-rows", "2")
     process = start(*run, "--concurrency", "1")
-    _wait(lambda: len(list((tmp_path / "out").glob("part-*"))) == 3)
+    wait_until(lambda: len(list((tmp_path / "out").glob("part-*"))) == 3)
     process.send_signal(signal.SIGINT)
     status, _, err = finish(process)
     held.set()
@@ -286,7 +286,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once_and_leaves_no_process(
         *("--extra", '{"device_map": "cpu"}'),  # where kernels are compiled
         environment={"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
-    _wait(started.exists, 180)
+    wait_until(started.exists, seconds=180)
     (child,) = [each for each in psutil.Process(process.pid).children() if each.pid == int(started.read_text())]
     below = [child, *child.children()]
     process.send_signal(signal.SIGINT)
@@ -319,10 +319,3 @@ def test_the_progress_line_and_the_summary_tell_what_the_issue_of_a_run_is() -> 
     assert len(progress_line(metrics, Total(4 * 2**20, None), 10.0, columns=30)) < 30
     metrics.busy.add(0.0, 9.0)
     assert "5.0 rows/s, 50.0 tokens/s" in summary(metrics, 10.0) and "busy 100.0%" in summary(metrics, 10.0)
-
-
-def _wait(condition: Any, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)

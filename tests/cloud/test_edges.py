@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
@@ -21,6 +20,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
+from tests import plain_http
 from tests.cloud.azure import azure_server
 from tests.cloud.command import cloud
 from tests.cloud.models import ModelServer
@@ -126,7 +126,7 @@ def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
 def test_objects_that_stand_for_folders_are_no_input(aws: dict[str, str], bucket: str) -> None:
     for key in ("in/", "in/sub/", "in/v1.0/", "in/sub/a.txt", "in/empty.txt"):
         body = b"x" if key.endswith("a.txt") else b""
-        httpx.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/{key}", content=body).raise_for_status()
+        plain_http.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/{key}", content=body).raise_for_status()
     planned = asyncio.run(plan(CloudRun(f"s3://{bucket}/in")))
     assert [each.info.key for each in planned.objects] == ["empty.txt", "sub/a.txt"]
 

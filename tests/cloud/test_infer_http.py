@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
 from tests.cloud.models import model_server
-from tests.cloud.serving import Handler, serving
+from tests.scripted_http import Handler, serving
 
 _QUICK = Retry(tries=6, first=0.01, longest=0.05)
 
@@ -206,6 +206,14 @@ def test_a_row_on_which_the_server_always_breaks_fails_alone_after_three_tries()
 def test_what_is_no_rows_fault_ends_the_run(status: int, error: type[CloudError]) -> None:
     with model_server(trouble=lambda prompt, before: status) as server, pytest.raises(error, match=str(status)):
         _ask(server.url, [_row(0)], retry=_QUICK)
+
+
+def test_a_key_that_the_server_repeats_is_in_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    wrong = {"message": "sk-secret may not ask this", "type": "t", "param": None, "code": "sk-secret"}
+    with model_server(trouble=lambda prompt, before: wrong) as server:
+        (bad,) = _ask(server.url, [_row(0)], api="openai", key="sk-secret", retry=_QUICK)
+    assert "*** may not ask this" in str(bad.failure) and "sk-secret" not in str(bad.failure)
 
 
 def test_no_server_ends_the_run() -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from mlserver_torch_stream.cloud.store import Store
 from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.models import ModelServer
+from tests.waiting import wait_until
 
 _ROWS = 60
 _KILLS = 20
@@ -58,7 +58,7 @@ def _server_run(folder: Path, out: str, server: ModelServer) -> tuple[Any, ...]:
 def _killed_and_resumed(folder: Path, server: ModelServer, number: int, seconds: float) -> bool:
     out = folder / f"out{number}"
     killed = _kill(_server_run(folder, out.name, server), out, seconds)
-    _wait(lambda: server.flying == 0)
+    wait_until(lambda: server.flying == 0)
     delivered = _delivered(out)
     server.asked.clear()
     assert cloud(*_server_run(folder, out.name, server)) == 0
@@ -100,11 +100,11 @@ def _killed_while_trying_again(folder: Path, server: ModelServer, number: int, s
     server.trouble = lambda prompt, before: None
     server.asked.clear()
     process = start(*run, "--retry-failed")
-    _wait(lambda: bool(server.asked) or process.poll() is not None)
+    wait_until(lambda: bool(server.asked) or process.poll() is not None)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     killed = finish(process)[0] == -signal.SIGKILL
-    _wait(lambda: server.flying == 0)
+    wait_until(lambda: server.flying == 0)
     rows = [json.loads(line) for line in joined(out).splitlines()]
     assert [row["index"] for row in rows] == list(range(_ROWS))
     answered = {row["custom_id"] for row in rows if trouble(row) is None}
@@ -157,7 +157,7 @@ def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Pat
 def _kill_between_parts(run: tuple[Any, ...], out: Path, parts: int, seconds: float) -> bool:
     """Kills ``seconds`` after there are so many parts."""
     process = start(*run)
-    _wait(lambda: process.poll() is not None or len(list(out.glob("part-*"))) >= parts)
+    wait_until(lambda: process.poll() is not None or len(list(out.glob("part-*"))) >= parts)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     return finish(process)[0] == -signal.SIGKILL
@@ -209,10 +209,3 @@ def test_processes_that_used_a_store_end_with_their_own_status_in_20_of_20_runs(
     bucket: str, server: ModelServer
 ) -> None:
     _exits(bucket, server, 20)
-
-
-def _wait(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)

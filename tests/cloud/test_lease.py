@@ -90,6 +90,26 @@ def test_a_writer_of_another_machine_is_alive_while_it_is_heard_of_and_no_longer
     asyncio.run(act())
 
 
+def test_a_lease_that_this_process_could_not_end_blocks_it_no_longer_than_one_of_another_machine() -> None:
+    class Gone(Store):
+        """Takes nothing any more."""
+
+        async def put(self, key: str, data: bytes) -> None:
+            raise StoreUnavailable("later")
+
+    async def act() -> None:
+        store = Store.memory()
+        gone = Gone(store._backend, "memory://")
+        async with _lease(gone):
+            pass
+        with pytest.raises(InUse):
+            await _lease(store).check()
+        async with _lease(store, silence=0.0):
+            pass
+
+    asyncio.run(act())
+
+
 def test_of_two_that_take_over_a_dead_writers_output_one_succeeds() -> None:
     class Late(Store):
         """Another command takes the output over between our look and our writing."""

@@ -26,6 +26,7 @@ import httpx
 import pytest
 
 from mlserver_torch_stream.cloud.store import Store
+from tests import plain_http
 from tests.cloud.command import cloud
 from tests.cloud.models import ModelServer
 from tests.server.harness import free_ports
@@ -41,7 +42,7 @@ def _running(command: list[str], url: str) -> Iterator[None]:
         end = time.monotonic() + _START_S
         while True:
             try:
-                httpx.get(url, timeout=5)
+                plain_http.get(url, timeout=5)
                 break
             except httpx.TransportError:
                 assert time.monotonic() < end and process.poll() is None, "the server did not start"
@@ -98,7 +99,7 @@ def test_seaweedfs(tmp_path: Path, server: ModelServer, monkeypatch: pytest.Monk
     url = f"http://127.0.0.1:{ports['s3.port']}"
     with _running([program, "server", *fixed, *options, "-master.telemetry=false"], url):
         end = time.monotonic() + _START_S
-        while httpx.put(f"{url}/bucket", timeout=30).status_code != 200:
+        while plain_http.put(f"{url}/bucket", timeout=30).status_code != 200:
             assert time.monotonic() < end, "it takes no bucket"
             time.sleep(0.5)
         storage = {"endpoint": url, "region": "us-east-1", "skip_signature": "true"}
@@ -113,11 +114,11 @@ def test_fake_gcs_server(tmp_path: Path, server: ModelServer) -> None:
     url = f"http://127.0.0.1:{port}"
     command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
     with _running([*command, "-public-host", f"127.0.0.1:{port}", "-external-url", url], url):
-        httpx.post(f"{url}/storage/v1/b?project=p", json={"name": "bucket"}).raise_for_status()
+        plain_http.post(f"{url}/storage/v1/b?project=p", json={"name": "bucket"}).raise_for_status()
         lines = "".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(20))
         for key, body in (("in/a.jsonl", lines.encode()), ("in/b.txt", b"x" * 20_000_000), ("other", b"{broken")):
             upload = {"uploadType": "media", "name": key}
-            httpx.post(f"{url}/upload/storage/v1/b/bucket/o", params=upload, content=body).raise_for_status()
+            plain_http.post(f"{url}/upload/storage/v1/b/bucket/o", params=upload, content=body).raise_for_status()
         storage = ("--storage", f"base_url={url}", "--storage", "skip_signature=true")
         run = ("run", "--input", "gs://bucket/in", "--output", tmp_path / "out", *storage)
         assert cloud(*run, "--url", server.url) == 0
@@ -147,4 +148,4 @@ def _create_container(url: str, name: str) -> None:
     text = f"PUT{chr(10) * 12}{lines}/{_ACCOUNT}/{_ACCOUNT}/{name}\nrestype:container"
     signature = base64.b64encode(hmac.digest(base64.b64decode(_KEY), text.encode(), hashlib.sha256)).decode()
     headers["Authorization"] = f"SharedKey {_ACCOUNT}:{signature}"
-    httpx.put(f"{url}/{name}?restype=container", headers=headers).raise_for_status()
+    plain_http.put(f"{url}/{name}?restype=container", headers=headers).raise_for_status()

@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectChanged, RunRefused, TooManyFailures
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.retry_failed import FailedRow, FailedRowRetry
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result
-from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store
+from tests import plain_http
 from tests.cloud.command import cloud
 from tests.cloud.faulty import FaultyServer, faulty_server
 from tests.cloud.jobs import QUICK, RUN, Model, failed, job, joined, run
@@ -183,9 +182,7 @@ def _contest(times: int) -> list[dict[str, Any]]:
         await output.put("errors-000000.jsonl", b"".join(lines))
         listed = [Listed(await objects.head("a.jsonl"))]
         failed_again = Outcome(failure=Failure("c", "m"))
-        again = FailedRowRetry(
-            objects, listed, None, output, 3, RUN, QUICK, PrefetchedRange(), RunMetrics().retried, most=1
-        )
+        again = FailedRowRetry(Source(objects, listed, retry=QUICK), output, 3, RUN, most=1)
         async for group in again.groups([0]):
             async for row in again.rows(group):
                 await again.put(Result(row, Outcome({"text": "ours"}) if row.index else failed_again))
@@ -245,7 +242,7 @@ def test_groups_of_failed_rows_are_bounded(folder: Path) -> None:
 
     async def groups() -> list[list[FailedRow]]:
         output = Store.open(str(folder / "out"))
-        again = FailedRowRetry(output, [], None, output, 4, RUN, QUICK, PrefetchedRange(), RunMetrics().retried, most=1)
+        again = FailedRowRetry(Source(output, [], retry=QUICK), output, 4, RUN, most=1)
         return [group async for group in again.groups([1, 2, 5])]
 
     assert [[row.index for row in group] for group in asyncio.run(groups())] == [[5], [9], [20]]
@@ -255,7 +252,7 @@ def test_the_command_tries_again_in_a_bucket_and_says_what_it_would(
     bucket: str, server: ModelServer, capsys: Any, aws: dict[str, str]
 ) -> None:
     lines = "".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(6))
-    httpx.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/in/a.jsonl", content=lines.encode()).raise_for_status()
+    plain_http.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/in/a.jsonl", content=lines.encode()).raise_for_status()
     where = ("--input", f"s3://{bucket}/in", "--output", f"s3://{bucket}/out")
     command = ("run", *where, "--url", server.url, "--part-rows", "4")
     server.trouble = lambda prompt, before: 422 if prompt in ("row 1", "row 5") else None

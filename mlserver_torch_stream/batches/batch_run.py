@@ -1,0 +1,166 @@
+"""Runs one batch from wherever it stands to its end: checks the input, answers the rows, writes the files.
+
+Knows nothing of other batches. Killed at any time, the next run of the same batch goes on behind the last part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from mlserver_torch_stream.batches.batch_places import BatchPlaces
+from mlserver_torch_stream.batches.batch_record import BatchProblem, BatchRecord, BatchStatus
+from mlserver_torch_stream.batches.file_store import content_key
+from mlserver_torch_stream.batches.input_check import InputSummary, check_input
+from mlserver_torch_stream.batches.output_files import BatchOutput, write_output_files
+from mlserver_torch_stream.batches.row_inference import CANCELLED, EXPIRED, RowInference
+from mlserver_torch_stream.batches.row_models import RowModels
+from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing
+from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.run import CloudRun, plan, write
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.store import Store
+
+logger = logging.getLogger(__name__)
+
+PART_ROWS = 16  # a kill costs the inference of less than a part, and of the rows that are being answered
+# A row is a batch of the pipeline of its own, and waits for its model there; the window bounds how many.
+_LIMITS = PipelineLimits(window=256, window_bytes=32 * 2**20, batch_rows=1, max_wait=0.0, batches=256)
+_AHEAD = PrefetchedRange(4, 16 * 2**20)
+
+
+class BatchRun:
+    """One batch in this process."""
+
+    def __init__(self, batch_id: str, places: BatchPlaces, models: RowModels) -> None:
+        self._id = batch_id
+        self._places = places
+        self._models = models
+        self._inference: RowInference | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """The record says ``cancelling``. Rows without an answer fail, and the run ends."""
+        self._cancelled = True
+        if self._inference is not None:
+            self._inference.stop(CANCELLED)
+
+    async def run(self) -> None:
+        """Raises CloudError; delivered rows are kept, and the run may be tried again."""
+        record = await self._places.batches.read(self._id)
+        if record.status is BatchStatus.VALIDATING:
+            record = await self._validate(record)
+        if record.status.ended:
+            return
+        if not record.began:  # it was cancelled before a row was answered
+            await self._change(lambda batch: _moved(batch, BatchStatus.CANCELLED))
+            return
+        if record.status is not BatchStatus.FINALIZING:
+            await self._infer(record)
+        await self._finish()
+
+    async def fail(self, problem: BatchProblem) -> None:
+        await self._change(lambda batch: replace(_moved(batch, BatchStatus.FAILED), problems=(problem,)))
+
+    async def _validate(self, record: BatchRecord) -> BatchRecord:
+        contents = Store.open(self._places.contents, make=False)
+        summary = InputSummary(0, (), (BatchProblem("missing", "the input file is not there", "input_file_id"),))
+        with suppress(ObjectMissing):
+            info = await self._places.retry.run(lambda: contents.head(content_key(record.input_file_id)))
+            await self._models.settled()  # at a server's start a model that rows name may not be there yet
+            rows = Source(contents, [Listed(info)], Kind.JSONL, retry=self._places.retry, ahead=_AHEAD).rows()
+            summary = await check_input(rows, lambda name: self._models.find(name) is not None)
+
+        def validated(batch: BatchRecord) -> BatchRecord:
+            if batch.status is not BatchStatus.VALIDATING:
+                return batch  # it was cancelled meanwhile
+            if summary.problems:
+                return replace(_moved(batch, BatchStatus.FAILED), problems=summary.problems)
+            return replace(_moved(batch, BatchStatus.IN_PROGRESS), total=summary.rows, models=summary.models)
+
+        return await self._change(validated)
+
+    async def _infer(self, record: BatchRecord) -> None:
+        """Answers the rows that no part holds."""
+        self._places.open_run(self._id)
+        run = CloudRun(
+            input=f"{self._places.contents}/{content_key(record.input_file_id)}",
+            model={"endpoint": record.endpoint},
+            output=self._places.run(self._id),
+            kind=Kind.JSONL,
+            part_rows=PART_ROWS,
+            limits=_LIMITS,
+            ahead=_AHEAD,
+            retry=self._places.retry,
+            created=record.created_at,
+        )
+        planned = await plan(run)
+        try:
+            async with self._stoppable(record) as inference:
+                await self._written(planned.done.rows, planned.done.failed)
+                await write(planned, inference, RunMetrics(), written=self._written)
+        finally:
+            await planned.aclose()
+
+    @asynccontextmanager
+    async def _stoppable(self, record: BatchRecord) -> AsyncIterator[RowInference]:
+        """The inference of the rows, which the end of the completion window and ``cancel`` stop."""
+        inference = self._inference = RowInference(self._models, record.endpoint, record.models)
+        if self._cancelled or record.status is BatchStatus.CANCELLING:
+            inference.stop(CANCELLED)
+        left = record.expires_at - time.time()
+        if left <= 0:
+            inference.stop(EXPIRED)
+        timer = asyncio.get_running_loop().call_later(left, inference.stop, EXPIRED)
+        try:
+            yield inference
+        finally:
+            timer.cancel()
+            self._inference = None
+
+    async def _written(self, rows: int, failed: int) -> None:
+        """Counts the rows that are in parts. Another process may have cancelled the batch: this one learns it here."""
+        record = await self._change(lambda batch: batch.counted(rows, failed))
+        if record.status is BatchStatus.CANCELLING:
+            self.cancel()
+
+    async def _finish(self) -> None:
+        places = self._places
+        parts = places.open_run(self._id)
+        async with WriterLease(parts, 1, 1, places.retry):
+            record = await self._change(_finalizing)
+            if record.status.ended:
+                return  # another process has done it
+            output = await write_output_files(self._id, parts, places.files, places.retry)
+            record = await self._change(lambda batch: _ended(batch, output))
+        logger.info("Batch %s: %s, %d of %d rows failed", self._id, record.status.value, record.failed, record.total)
+        with suppress(ObjectMissing):
+            await parts.delete([info.key async for info in parts.list()])
+
+    async def _change(self, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
+        return await self._places.batches.change(self._id, change)
+
+
+def _moved(batch: BatchRecord, status: BatchStatus) -> BatchRecord:
+    return batch.moved(status, int(time.time()))
+
+
+def _finalizing(batch: BatchRecord) -> BatchRecord:
+    return _moved(batch, BatchStatus.FINALIZING) if batch.status is BatchStatus.IN_PROGRESS else batch
+
+
+def _ended(batch: BatchRecord, output: BatchOutput) -> BatchRecord:
+    if batch.status is BatchStatus.CANCELLING:
+        status = BatchStatus.CANCELLED
+    else:
+        status = BatchStatus.EXPIRED if EXPIRED.code in output.codes else BatchStatus.COMPLETED
+    counted = batch.counted(output.completed + output.failed, output.failed)
+    return replace(_moved(counted, status), output_file_id=output.output_file_id, error_file_id=output.error_file_id)

@@ -1,0 +1,164 @@
+"""Runs batches, a few at a time: new ones, and unfinished ones of an earlier process.
+
+Knows nothing of rows. A batch whose store fails is tried again; its delivered rows are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from mlserver_torch_stream.batches.batch_places import BatchPlaces
+from mlserver_torch_stream.batches.batch_record import BatchProblem, BatchRecord, BatchStatus
+from mlserver_torch_stream.batches.batch_request import BatchRequest
+from mlserver_torch_stream.batches.batch_run import BatchRun
+from mlserver_torch_stream.batches.file_store import PURPOSE
+from mlserver_torch_stream.batches.object_ids import BATCH, IdMaker
+from mlserver_torch_stream.batches.row_models import RowModels
+from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, RunRefused
+from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
+
+logger = logging.getLogger(__name__)
+
+MOST_UNFINISHED = 100  # batches that have not ended; further ones are refused
+_AT_ONCE = 4
+_PAUSES = Retry(first=1.0, longest=60.0)
+_IN_USE_S = 15.0  # before another look at a batch that another process runs, or ran until it died
+
+
+class BatchRunner:
+    """All methods run on the event loop's thread."""
+
+    def __init__(self, places: BatchPlaces, models: RowModels, ids: IdMaker) -> None:
+        self._places = places
+        self._models = models
+        self._ids = ids
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._runs: dict[str, BatchRun] = {}
+        self._inputs: dict[str, str] = {}  # batch -> its input file
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = False
+
+    async def serve(self) -> None:
+        """Goes on with what an earlier process left, and runs batches until it is cancelled."""
+        self._open = True
+        try:
+            await self._resume()
+            await asyncio.Event().wait()
+        finally:
+            self._open = False
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def create(self, request: BatchRequest) -> BatchRecord:
+        """Raises RequestError."""
+        if not self._open:
+            raise NotServing("the server is shutting down")
+        if len(self._runs) >= MOST_UNFINISHED:
+            raise QueueFull(f"{len(self._runs)} batches have not ended, of {MOST_UNFINISHED} allowed", 60)
+        await self._check_input(request.input_file_id)
+        made = self._ids.make(BATCH)
+        record = BatchRecord(made, request.input_file_id, request.endpoint, int(time.time()), request.metadata)
+        await self._places.batches.create(record)
+        self._begin(record)
+        return record
+
+    async def _check_input(self, file_id: str) -> None:
+        try:
+            file = await self._places.files.get(file_id)
+        except NoSuchObject:
+            raise InvalidInput("input_file_id", f"no file has the id {file_id}") from None
+        if file["purpose"] != PURPOSE:
+            raise InvalidInput("input_file_id", f"is a file of purpose {file['purpose']}, not {PURPOSE}")
+
+    async def cancel(self, batch_id: str) -> BatchRecord:
+        """Raises NoSuchObject, or InvalidInput for a batch that has ended."""
+        before = await self._places.batches.get(batch_id)
+        with translating_store_errors():
+            record = await self._places.batches.change(batch_id, _cancelling)
+        if record.status is not BatchStatus.CANCELLING:
+            raise InvalidInput("batch_id", f"a batch that is {record.status.value} cannot be cancelled")
+        if batch_id in self._runs:
+            self._runs[batch_id].cancel()
+        else:
+            self._begin(before)
+        return record
+
+    async def reader(self, file_id: str) -> str | None:
+        """A batch that has not ended and reads this file. Its record says so: its run ends a little later."""
+        for batch_id in [batch for batch, file in self._inputs.items() if file == file_id]:
+            if not (await self._places.batches.get(batch_id)).status.ended:
+                return batch_id
+        return None
+
+    def _begin(self, record: BatchRecord) -> None:
+        if record.id in self._runs or not self._open:
+            return
+        run = self._runs[record.id] = BatchRun(record.id, self._places, self._models)
+        self._inputs[record.id] = record.input_file_id
+        task = asyncio.create_task(self._to_its_end(record.id, run))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._ended(record.id, task))
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._runs.pop(batch_id, None)
+        self._inputs.pop(batch_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("Batch %s was given up", batch_id, exc_info=error)
+
+    async def _resume(self) -> None:
+        failed = 0
+        while True:
+            try:
+                for batch_id in await self._places.batches.ids():
+                    await self._take_up(batch_id)
+                return
+            except CloudError as error:
+                failed += 1
+                await self._pause("The batches of an earlier process", error, failed)
+
+    async def _take_up(self, batch_id: str) -> None:
+        try:
+            record = await self._places.batches.read(batch_id)
+        except RunRefused as error:
+            logger.error("Batch %s: %s", batch_id, error.message)
+            return
+        if not record.status.ended:
+            self._begin(record)
+
+    async def _to_its_end(self, batch_id: str, run: BatchRun) -> None:
+        failed = 0
+        while True:
+            try:
+                async with self._turns:
+                    await run.run()
+                return
+            except InUse:
+                await asyncio.sleep(_IN_USE_S)
+            except RunRefused as error:
+                logger.error("Batch %s failed: %s", batch_id, error.message)
+                await run.fail(BatchProblem(error.code, "its run cannot go on; the server's log says why"))
+                return
+            except CloudError as error:
+                failed += 1
+                await self._pause(f"Batch {batch_id}", error, failed)
+            except Exception:
+                logger.exception("Batch %s failed", batch_id)
+                await run.fail(BatchProblem("server_error", "the server failed at this batch; its log says why"))
+                return
+
+    async def _pause(self, what: str, error: CloudError, failed: int) -> None:
+        seconds = _PAUSES.pause(min(failed, 8), error)
+        logger.warning("%s: tried again in %.0f s: %s", what, seconds, error.message)
+        await asyncio.sleep(seconds)
+
+
+def _cancelling(batch: BatchRecord) -> BatchRecord:
+    if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+        return batch.moved(BatchStatus.CANCELLING, int(time.time()))
+    return batch

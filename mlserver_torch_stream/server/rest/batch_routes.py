@@ -1,0 +1,165 @@
+"""The routes of OpenAI's files and batches, under ``/v1`` and KServe's ``/openai/v1``.
+
+Knows nothing of how files are kept and rows answered. Every error has OpenAI's error object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from uuid import uuid4
+
+import orjson
+from mlserver.logging import logger
+from mlserver.rest.server import RESTServer
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from mlserver_torch_stream.batches.batch_request import read_batch_request
+from mlserver_torch_stream.batches.object_ids import BATCH, FILE
+from mlserver_torch_stream.batches.pages import read_query
+from mlserver_torch_stream.errors import InvalidInput, QueueFull, RequestError
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
+from mlserver_torch_stream.server.batches.service import BatchService
+from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.rest.body import ClientLeft, parse_object, read_body
+from mlserver_torch_stream.server.rest.connection import abort, watched
+from mlserver_torch_stream.server.rest.file_upload import receive_file
+from mlserver_torch_stream.server.rest.refusal import as_refusal
+
+_MOST_UPLOADS = 8  # at the same time; each holds up to two parts of 5 MiB
+_MOST_FILES, _MOST_BATCHES, _BATCHES = 10_000, 100, 20  # OpenAI's bounds and default of a page
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def add_batch_routes(server: RESTServer, service: BatchService, options: ServerOptions) -> None:
+    endpoints = _BatchEndpoints(service, options)
+    table: Mapping[str, Mapping[str, Handler]] = {
+        "/files": {"POST": endpoints.create_file, "GET": endpoints.list_files},
+        "/files/{file_id}": {"GET": endpoints.get_file, "DELETE": endpoints.delete_file},
+        "/files/{file_id}/content": {"GET": endpoints.file_content},
+        "/batches": {"POST": endpoints.create_batch, "GET": endpoints.list_batches},
+        "/batches/{batch_id}": {"GET": endpoints.get_batch},
+        "/batches/{batch_id}/cancel": {"POST": endpoints.cancel_batch},
+    }
+    server._app.router.routes[:0] = [
+        Route(prefix + path, _answered(handlers), methods=list(handlers), name=f"torch_stream:{prefix}{path}")
+        for prefix in OPENAI_PREFIXES
+        for path, handlers in table.items()
+    ]
+
+
+def _answered(handlers: Mapping[str, Handler]) -> Handler:
+    """The handler of each method, whose errors become answers. A request whose body was not read to its end ends its
+    connection."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            response = await handlers["GET" if request.method == "HEAD" else request.method](request)
+        except ClientLeft:
+            response = Response(status_code=400)  # the client has left: nothing is sent
+        except Exception as error:
+            response = _refused(error, read=request.method != "POST")
+        request_id = OPENAI_CHAT.request_id({}, request.headers) or str(uuid4())
+        response.headers.update(OPENAI_CHAT.headers(request_id))
+        return response
+
+    return answer
+
+
+def _refused(error: Exception, *, read: bool) -> Response:
+    refusal = as_refusal(error)
+    status, body = OPENAI_CHAT.refusal(refusal)
+    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+    return JSONResponse(body, status, headers if read else {**headers, "connection": "close"})
+
+
+class _BatchEndpoints:
+    """Each method answers the requests of one route, and raises RequestErrors."""
+
+    def __init__(self, service: BatchService, options: ServerOptions) -> None:
+        self._service = service
+        self._options = options
+        self._uploads = 0
+
+    async def create_file(self, request: Request) -> Response:
+        files = self._service.places.files
+        if self._uploads >= _MOST_UPLOADS:
+            raise QueueFull(f"{self._uploads} files arrive already, of {_MOST_UPLOADS} at a time")
+        self._uploads += 1
+        try:
+            options = self._options
+            return _json(await receive_file(request, files, options.batch_max_file_bytes, options.piece_timeout))
+        finally:
+            self._uploads -= 1
+
+    async def list_files(self, request: Request) -> Response:
+        allowed = ("limit", "after", "order", "purpose")
+        query = read_query(request.query_params, FILE, allowed, _MOST_FILES, _MOST_FILES)
+        return _json(await self._service.places.files.page(query))
+
+    async def get_file(self, request: Request) -> Response:
+        return _json(await self._service.places.files.get(request.path_params["file_id"]))
+
+    async def delete_file(self, request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        reader = await self._service.runner.reader(file_id)
+        if reader is not None:
+            raise InvalidInput("file_id", f"is the input of {reader}, which has not ended")
+        return _json(await self._service.places.files.delete(file_id))
+
+    async def file_content(self, request: Request) -> Response:
+        files = self._service.places.files
+        file = await files.get(request.path_params["file_id"])
+        pieces = files.content(file)
+        return _Download(file["bytes"], await anext(pieces, b""), pieces)
+
+    async def create_batch(self, request: Request) -> Response:
+        runner = self._service.runner
+        body = parse_object(await read_body(request.scope, request.receive, self._options.max_body_bytes))
+        return _json((await runner.create(read_batch_request(body))).shown())
+
+    async def list_batches(self, request: Request) -> Response:
+        query = read_query(request.query_params, BATCH, ("limit", "after"), _MOST_BATCHES, _BATCHES)
+        return _json(await self._service.places.batches.page(query))
+
+    async def get_batch(self, request: Request) -> Response:
+        return _json((await self._service.places.batches.get(request.path_params["batch_id"])).shown())
+
+    async def cancel_batch(self, request: Request) -> Response:
+        return _json((await self._service.runner.cancel(request.path_params["batch_id"])).shown())
+
+
+def _json(body: JsonObject) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+class _Download(Response):
+    """A file in pieces. The first one was read before the status was chosen."""
+
+    def __init__(self, size: int, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"content-length": str(size)}, media_type="application/octet-stream")
+        self._first = first
+        self._rest = rest
+        self._left = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._rest), watched(receive, self._leave):
+            try:
+                piece: bytes | None = self._first
+                while piece is not None and not self._left:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    piece = await anext(self._rest, None)
+                await send({"type": "http.response.body", "body": b""})
+            except RequestError as error:
+                logger.error(f"The content of a file breaks off: {error.message}")
+                abort(scope)
+
+    def _leave(self) -> None:
+        self._left = True

@@ -1,0 +1,68 @@
+"""Rows of a batch beside the requests of clients: one slot stays free, and clients come first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from tests.batches.api import Api, row
+from tests.server.harness import Server
+
+_SLOTS = 4  # of ``tiny``
+
+
+@contextmanager
+def _long_batch(api: Api) -> Iterator[str]:
+    """Rows that run for as long as the block does."""
+    batch = api.create([row(n, max_tokens=900, ignore_eos=True) for n in range(2 * _SLOTS)])["id"]
+    try:
+        yield batch
+    finally:
+        api.cancel(batch)
+        api.wait(batch)
+
+
+def _ask(server: Server, model: str = "tiny", **body: object) -> httpx.Response:
+    asked = {"text_input": "hello", "max_tokens": 1, "ignore_eos": True, **body}
+    return httpx.post(f"{server.url}/v2/models/{model}/generate", json=asked, timeout=60)
+
+
+def test_a_batch_leaves_one_slot_free_and_a_client_is_answered_before_any_row_ends(
+    api: Api, batch_server: Server
+) -> None:
+    with _long_batch(api) as batch:
+        batch_server.wait_for("tiny", lambda found: found["running_sequences"] == _SLOTS - 1)
+        assert _ask(batch_server).status_code == 200
+        found = batch_server.counters("tiny")
+        assert found["running_sequences"] == _SLOTS - 1 and found["waiting_requests"] == 0
+        assert api.batch(batch)["request_counts"]["completed"] == 0
+
+
+def test_no_row_starts_while_clients_hold_all_slots_but_one(api: Api, batch_server: Server) -> None:
+    statuses: list[int] = []
+    clients = [
+        threading.Thread(target=lambda: statuses.append(_ask(batch_server, max_tokens=100).status_code))
+        for _ in range(_SLOTS - 1)
+    ]
+    for client in clients:
+        client.start()
+    batch_server.wait_for("tiny", lambda found: found["running_sequences"] == _SLOTS - 1)
+    batch = api.create([row(0)])["id"]
+    api.wait(batch, "in_progress")
+    assert batch_server.counters("tiny")["running_sequences"] + len(statuses) == _SLOTS - 1
+    for client in clients:
+        client.join(60)
+    assert statuses == [200] * (_SLOTS - 1)
+    assert api.wait(batch)["request_counts"]["completed"] == 1
+
+
+def test_the_prompt_of_a_client_is_prefilled_before_the_rest_of_a_row(api: Api, batch_server: Server) -> None:
+    long = [{"role": "user", "content": "x1y2z3 " * 100}]
+    batch = api.create([row(0, model="chunked", messages=long, max_tokens=2, ignore_eos=True)])["id"]
+    batch_server.wait_for("chunked", lambda found: found["prefilling_requests"] == 1)
+    assert _ask(batch_server, "chunked").status_code == 200
+    assert batch_server.counters("chunked")["generation_tokens"] == 1  # the client's; the row has none yet
+    assert api.wait(batch)["request_counts"]["completed"] == 1
