@@ -99,6 +99,7 @@ class V2ServerAnswer:
     chat: bool
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int | None = None  # V2 replies do not say
     _texts: dict[int, list[str]] = field(default_factory=dict)
     _reasons: dict[int, str] = field(default_factory=dict)
     _logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class V2ServerAnswer:
             if sequence.finish_reason is not None:
                 self._reasons[sequence.index] = sequence.finish_reason
             if sequence.logprobs is not None:
-                self._logprobs.setdefault(sequence.index, []).extend(map(_logprob, json.loads(sequence.logprobs)))
+                self._logprobs.setdefault(sequence.index, []).extend(sequence.logprobs)
             self.prompt_tokens = max(self.prompt_tokens, sequence.num_input_tokens or 0)
             self.completion_tokens += sequence.num_output_tokens or 0
         return reply.final
@@ -135,10 +136,6 @@ class V2ServerAnswer:
 
 def _count(said: Any) -> int:
     return said if isinstance(said, int) else 0
-
-
-def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:
-    return TokenLogprob(entry["token_id"], entry["logprob"], tuple((token, value) for token, value in entry["top"]))
 
 
 def reason_of(error: Any) -> str:

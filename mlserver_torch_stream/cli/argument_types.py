@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import math
 
+from mlserver_torch_stream.byte_size import parse_bytes
+
 
 def positive(text: str) -> int:
     return _whole(text, 1)
@@ -23,6 +25,15 @@ def above_zero(text: str) -> float:
 
 def seconds(text: str) -> float:
     return _real(text, "a number of seconds")
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, plain or as ``4GiB``."""
+    try:
+        number = int(parse_bytes(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return positive(str(number))
 
 
 def _real(text: str, what: str) -> float:

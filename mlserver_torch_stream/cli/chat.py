@@ -6,127 +6,195 @@ Knows the client only, and neither models nor servers.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, TextIO
 
 from mlserver_torch_stream import client
+from mlserver_torch_stream.cli.answer_meter import AnswerMeter
 from mlserver_torch_stream.cli.argument_types import positive
+from mlserver_torch_stream.cli.openai_key import KEY_VARIABLE, openai_key, without_key
+from mlserver_torch_stream.client.address import without_credentials
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+_MAX_TOKENS = 512  # of V2's answers; servers of OpenAI's API have limits of their own
 _PROMPT = "you> "
-_EXIT = ("/exit", "/quit")
+_COMMANDS = ("/clear", "/system", "/quit", "/exit")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_MOST_ERROR_CHARACTERS = 500
 
 
 def main(argv: Sequence[str]) -> int:
-    return Chat.from_arguments(_parser().parse_args(argv)).run(sys.stdin, sys.stdout)
+    arguments = _parser().parse_args(argv)
+    if None in (sys.stdin, sys.stdout):  # so Python says that they are closed
+        _complain("standard input and output must be open")
+        return 1
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 ends no conversation
+    try:
+        with _open_client(arguments) as server:
+            model = arguments.model or _only_model(server, arguments.url)
+            chat = Chat(server, model, _parameters(arguments), arguments.system)
+            return chat.run(sys.stdin, sys.stdout, f"{model} at {without_credentials(arguments.url)}")
+    except (client.ClientError, ValueError) as error:
+        _complain(error)
+    except BrokenPipeError:
+        sys.stdout = None  # its reader has closed it: there is nothing to flush
+    except OSError as error:  # such as a full disk
+        sys.stdout = None
+        _complain(error)
+    return 1
 
 
 @dataclass
 class Chat:
-    """One conversation: its messages so far, and the parameters of its requests."""
+    """One conversation: its messages so far, without the system message, and the parameters of its requests."""
 
-    url: str
-    model: str | None = None
-    system: str | None = None
+    server: client.Client
+    model: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> Chat:
-        wanted = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "seed")}
-        parameters = {name: value for name, value in wanted.items() if value is not None}
-        return cls(arguments.url, arguments.model, arguments.system, parameters)
-
-    def run(self, source: TextIO, sink: TextIO) -> int:
-        """Answers lines until ``source`` ends. The exit status is 1 if a request failed."""
-        self.clear()
-        try:
-            self.model = self.model or _only_model(self.url)
-        except client.ClientError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        interactive = source.isatty()
+    def run(self, source: TextIO, sink: TextIO, title: str) -> int:
+        """Answers lines until ``source`` ends. The exit status is 1 if a line of a file or a pipe failed."""
+        interactive = source.isatty() and sink.isatty()
         if interactive:
-            print(f"{self.model} at {self.url}. Ctrl-C stops an answer, /exit leaves.", file=sink)
-        while (line := _read_line(source, sink, interactive)) is not None:
-            if line in _EXIT:
-                break
-            if line == "/clear":
-                self.clear()
-            elif line and not self.turn(line, sink) and not interactive:
-                return 1
+            with suppress(ImportError):
+                import_module("readline")  # gives ``input`` an editor and a history
+            print(f"{title}. Ctrl-C stops an answer; /clear, /system TEXT, /quit.", file=sink)
+        while (line := _read_line(source, sink, interactive)) not in (None, "/quit", "/exit"):
+            assert line is not None
+            try:
+                if line and not self._answer(line, sink, interactive) and not interactive:
+                    return 1
+            except KeyboardInterrupt:  # just before an answer, or just behind it
+                if not interactive:
+                    raise
+                print(file=sink)
         return 0
 
-    def clear(self) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+    def _answer(self, line: str, sink: TextIO, interactive: bool) -> bool:
+        """Obeys a command, or asks the model. False: it failed, and the reason is printed."""
+        command, _, rest = line.partition(" ")
+        if command == "/clear":
+            self.messages.clear()
+        elif command == "/system":
+            self.system = rest.strip() or None
+        elif command[:1] == "/" and command[1:].isalpha():  # a path has another slash
+            _complain(f"{command}: unknown command{did_you_mean_or_known(command, _COMMANDS, str)}")
+            return False
+        else:
+            return self.turn(line, sink, interactive)
+        return True
 
-    def turn(self, line: str, sink: TextIO) -> bool:
+    def turn(self, line: str, sink: TextIO, interactive: bool = False) -> bool:
         """Streams the answer to one line, and keeps its text, also of an answer that was stopped."""
-        self.messages.append({"role": "user", "content": line})
         said: list[str] = []
+        meter = AnswerMeter(time.monotonic())
         error: client.ClientError | None = None
         try:
-            self._stream(said, sink)
+            self.messages.append({"role": "user", "content": line})
+            self._stream(said, meter, sink, interactive)
         except KeyboardInterrupt:
+            if not interactive:
+                raise  # of a file of questions the further ones are not asked either
             sink.write(" [stopped]")
         except client.ClientError as failure:
             error = failure
-        sink.write("\n")
-        sink.flush()
         if answer := "".join(said):
             self.messages.append({"role": "assistant", "content": answer})
         else:
             self.messages.pop()
+        sink.write("\n")
+        if interactive and (summary := meter.summary()):
+            sink.write(f"{_DIM}{summary}{_PLAIN}\n")
+        sink.flush()
         if error:
-            print(f"error: {error}", file=sys.stderr)
+            _complain(error)
         return error is None
 
-    def _stream(self, said: list[str], sink: TextIO) -> None:
-        assert self.model is not None
-        deltas = client.stream(self.url, self.model, messages=self.messages, **self.parameters)
+    def _stream(self, said: list[str], meter: AnswerMeter, sink: TextIO, interactive: bool) -> None:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        deltas = self.server.stream(self.model, messages=[*system, *self.messages], **self.parameters)
         with closing(deltas):
             for delta in deltas:
+                meter.add(delta, time.monotonic())
                 said.append(delta.text)
-                sink.write(delta.text)
+                sink.write(visible(delta.text) if interactive else delta.text)
                 sink.flush()
 
 
-def _only_model(url: str) -> str:
-    names = client.model_names(url)
+def visible(text: str) -> str:
+    """The text without the control characters that would steer a terminal."""
+    return text.translate(_CONTROL)
+
+
+def _open_client(arguments: argparse.Namespace) -> client.Client:
+    """The key goes to servers of OpenAI's API alone."""
+    key = openai_key() if arguments.api == "openai" else None
+    headers = {"Authorization": f"Bearer {key}"} if key else None
+    return client.Client(arguments.url, api=arguments.api, headers=headers)
+
+
+def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    said = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature, "seed": arguments.seed}
+    if arguments.api == "openai":
+        return said
+    # The token ids are counted: the server sends no usage for an answer that the user stops.
+    return {**said, "max_tokens": arguments.max_tokens or _MAX_TOKENS, "return_token_ids": True}
+
+
+def _only_model(server: client.Client, url: str) -> str:
+    names = server.models()
     if len(names) == 1:
         return names[0]
     if not names:
-        raise client.ClientError(f"the server at {url} has no model ready")
+        raise client.ClientError(f"the server at {without_credentials(url)} has no model ready")
     raise client.ClientError(f"the server has several models, choose one with --model: {', '.join(names)}")
 
 
 def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
-    """The next line without surrounding blanks, None at the end of input. Ctrl-C at the prompt starts a new line."""
+    """The next line without surrounding blanks; None at the end of input, or at Ctrl-C where a line is typed."""
     if not interactive:
         line = source.readline()
         return line.strip() if line else None
     try:
         return input(_PROMPT).strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         print(file=sink)
         return None
-    except KeyboardInterrupt:
-        print("\n(/exit or Ctrl-D leaves)", file=sink)
-        return ""
+
+
+def _complain(error: object) -> None:
+    """In one line, whatever the server said."""
+    print(f"error: {' '.join(without_key(str(error)).split())[:_MOST_ERROR_CHARACTERS]}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream chat",
-        description="Chat in the terminal. Ctrl-C stops an answer; /exit or Ctrl-D leaves; /clear forgets.",
+        description="Chat in the terminal. Ctrl-C stops an answer, and leaves where a line is typed. /clear forgets "
+        "the conversation, /system TEXT sets a system message, /quit leaves.",
+        epilog=f"With --api openai the key in {KEY_VARIABLE} is sent.",
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server's REST address (default: %(default)s)")
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help="the server, http(s)://… or, for gRPC, grpc(s)://… (default: %(default)s)"
+    )
+    parser.add_argument("--api", choices=["v2", "openai"], default="v2", help="what --url speaks (default: v2)")
     parser.add_argument("--model", help="model name (default: the server's only model)")
     parser.add_argument("--system", help="a system message that starts the conversation")
-    parser.add_argument("--max-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=positive, help=f"longest answer (default: {_MAX_TOKENS}; with --api openai the server's)"
+    )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     return parser

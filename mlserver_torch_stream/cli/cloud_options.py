@@ -10,8 +10,8 @@ import json
 import os
 from typing import Any
 
-from mlserver_torch_stream.byte_size import parse_bytes
-from mlserver_torch_stream.cli.argument_types import count, positive, seconds
+from mlserver_torch_stream.cli.argument_types import count, nbytes, positive, seconds
+from mlserver_torch_stream.cli.openai_key import openai_key
 from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import RunRefused
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     _add_ending(run)
     watch = commands.add_parser("watch", help="over objects or records as they arrive", epilog=_STATUS_HELP)
     _add_watch(watch)
+    watch.set_defaults(dry_run=False)
     _add_model(watch)
     _add_stages(watch)
     return whole
@@ -84,14 +85,14 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
         "--storage", type=_pair, action="append", default=[], metavar="KEY=VALUE", help="e.g. endpoint=…"
     )
     command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
-    command.add_argument("--prefetch-bytes", type=_bytes, default=64 * 2**20, help="bytes ahead (default: 64MiB)")
+    command.add_argument("--prefetch-bytes", type=nbytes, default=64 * 2**20, help="bytes ahead (default: 64MiB)")
     command.add_argument("--batch-rows", type=positive, help="rows in a batch (default: 8; 1 with --url)")
-    command.add_argument("--batch-bytes", type=_bytes, help="bytes of input in a batch (default: 16MiB)")
+    command.add_argument("--batch-bytes", type=nbytes, help="bytes of input in a batch (default: 16MiB)")
     command.add_argument("--batch-tokens", type=positive, help="tokens of prompts in a batch, instead of bytes")
     command.add_argument("--max-wait", type=seconds, default=0.05, help="of a batch's first row (default: %(default)s)")
     command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency with --url)")
     command.add_argument("--window", type=positive, default=256, help="undelivered rows (default: %(default)s)")
-    command.add_argument("--window-bytes", type=_bytes, default=128 * 2**20, help="of their input (default: 128MiB)")
+    command.add_argument("--window-bytes", type=nbytes, default=128 * 2**20, help="of their input (default: 128MiB)")
     command.add_argument("--tries", type=positive, default=6, help="of each fetch and write (default: %(default)s)")
     command.add_argument(
         "--stall", type=seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
@@ -206,15 +207,10 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def api_key() -> str | None:
-    return os.environ.get("OPENAI_API_KEY") or None
-
-
-def _bytes(text: str) -> int:
     try:
-        number = int(parse_bytes(text))
+        return openai_key()
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return positive(str(number))
+        raise RunRefused(str(error)) from None
 
 
 def _object(text: str) -> dict[str, Any]:

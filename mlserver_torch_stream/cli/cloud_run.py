@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,11 @@ from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
-_RESUME_HINT = "what is written is kept; the same command goes on from there"
+_RESUME_HINT = "; what is written is kept; the same command goes on from there"
+
+
+Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
+"""What a command does; it returns the number of failed rows."""
 
 
 class Stopwatch:
@@ -43,28 +47,34 @@ class Stopwatch:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
 
-def run(arguments: argparse.Namespace, metrics: RunMetrics | None = None) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """The exit status. Raises RunRefused where the run may not start, LeftBehind if a signal ends a load."""
-    metrics = metrics or RunMetrics()
-    watch = Stopwatch()
+    return finish(arguments, _run, "" if arguments.output == options.STDOUT else _RESUME_HINT)
+
+
+def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
+    """Does the work of a command to its end, or to a signal, and prints the summary; the exit status.
+
+    ``hint`` says what becomes of an interrupted command.
+    """
+    metrics, watch = RunMetrics(), Stopwatch()
     try:
-        failed = run_to_end(_run(arguments, metrics, watch))
-        status = options.ROWS_FAILED if failed else options.OK
+        status = options.ROWS_FAILED if run_to_end(work(arguments, metrics, watch)) else options.OK
     except Interrupted:
-        _say(f"interrupted{_hint(arguments)}")
+        say(f"interrupted{hint}")
         status = options.INTERRUPTED
     except RunRefused:
         raise
     except CloudError as error:
-        _say(f"error: {error.message}{_hint(arguments)}")
+        say(f"error: {error.message}{hint}")
         status = options.ENDED
     except BrokenPipeError:
         sys.stdout = None  # its reader has closed it: there is nothing to flush
         status = options.ENDED
     if not arguments.dry_run:
-        _say(summary(metrics, watch.elapsed()))
+        say(summary(metrics, watch.elapsed()))
         if arguments.metrics is not None:
-            write_metrics(arguments.metrics, metrics)
+            _write_metrics(arguments.metrics, metrics)
     return status
 
 
@@ -82,7 +92,7 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwa
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(metrics, _total(planned), sys.stderr, shown):
                 if planned.output is not None:
-                    return await write(planned, infer, metrics, _say)
+                    return await write(planned, infer, metrics, say)
                 return await _print(planned, infer, metrics)
     finally:
         await planned.aclose()
@@ -120,7 +130,7 @@ async def model(
             await asked.aclose()
         return
     limits = options.make_limits(arguments)
-    _say(f"loading {name}")
+    say(f"loading {name}")
     extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
     engine = await EngineInfer.load(name, extra, row_request, metrics, shown)
     try:
@@ -217,16 +227,12 @@ def _described(planned: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def write_metrics(path: str, metrics: RunMetrics) -> None:
+def _write_metrics(path: str, metrics: RunMetrics) -> None:
     try:
         Path(path).write_text(json.dumps(metrics.as_dict(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        _say(f"error: --metrics: {path}: {error.strerror or error}")
+        say(f"error: --metrics: {path}: {error.strerror or error}")
 
 
-def _hint(arguments: argparse.Namespace) -> str:
-    return "" if arguments.output == options.STDOUT else f"; {_RESUME_HINT}"
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from mlserver_torch_stream.cli import cloud_options as options
-from mlserver_torch_stream.cli.cloud_run import Stopwatch, model, model_name, write_metrics
-from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
-from mlserver_torch_stream.cli.progress import summary
+from mlserver_torch_stream.cli.cloud_run import Stopwatch, finish, model, model_name, say
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, RunRefused
+from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.polling import Poller
@@ -31,21 +28,7 @@ from mlserver_torch_stream.cloud.watching import Watcher
 def watch(arguments: argparse.Namespace) -> int:
     """The exit status. Raises RunRefused, or LeftBehind where a signal ended it during a load."""
     _check(arguments)
-    metrics, stopwatch = RunMetrics(), Stopwatch()
-    try:
-        failed = run_to_end(_watch(arguments, metrics, stopwatch))
-        status = options.ROWS_FAILED if failed else options.OK
-    except Interrupted:
-        status = options.INTERRUPTED
-    except RunRefused:
-        raise
-    except CloudError as error:
-        print(f"error: {error.message}; what has no result yet is delivered again", file=sys.stderr)
-        status = options.ENDED
-    print(summary(metrics, stopwatch.elapsed()), file=sys.stderr)
-    if arguments.metrics is not None:
-        write_metrics(arguments.metrics, metrics)
-    return status
+    return finish(arguments, _watch, "; what has no result yet is delivered again")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -75,7 +58,7 @@ async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: 
     async with model(arguments, name, metrics) as (infer, _):
         output = Store.open(arguments.output, storage, arguments.stall)
         stopwatch.start()
-        print("watching", file=sys.stderr, flush=True)
+        say("watching")
         try:
             if arguments.kafka is not None:
                 await _consume(arguments, name, output, infer, metrics)
@@ -93,7 +76,7 @@ async def _objects(arguments: argparse.Namespace, name: str, output: Store, infe
     identity = options.identity(arguments, name)
     limits = options.make_limits(arguments)
     watcher = Watcher(
-        *(store, output, infer, identity, kind, limits, retry), metrics=metrics, report=_say, created=options.created()
+        *(store, output, infer, identity, kind, limits, retry), metrics=metrics, report=say, created=options.created()
     )
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
@@ -124,7 +107,7 @@ async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
                 break
             except InUse as error:
                 if not standing_by:
-                    _say(f"standing by: {error.message}")
+                    say(f"standing by: {error.message}")
                 standing_by = True
                 await asyncio.sleep(every)
         yield lease
@@ -153,8 +136,4 @@ async def _consume(arguments: argparse.Namespace, name: str, output: Store, infe
 
 
 def _report_foreign(message: str) -> None:
-    _say(f"left in the queue, as it names no object below --input: {message}")
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    say(f"left in the queue, as it names no object below --input: {message}")

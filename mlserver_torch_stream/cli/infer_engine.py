@@ -9,7 +9,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cli.interruptible import in_a_thread
@@ -25,18 +25,10 @@ from mlserver_torch_stream.errors import (
     RequestError,
     SettingsError,
 )
-from mlserver_torch_stream.protocol.chat_completion import ChatChoice
 from mlserver_torch_stream.protocol.openai_request import decode_body
+from mlserver_torch_stream.protocol.reply_values import CollectedReply
 from mlserver_torch_stream.protocol.text_completion import completion
-from mlserver_torch_stream.protocol.usage import UsageCounter
-from mlserver_torch_stream.types import (
-    ChatPrompt,
-    FinishReason,
-    GenerationRequest,
-    TextPrompt,
-    TokenEvent,
-    TokenLogprob,
-)
+from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.api import TokenStream
@@ -107,29 +99,19 @@ class EngineInfer:
         from mlserver_torch_stream.generation import Generator
 
         streams: list[TokenStream] = []
-        tally = UsageCounter(request)
-        answers = [_Sequence() for _ in tally.unfinished]
+        collected = CollectedReply(request)
         try:
             await Generator(self.built.engine, self.built.codec, self.built.engine.info).start(request, streams.append)
             async for event in streams[0]:
                 if event.finish_reason in _BROKEN:
                     raise self._broken(event.finish_reason, event.error)
-                tally.note(event)
-                answers[event.index].add(event)
+                collected.add(event)
         finally:
             for stream in streams:
                 stream.close()
-        return Outcome(self._body(request, answers, tally), None, tally.prompt_tokens, tally.completion_tokens)
-
-    def _body(self, request: GenerationRequest, answers: Sequence[_Sequence], tally: UsageCounter) -> dict[str, Any]:
-        (prompt,) = request.prompts
-        before = prompt.text if request.reply.echo_prompt and isinstance(prompt, TextPrompt) else ""
-        wanted = request.sampling.logprobs
-        choices = [
-            ChatChoice(index, before + "".join(answer.texts), answer.reason, answer.logprobs if wanted else None)
-            for index, answer in enumerate(answers)
-        ]
-        return completion(isinstance(prompt, ChatPrompt), self.name, choices, tally)
+        usage, chat = collected.usage, isinstance(request.prompts[0], ChatPrompt)
+        body = completion(chat, self.name, collected.choices(), usage)
+        return Outcome(body, None, usage.prompt_tokens, usage.completion_tokens)
 
     def _broken(self, reason: FinishReason | None, error: Exception | None) -> Exception:
         """The row's failure, or, if the engine is dead, a StoreUnavailable: the next run infers the row again."""
@@ -137,20 +119,6 @@ class EngineInfer:
         if not self.built.engine.alive:
             return StoreUnavailable(f"the engine died: {message}")
         return error if isinstance(error, RequestError) else GenerationFailed(message)
-
-
-@dataclass
-class _Sequence:
-    """One sequence's answer while it is generated."""
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    reason: FinishReason | None = None
-
-    def add(self, event: TokenEvent) -> None:
-        self.texts.append(event.text)
-        self.logprobs.extend(event.logprobs)
-        self.reason = event.finish_reason
 
 
 def _peak_bytes() -> int:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -23,8 +23,11 @@ from mlserver_torch_stream.cli.answers_http import (
     parse,
     reason_of,
 )
+from mlserver_torch_stream.cli.openai_key import authorization, without_key
 from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
-from mlserver_torch_stream.client import EventParser
+from mlserver_torch_stream.client import AsyncClient, ClientError, EventParser
+from mlserver_torch_stream.client.address import Api
+from mlserver_torch_stream.client.http_transport import retry_after_s
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
     AccessDenied,
@@ -38,19 +41,17 @@ from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_error import error_object
 from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
 
-Api = Literal["v2", "openai"]
 _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
-_MOST_ERROR_BYTES = 2000
+_MOST_ERROR_CHARACTERS = 2000
 _JSON = {"Content-Type": "application/json"}
 _BROKEN, _UNREADABLE = 500, 502  # statuses of failures after a 200
+_MODELS_TIMEOUT_S = 10.0
 _TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
 
 
-class _Failed(CloudError):
+class _Failed(CloudError, retriable=True):
     """The server failed at this row. The row is sent again; the last attempt's failure is the row's."""
-
-    retriable = True
 
     def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -87,9 +88,9 @@ class HttpInfer:
     def __post_init__(self) -> None:
         self.gate = Gate(Concurrency(self.most))
         self.retries = 0
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         limits = httpx.Limits(max_connections=self.most, max_keepalive_connections=self.most)
         timeout = httpx.Timeout(self.timeout, connect=10.0, pool=None)
+        headers = authorization(self.key)
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
@@ -186,10 +187,10 @@ class HttpInfer:
 
     def _refusal(self, response: httpx.Response, body: bytes) -> CloudError:
         status = response.status_code
-        reason, error = _server_error(body)
+        reason, error = _server_error(without_key(body.decode(errors="replace")))
         text = f"{self.url} answered {status}: {reason}"
         if status in _LATER:
-            return StoreUnavailable(text, _seconds(response.headers.get("Retry-After")))
+            return StoreUnavailable(text, retry_after_s(response.headers))
         if status in (401, 403):
             return AccessDenied(text)
         if status == 404:
@@ -204,36 +205,22 @@ def _failure(code: str, message: str, status: int, error: Mapping[str, Any] | No
     return Failure(code, message, status, error or error_object(status, message, code=code))
 
 
-def _server_error(body: bytes) -> tuple[str, Mapping[str, Any] | None]:
+def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
     """The message of a refusal, and its error object, if it is OpenAI's."""
     try:
         error = parse(body)["error"]
         return reason_of(error), error if isinstance(error, dict) else None
     except (ValueError, KeyError, TypeError):
-        return body[:_MOST_ERROR_BYTES].decode("utf-8", "replace").strip(), None
-
-
-def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; a date is ignored."""
-    try:
-        return max(0.0, float(header)) if header is not None else None
-    except ValueError:
-        return None
+        return body[:_MOST_ERROR_CHARACTERS].strip(), None
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:
     """The name of the server's only model. Raises RunRefused where it has none or several."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0) as client:
-            if api == "openai":
-                answer = await client.get("/v1/models")
-                names = [model["id"] for model in answer.raise_for_status().json()["data"]]
-            else:
-                answer = await client.post("/v2/repository/index", json={"ready": True})
-                names = sorted({model["name"] for model in answer.raise_for_status().json()})
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise RunRefused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
+        async with AsyncClient(url, api=api, headers=authorization(key), timeout=_MODELS_TIMEOUT_S) as client:
+            names = await client.models()
+    except (ClientError, ValueError) as error:
+        raise RunRefused(f"--url: {url} does not say which models it has ({without_key(str(error))})") from None
     if len(names) != 1:
         raise RunRefused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")
-    return str(names[0])
+    return names[0]

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.byte_size import parse_bytes
-from mlserver_torch_stream.cli.argument_types import above_zero, positive
+from mlserver_torch_stream.cli.argument_types import above_zero, nbytes, positive
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import resolve_source
 
@@ -31,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
-        from mlserver_torch_stream.engine.planning.model_plan import plan_model
+        from mlserver_torch_stream.engine.planning.capacity import plan_model
         from mlserver_torch_stream.engine.planning.model_size import read_size
 
         size = read_size(source, arguments.dtype, arguments.revision)
@@ -127,13 +126,6 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:,.1f}"
 
 
-def _memory(text: str) -> int:
-    try:
-        return int(parse_bytes(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream plan",
@@ -141,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="a folder, a .gguf file, a hub id or embedded://…")
     parser.add_argument("--device", help="a device by its name, such as h100 or cpu; a wrong name lists them")
-    parser.add_argument("--memory", type=_memory, help="of another device, such as 48GB")
+    parser.add_argument("--memory", type=nbytes, help="of another device, such as 48GB")
     parser.add_argument("--bandwidth", type=above_zero, help="of another device's memory, in GB/s")
     parser.add_argument("--tflops", type=above_zero, help="of another device, dense in bf16 (default: not a limit)")
     parser.add_argument("--devices", type=positive, default=_DEVICES, help="at most so many (default: %(default)s)")

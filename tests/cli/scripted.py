@@ -7,78 +7,84 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+from tests.scripted_http import Handler, serving
 
+
+@dataclass
 class ScriptedServer:
-    """``scripts``: one list of chunks per stream request, in order; ``truncate`` breaks the last body off."""
+    """``scripts``: one list of chunks per stream request, in order; ``truncate`` breaks the last body off. ``hold``: a
+    body that is sent in chunks does not end before the server does."""
 
-    def __init__(self, scripts: Sequence[Sequence[bytes]], models: Sequence[str], status: int, truncate: bool) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self._scripts = list(scripts)
-        self._models = models
-        self._status = status
-        self._truncate = truncate
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+    scripts: list[Sequence[bytes]]
+    models: Sequence[str]
+    status: int
+    truncate: bool
+    more: Mapping[str, str]  # headers of whole bodies
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        scripted = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+def _handler(server: ScriptedServer) -> type[Handler]:
+    class Scripted(Handler):
+        def do_GET(self) -> None:
+            server.headers.append(dict(self.headers))
+            self.answer(200, json.dumps({"data": [{"id": name} for name in server.models]}).encode())
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == "/v2/repository/index":
-                    index = [{"name": name, "state": "READY"} for name in scripted._models]
-                    return self._whole(200, json.dumps(index).encode())
-                scripted.asked.append({"path": self.path, **body})
-                chunks = scripted._scripts.pop(0)
-                if scripted._status != 200:
-                    return self._whole(scripted._status, b"".join(chunks))
-                self._chunked(chunks)
+        def do_POST(self) -> None:
+            server.headers.append(dict(self.headers))
+            body = json.loads(self.received())
+            if self.path == "/v2/repository/index":
+                index = [{"name": name, "state": "READY"} for name in server.models]
+                return self.answer(200, json.dumps(index).encode())
+            server.asked.append({"path": self.path, **body})
+            chunks = server.scripts.pop(0)
+            if server.status != 200:
+                return self.answer(server.status, b"".join(chunks), server.more)
+            self._chunked(chunks)
 
-            def _whole(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def _chunked(self, chunks: Sequence[bytes]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for chunk in chunks:
+                self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+                self.wfile.flush()
+            server.ended.wait(60)
+            if server.truncate:
+                self.close_connection = True
+            else:
+                self.wfile.write(b"0\r\n\r\n")
 
-            def _chunked(self, chunks: Sequence[bytes]) -> None:
-                self.send_response(200)
-                self.send_header("Content-Type", "text/event-stream")
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                for chunk in chunks:
-                    self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
-                    self.wfile.flush()
-                if scripted._truncate:
-                    self.close_connection = True
-                else:
-                    self.wfile.write(b"0\r\n\r\n")
-
-            def log_message(self, *arguments: Any) -> None: ...
-
-        return Handler
+    return Scripted
 
 
 @contextmanager
 def scripted_server(
-    *scripts: Sequence[bytes], models: Sequence[str] = ("m",), status: int = 200, truncate: bool = False
+    *scripts: Sequence[bytes],
+    models: Sequence[str] = ("m",),
+    status: int = 200,
+    truncate: bool = False,
+    hold: bool = False,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ScriptedServer]:
-    scripted = ScriptedServer(scripts, models, status, truncate)
-    thread = threading.Thread(target=scripted._server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield scripted
-    finally:
-        scripted._server.shutdown()
-        thread.join()
-        scripted._server.server_close()
+    """``headers``: of whole bodies."""
+    server = ScriptedServer(list(scripts), models, status, truncate, headers)
+    if not hold:
+        server.ended.set()
+    with serving(_handler(server)) as server.url:
+        try:
+            yield server
+        finally:
+            server.ended.set()
 
 
 def event(text: str, *, finish: str | None = None, error: str | None = None) -> bytes:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from mlserver_torch_stream import __version__, cli
+from mlserver_torch_stream import __version__, cli, client
 from mlserver_torch_stream.cli.chat import Chat
 from tests.cli.scripted import ScriptedServer, event, scripted_server
 
@@ -20,7 +22,8 @@ def _answer(*texts: str) -> list[bytes]:
     return [*map(event, texts), event("", finish="stop")]
 
 
-def _chat(server: ScriptedServer, typed: str, *arguments: str) -> tuple[int, str]:
+def _chat(server: ScriptedServer, typed: str, *arguments: str, key: str | None = None) -> tuple[int, str]:
+    environment = {"PYTHONIOENCODING": "utf-8", "PYTHONPATH": ":".join(filter(None, sys.path))}
     process = subprocess.run(
         [sys.executable, "-m", "mlserver_torch_stream.cli", "chat", "--url", server.url, *arguments],
         input=typed,
@@ -28,9 +31,14 @@ def _chat(server: ScriptedServer, typed: str, *arguments: str) -> tuple[int, str
         text=True,
         encoding="utf-8",
         timeout=60,
-        env={"PYTHONIOENCODING": "utf-8", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        env=environment if key is None else {**environment, "OPENAI_API_KEY": key},
     )
     return process.returncode, process.stdout + process.stderr
+
+
+def _started(server: ScriptedServer, stdout: IO[bytes] | int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlserver_torch_stream.cli", "chat", "--url", server.url]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def _messages(server: ScriptedServer, request: int) -> list[dict[str, str]]:
@@ -48,7 +56,7 @@ def test_the_conversation_goes_along_with_every_question() -> None:
         {"role": "assistant", "content": "Hallo 🙂"},
         {"role": "user", "content": "How many?"},
     ]
-    assert server.asked[0]["parameters"] == {"max_tokens": 9}
+    assert server.asked[0]["parameters"] == {"max_tokens": 9, "return_token_ids": True}
 
 
 def test_exit_leaves_and_clear_forgets() -> None:
@@ -58,12 +66,63 @@ def test_exit_leaves_and_clear_forgets() -> None:
     assert _messages(server, 1) == [{"role": "user", "content": "two"}]
 
 
+def test_a_system_message_is_set_and_taken_back_within_a_conversation() -> None:
+    with scripted_server(_answer("a"), _answer("b"), _answer("c")) as server:
+        _chat(server, "one\n/system Be brief.\ntwo\n/system\nthree\n")
+    roles = [[message["role"] for message in _messages(server, request)] for request in range(3)]
+    assert roles[1] == ["system", *roles[2][:3]] and roles[2] == ["user", "assistant", "user", "assistant", "user"]
+    assert _messages(server, 1)[0]["content"] == "Be brief."
+
+
+def test_a_mistyped_command_is_no_question_and_a_path_is_one() -> None:
+    with scripted_server(_answer("a")) as server:
+        status, printed = _chat(server, "/etc/hosts has what in it?\n/claer\n")
+    assert (status, printed) == (1, "a\nerror: /claer: unknown command; did you mean /clear?\n")
+    assert len(server.asked) == 1
+
+
+def test_an_openai_server_is_asked_in_its_own_way_with_the_key() -> None:
+    chunks = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+              {"choices": [{"index": 0, "delta": {"content": "Hi"}}]},
+              {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]  # fmt: skip
+    script = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
+    with scripted_server([*script, b"data: [DONE]\n\n"]) as server:
+        assert _chat(server, "Hello\n", "--api", "openai", key="sk-secret") == (0, "Hi\n")
+    (asked,) = server.asked
+    assert asked["path"] == "/v1/chat/completions"
+    assert asked["messages"] == [{"role": "user", "content": "Hello"}]
+    assert "max_tokens" not in asked
+    assert server.headers[-1]["Authorization"] == "Bearer sk-secret"
+
+
+def test_the_key_is_for_openai_servers_alone_and_is_never_printed() -> None:
+    with scripted_server(_answer("a")) as server:
+        _chat(server, "Hi\n", key="sk-secret")
+        assert "Authorization" not in server.headers[-1]
+        status, printed = _chat(server, "Hi\n", "--api", "openai", key="sk-sécret")
+    assert (status, printed) == (1, "error: OPENAI_API_KEY: has characters that a header cannot carry\n")
+
+
+def test_a_key_that_the_server_repeats_is_not_printed() -> None:
+    body = b'{"error": {"message": "sk-secret is no key"}}'
+    with scripted_server([body], status=401) as server:
+        status, printed = _chat(server, "Hi\n", "--api", "openai", "--model", "m", key="sk-secret")
+    assert (status, printed) == (1, "\nerror: the server answered 401: *** is no key\n")
+
+
+@pytest.mark.parametrize("url", ["localhost:8080", "ftp://localhost", "grpc://localhost", "http://[::1"])
+def test_a_url_that_cannot_be_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--url", url]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+
+
 def test_no_server_is_one_line_and_status_1() -> None:
     with scripted_server() as server:
         pass
     status, printed = _chat(server, "Hi\n")
     assert status == 1
-    assert printed.startswith("error: no answer from http://127.0.0.1") and printed.count("\n") == 1
+    assert printed.startswith("error: no server at http://127.0.0.1") and printed.count("\n") == 1
 
 
 def test_several_models_have_to_be_chosen_from() -> None:
@@ -84,19 +143,91 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(monkeypatch: pytest.Mon
                 raise KeyboardInterrupt
             return written
 
-    with scripted_server(_answer("one ", "two"), _answer("three")) as server:
-        chat, sink = Chat(server.url, "m"), Interrupted()
-        assert chat.turn("count", sink)
+    with (
+        scripted_server(_answer("one ", "two"), _answer("three")) as server,
+        client.Client(server.url) as asked,
+    ):
+        chat, sink = Chat(asked, "m"), Interrupted()
+        assert chat.turn("count", sink, interactive=True)
         assert chat.turn("go on", sink)
-    assert sink.getvalue() == "one  [stopped]\nthree\n"
+    shown = sink.getvalue().splitlines()
+    assert shown[0] == "one  [stopped]" and shown[2:] == ["three"]
     assert _messages(server, 1)[1] == {"role": "assistant", "content": "one "}
 
 
 def test_a_failed_question_is_not_kept() -> None:
-    with scripted_server([b'{"error": "too long"}'], status=422) as server:
-        chat = Chat(server.url, "m")
+    with scripted_server([b'{"error": "too long"}'], status=422) as server, client.Client(server.url) as asked:
+        chat = Chat(asked, "m")
         assert not chat.turn("question", io.StringIO())
     assert chat.messages == []
+
+
+def test_a_refusal_of_many_lines_is_one_line() -> None:
+    page = b"<html>\n<body>\n" + b"Bad gateway\n" * 200
+    with scripted_server([page], status=502) as server:
+        status, printed = _chat(server, "Hi\n", "--model", "m")
+    assert status == 1
+    assert printed.startswith("\nerror: the server answered 502: <html> <body> Bad gateway")
+    assert printed.count("\n") == 2 and len(printed) < 600
+
+
+def test_ctrl_c_just_behind_an_answer_leaves_the_conversation_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keyboard(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    class Screen(Keyboard):
+        def write(self, text: str) -> int:
+            if text.startswith("\x1b[2m") and "interrupted" not in self.getvalue():
+                super().write("interrupted")
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    typed = iter(["one", "two", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    with scripted_server(_answer("1"), _answer("2")) as server, client.Client(server.url) as asked:
+        screen = Screen()
+        assert Chat(asked, "m").run(Keyboard(), screen, "m") == 0
+    assert "interrupted\n2\n" in screen.getvalue()
+    assert [message["content"] for message in _messages(server, 1)] == ["one", "1", "two"]
+
+
+def test_ctrl_c_ends_a_file_of_questions() -> None:
+    with scripted_server([event("one ")], _answer("two"), hold=True) as server, _started(server) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"first\nsecond\n")
+        process.stdin.flush()
+        assert process.stdout.read(4) == b"one "
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, printed, errors) == (130, b"", b"interrupted\n")
+    assert len(server.asked) == 1
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with (
+        scripted_server(_answer("one")) as server,
+        Path("/dev/full").open("wb") as full,
+        _started(server, stdout=full) as process,
+    ):
+        errors = process.communicate(b"Hi\n", timeout=60)[1]
+    assert process.returncode == 1
+    assert errors.decode().startswith("error: ") and errors.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+def test_a_closed_input_or_output_is_one_line(closed: str) -> None:
+    program = f"{sys.executable} -m mlserver_torch_stream.cli chat --url http://127.0.0.1:1 {closed}"
+    done = subprocess.run(program, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: standard input and output must be open\n")
+
+
+def test_a_reader_that_closes_its_end_is_no_traceback() -> None:
+    with scripted_server(_answer("one")) as server, _started(server) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.communicate(b"Hi\n", timeout=60)[1] == b""
+    assert process.returncode == 1
 
 
 def test_ctrl_c_while_modules_are_imported_is_one_line_and_status_130(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_events_survive_any_chunking_and_line_end(size: int, line_end: bytes) ->
 
 
 def test_data_over_several_lines_is_one_event() -> None:
-    assert client.EventParser().feed(b"event: x\ndata: a\ndata:b\nid: 3\n\n") == ["a\nb"]
+    assert list(client.EventParser().feed(b"event: x\ndata: a\ndata:b\nid: 3\n\n")) == ["a\nb"]
 
 
 def test_stream_yields_deltas_and_the_reason() -> None:
@@ -74,6 +74,36 @@ def test_a_refusal_carries_the_servers_status_and_reason() -> None:
         list(client.stream(server.url, "m", "Hello"))
     assert "422: max_tokens: must be positive" in str(caught.value)
     assert caught.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "said"),
+    [
+        (b"", {}, "502: Bad Gateway"),
+        (b"<html>", {"Location": "https://me:secret@h/"}, "502: it redirects to https://h/"),
+    ],
+)
+def test_a_refusal_without_a_reason_says_what_there_is(body: bytes, headers: dict[str, str], said: str) -> None:
+    with (
+        scripted_server([body], status=502, headers=headers) as server,
+        pytest.raises(client.RequestRefused, match=said),
+    ):
+        list(client.stream(server.url, "m", "Hello"))
+
+
+@pytest.mark.parametrize("garbage", [b"data: \xff\xfe\n\n", b"data: 5\n\n", b"data: {\n\n"])
+def test_an_event_that_is_none_is_an_error_after_its_deltas(garbage: bytes) -> None:
+    async def collect(url: str) -> None:
+        async for delta in client.astream(url, "m", "Hello"):
+            seen.append(delta.text)
+
+    seen: list[str] = []
+    with scripted_server([_EVENTS[0], garbage], [_EVENTS[0] + garbage]) as server:
+        with pytest.raises(client.StreamBroken, match="cannot be read"):
+            seen.extend(delta.text for delta in client.stream(server.url, "m", "Hello"))
+        with pytest.raises(client.StreamBroken, match="cannot be read"):
+            asyncio.run(collect(server.url))
+    assert seen == ["Grü", "Grü"]
 
 
 def test_an_error_in_the_stream_is_raised_with_its_reason() -> None:

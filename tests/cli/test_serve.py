@@ -7,15 +7,14 @@ import io
 import json
 import shlex
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from mlserver.repository.repository import SchemalessModelRepository
 
 from mlserver_torch_stream.cli.serve import PORTS, PortTaken, announce, choose_ports, main, prepare_repository
+from tests.scripted_http import Handler, serving
 from tests.server.harness import free_ports
 
 HOST = "127.0.0.1"
@@ -42,7 +41,7 @@ def test_a_usual_port_that_is_taken_is_replaced(monkeypatch: pytest.MonkeyPatch,
     assert choose_ports(HOST, dict.fromkeys(PORTS))["http"] != taken
 
 
-def test_a_usual_port_given_to_another_door_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_port_given_to_another_endpoint_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     (free,) = free_ports(1)
     monkeypatch.setitem(PORTS, "grpc", free)
     ports = choose_ports(HOST, {"http": free, "grpc": None, "metrics": None})
@@ -97,31 +96,20 @@ def test_mlserver_finds_the_model_in_the_environment(
 
 
 def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
-    class Ready(BaseHTTPRequestHandler):
+    class Ready(Handler):
         polls = 0
 
         def do_GET(self) -> None:
             type(self).polls += 1
-            self.answer(503 if self.polls == 1 else 200, b"")
+            self.answer(503 if self.polls == 1 else 200)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.received()
             self.answer(200, b'[{"name": "tiny"}]')
 
-        def answer(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer((HOST, 0), Ready) as server:
-        threading.Thread(target=server.serve_forever).start()
-        out = io.StringIO()
-        url = f"http://{HOST}:{server.server_port}"
+    out = io.StringIO()
+    with serving(Ready) as url:
         announce(url, out, limit=30)
-        server.shutdown()
     words = shlex.split(next(line for line in out.getvalue().splitlines() if "curl" in line))
     assert f"{url}/v2/models/tiny/generate_stream" in words
     assert json.loads(words[words.index("-d") + 1])["text_input"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import SequenceReply, read_reply
 
 
@@ -26,7 +27,21 @@ def test_a_unary_reply_has_all_sequences_with_what_each_got() -> None:
 def test_an_event_says_its_sequence_also_without_text() -> None:
     parameters = {"index": 2, "triton_final_response": True}
     reply = read_reply({"outputs": _outputs(token_ids=[7]), "parameters": parameters})
-    assert reply.sequences == (SequenceReply(2),) and reply.final
+    assert reply.sequences == (SequenceReply(2, token_ids=(7,)),) and reply.final
+
+
+def test_the_ids_and_log_probabilities_of_several_sequences_are_told_apart() -> None:
+    entries = ['[{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5], [6, -1.5]]}]', "[]"]
+    ids = {"name": "token_ids", "datatype": "INT64", "shape": [2, 3], "data": [5, 6, 7, 8, -1, -1]}
+    first, second = read_reply({"outputs": [*_outputs(logprobs=entries), ids]}).sequences
+    assert (first.token_ids, second.token_ids) == ((5, 6, 7), (8,))
+    assert (first.logprobs, second.logprobs) == ((TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),), ())
+
+
+def test_the_counts_of_the_whole_request_are_read() -> None:
+    parameters = {"usage_prompt_tokens": 5, "usage_completion_tokens": 2, "triton_final_response": True}
+    reply = read_reply({"outputs": _outputs(text_output=["a"]), "parameters": parameters})
+    assert (reply.prompt_tokens, reply.completion_tokens) == (5, 2)
 
 
 @pytest.mark.parametrize("body", [{"error": "broken"}, {"parameters": {"error": "broken"}, "outputs": []}])

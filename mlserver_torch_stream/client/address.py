@@ -1,0 +1,79 @@
+"""Checks what a client is given: the server's URL, the headers of its requests, and its timeout.
+
+Knows nothing of transports. Everything that is wrong is a ValueError, which never quotes a header's value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, get_args
+from urllib.parse import SplitResult, urlsplit
+
+Api = Literal["v2", "openai"]
+_HTTP, _GRPC = ("http", "https"), ("grpc", "grpcs")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-_.]+")
+_HEADER_VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")  # HTTP takes no blanks at its ends
+_FRAMING = ("content-length", "transfer-encoding")  # the transport says how long a body is
+_BINARY = "-bin"  # the end of the names whose values are bytes over gRPC
+_LONGEST_TIMEOUT_S = 1e9
+
+
+def is_grpc(url: str, api: Api) -> bool:
+    """Whether the URL means gRPC; else it means HTTP."""
+    if api not in get_args(Api):
+        raise ValueError(f"api: must be one of {', '.join(get_args(Api))}, got {api!r}")
+    parts = _parts(url)
+    if parts.scheme not in (*_HTTP, *_GRPC) or not parts.hostname:
+        schemes = ", ".join(f"{scheme}://" for scheme in (*_HTTP, *_GRPC))
+        raise ValueError(f"url: must begin with one of {schemes} and name a host, got {without_credentials(url)!r}")
+    if parts.scheme in _HTTP:
+        return False
+    if api == "openai":
+        raise ValueError("url: OpenAI's API is spoken over http:// or https://, not over gRPC")
+    if parts.port is None or parts.path not in ("", "/") or parts.username is not None:
+        raise ValueError(f"url: over gRPC it is a host and a port, got {without_credentials(url)!r}")
+    return True
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        readable = parts.port != 0 and url.isprintable() and not re.search(r"[\s?#]", url)
+    except ValueError:  # such as a port that is no number
+        readable = False
+    if not readable:
+        raise ValueError(f"url: is a scheme, a host, a port and a path, got {without_credentials(url)!r}")
+    return parts
+
+
+def grpc_target(url: str) -> str:
+    return urlsplit(url).netloc
+
+
+def http_base(url: str, api: Api) -> str:
+    """What stands before a path such as /v1/models; OpenAI's own clients write the /v1 into their base URL."""
+    base = url.rstrip("/")
+    return base.removesuffix("/v1") if api == "openai" else base
+
+
+def without_credentials(url: str) -> str:
+    """The URL as it may be shown."""
+    return re.sub(r"//[^/]*@", "//", url)
+
+
+def checked_headers(headers: Mapping[str, str] | None, *, grpc: bool) -> dict[str, str]:
+    for name, value in (headers or {}).items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise ValueError(f"headers: {name!r} is no name of a header")
+        if name.lower() in _FRAMING or (grpc and name.lower().endswith(_BINARY)):
+            raise ValueError(f"headers: {name} cannot be chosen")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise ValueError(f"headers: the value of {name} has characters that a header cannot carry")
+    return dict(headers or {})
+
+
+def checked_timeout(seconds: float) -> float:
+    if not 0 < seconds <= _LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout: must be above 0 and at most {_LONGEST_TIMEOUT_S:.0f} seconds, got {seconds}")
+    return seconds

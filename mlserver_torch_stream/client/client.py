@@ -1,0 +1,166 @@
+"""The client: one class that blocks and one for asyncio, over the transport that the URL names.
+
+Knows which transport a URL means. Knows nothing of how one works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from mlserver_torch_stream.client.address import Api, checked_headers, checked_timeout, http_base, is_grpc
+from mlserver_torch_stream.client.deltas import Delta
+from mlserver_torch_stream.client.generation_call import GenerationCall, Messages, generation_call
+from mlserver_torch_stream.client.http_transport import AsyncHttpTransport, HttpApi, HttpTransport
+from mlserver_torch_stream.client.openai_json import OpenAIJson
+from mlserver_torch_stream.client.v2_json import V2Json
+
+DEFAULT_TIMEOUT_S = 300.0
+_HTTP_APIS: dict[Api, HttpApi] = {"v2": V2Json(), "openai": OpenAIJson()}
+
+
+class Transport(Protocol):
+    """How calls reach the server, and deltas come back."""
+
+    def stream(self, call: GenerationCall) -> Generator[Delta, None, None]: ...
+
+    def models(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+class AsyncTransport(Protocol):
+    """The same for asyncio."""
+
+    def stream(self, call: GenerationCall) -> AsyncGenerator[Delta, None]: ...
+
+    async def models(self) -> list[str]: ...
+
+    async def close(self) -> None: ...
+
+
+class Client:
+    """Streams generations from one server. Connections are kept for the next call.
+
+    ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
+    TLS). ``api`` is ``v2`` or, over HTTP, ``openai``. ``headers`` go along with every request, over gRPC as metadata.
+    ``timeout`` bounds the seconds between two events. Raises ValueError for a URL,
+    a header or a timeout that cannot be.
+    """
+
+    def __init__(
+        self, url: str, *, api: Api = "v2", headers: Mapping[str, str] | None = None, timeout: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self._transport = _transport(url, api, headers, timeout)
+
+    def stream(
+        self,
+        model: str,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        messages: Messages | None = None,
+        **parameters: Any,
+    ) -> Generator[Delta, None, None]:
+        """Streams the answers to one or several raw prompts, or to chat ``messages``.
+
+        ``parameters`` are the server's request parameters. Closing the generator cancels the generation. Raises
+        ClientError.
+        """
+        return self._transport.stream(generation_call(model, prompt, messages, parameters))
+
+    def models(self) -> list[str]:
+        """The names of the models that the server has ready. Raises ClientError."""
+        return self._transport.models()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The same as ``Client``, for asyncio."""
+
+    def __init__(
+        self, url: str, *, api: Api = "v2", headers: Mapping[str, str] | None = None, timeout: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self._transport = _async_transport(url, api, headers, timeout)
+
+    def stream(
+        self,
+        model: str,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        messages: Messages | None = None,
+        **parameters: Any,
+    ) -> AsyncGenerator[Delta, None]:
+        return self._transport.stream(generation_call(model, prompt, messages, parameters))
+
+    async def models(self) -> list[str]:
+        return await self._transport.models()
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def stream(
+    url: str,
+    model: str,
+    prompt: str | Sequence[str] | None = None,
+    *,
+    messages: Messages | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    **parameters: Any,
+) -> Generator[Delta, None, None]:
+    """``Client.stream`` over a connection of its own."""
+    with Client(url, timeout=timeout) as client:
+        yield from client.stream(model, prompt, messages=messages, **parameters)
+
+
+async def astream(
+    url: str,
+    model: str,
+    prompt: str | Sequence[str] | None = None,
+    *,
+    messages: Messages | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    **parameters: Any,
+) -> AsyncGenerator[Delta, None]:
+    """The same as ``stream``, for asyncio."""
+    async with (
+        AsyncClient(url, timeout=timeout) as client,
+        aclosing(client.stream(model, prompt, messages=messages, **parameters)) as deltas,
+    ):
+        async for delta in deltas:
+            yield delta
+
+
+def _transport(url: str, api: Api, headers: Mapping[str, str] | None, timeout: float) -> Transport:
+    grpc = is_grpc(url, api)
+    given = checked_headers(headers, grpc=grpc), checked_timeout(timeout)
+    if grpc:
+        from mlserver_torch_stream.client.grpc_transport import GrpcTransport
+
+        return GrpcTransport(url, *given)
+    return HttpTransport(http_base(url, api), _HTTP_APIS[api], *given)
+
+
+def _async_transport(url: str, api: Api, headers: Mapping[str, str] | None, timeout: float) -> AsyncTransport:
+    grpc = is_grpc(url, api)
+    given = checked_headers(headers, grpc=grpc), checked_timeout(timeout)
+    if grpc:
+        from mlserver_torch_stream.client.grpc_transport import AsyncGrpcTransport
+
+        return AsyncGrpcTransport(url, *given)
+    return AsyncHttpTransport(http_base(url, api), _HTTP_APIS[api], *given)

@@ -1,0 +1,203 @@
+"""Carries calls over HTTP and reads the events of their streams, synchronously and for asyncio.
+
+Knows nothing of the protocol, which an HttpApi spells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import httpx
+
+from mlserver_torch_stream.client.address import without_credentials
+from mlserver_torch_stream.client.client_errors import (
+    UNREADABLE,
+    ClientError,
+    ConnectionFailed,
+    RequestRefused,
+    unreadable,
+)
+from mlserver_torch_stream.client.deltas import Delta
+from mlserver_torch_stream.client.event_parser import EventParser
+from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsRequest
+from mlserver_torch_stream.client.openai_json import error_message
+from mlserver_torch_stream.client.stream_ending import StreamEnding
+
+_CONNECT_TIMEOUT_S = 5.0
+_Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
+_MOST_REASON_CHARACTERS = 1000  # of a refusal that is no JSON, such as the page of a proxy
+
+
+class EventReader(Protocol):
+    """Turns the data of one event into deltas. Raises GenerationError, or one of ``UNREADABLE``."""
+
+    def read(self, data: str) -> Sequence[Delta]: ...
+
+    def end(self) -> Sequence[Delta]:
+        """The deltas that the reader has kept, at the end of a body that is complete."""
+
+
+class HttpApi(Protocol):
+    """How a protocol is spelled over HTTP."""
+
+    models_request: ModelsRequest
+
+    def request(self, call: GenerationCall) -> tuple[str, dict[str, Any]]:
+        """The path and the body."""
+
+    def reader(self) -> EventReader: ...
+
+    def model_names(self, body: Any) -> list[str]: ...
+
+
+class HttpTransport:
+    """Calls that block. Closing the generator of a stream closes its connection."""
+
+    def __init__(self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float) -> None:
+        self._url = url
+        self._api = api
+        self._http = _opened(httpx.Client, url, headers, timeout)
+
+    def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
+        path, body = self._api.request(call)
+        reading = _StreamReading(self._api.reader())
+        try:
+            with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise _refusal(response, response.read())
+                for chunk in response.iter_bytes():
+                    yield from reading.feed(chunk)
+        except httpx.HTTPError as error:
+            raise reading.failure(self._url, error) from error
+        yield from reading.end()
+
+    def models(self) -> list[str]:
+        method, path, body = self._api.models_request
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise _no_answer(self._url, error) from error
+        return _model_names(self._api, response)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class AsyncHttpTransport:
+    """The same for asyncio."""
+
+    def __init__(self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float) -> None:
+        self._url = url
+        self._api = api
+        self._http = _opened(httpx.AsyncClient, url, headers, timeout)
+
+    async def stream(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
+        path, body = self._api.request(call)
+        reading = _StreamReading(self._api.reader())
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise _refusal(response, await response.aread())
+                async for chunk in response.aiter_bytes():
+                    for delta in reading.feed(chunk):
+                        yield delta
+        except httpx.HTTPError as error:
+            raise reading.failure(self._url, error) from error
+        for delta in reading.end():
+            yield delta
+
+    async def models(self) -> list[str]:
+        method, path, body = self._api.models_request
+        try:
+            response = await self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise _no_answer(self._url, error) from error
+        return _model_names(self._api, response)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+class _StreamReading:
+    """Turns chunks into deltas."""
+
+    def __init__(self, reader: EventReader) -> None:
+        self._parser = EventParser()
+        self._reader = reader
+        self._ending = StreamEnding()
+
+    def feed(self, chunk: bytes) -> Iterator[Delta]:
+        for deltas in self._read(chunk):
+            yield from self._ending.note(deltas)
+
+    def _read(self, chunk: bytes) -> Iterator[Sequence[Delta]]:
+        try:
+            for event in self._parser.feed(chunk):
+                yield self._reader.read(event)
+        except UNREADABLE as error:
+            raise unreadable(error) from error
+
+    def end(self) -> Iterator[Delta]:
+        if kept := self._reader.end():
+            yield from self._ending.note(kept)
+        self._ending.check()
+
+    def failure(self, url: str, error: httpx.HTTPError) -> ClientError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return _no_answer(url, error)
+        return self._ending.broken(f"the stream broke: {_reason(error)}")
+
+
+def _opened(library: type[_Http], url: str, headers: Mapping[str, str], timeout: float) -> _Http:
+    """httpx reads the environment's proxies and certificates here."""
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"url: {error}, got {without_credentials(url)!r}") from None
+    try:
+        return library(base_url=url, headers=headers, timeout=_timeouts(timeout))
+    except (ValueError, httpx.InvalidURL, ImportError, OSError) as error:
+        raise ValueError(f"a proxy or a certificate of the environment cannot be used: {error}") from error
+
+
+def _timeouts(silence: float) -> httpx.Timeout:
+    return httpx.Timeout(silence, connect=min(silence, _CONNECT_TIMEOUT_S))
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _no_answer(url: str, error: httpx.HTTPError) -> ConnectionFailed:
+    return ConnectionFailed(f"no server at {without_credentials(url)}: {_reason(error)}")
+
+
+def _model_names(api: HttpApi, response: httpx.Response) -> list[str]:
+    if response.status_code != httpx.codes.OK:
+        raise _refusal(response, response.content)
+    try:
+        return api.model_names(response.json())
+    except UNREADABLE as error:
+        raise unreadable(error) from error
+
+
+def _refusal(response: httpx.Response, body: bytes) -> RequestRefused:
+    try:
+        reason = error_message(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        reason = body.decode("utf-8", "replace").strip()[:_MOST_REASON_CHARACTERS]
+    status, location = response.status_code, response.headers.get("Location")
+    if location:
+        reason = f"it redirects to {without_credentials(location)}"
+    reason = reason or response.reason_phrase
+    return RequestRefused(f"the server answered {status}: {reason}", status, retry_after_s(response.headers))
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """The header Retry-After in seconds; None if it is missing, or a date."""
+    try:
+        return max(0.0, float(headers["Retry-After"]))
+    except (KeyError, ValueError):
+        return None

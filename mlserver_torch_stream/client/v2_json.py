@@ -1,0 +1,82 @@
+"""The V2 protocol as the client speaks it: a call as input tensor and parameters, replies as deltas.
+
+Knows nothing of HTTP and gRPC, whose messages hold the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from mlserver_torch_stream.client.client_errors import GenerationError
+from mlserver_torch_stream.client.deltas import Delta, Logprob, RequestUsage
+from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsRequest
+from mlserver_torch_stream.types import TokenLogprob
+from mlserver_torch_stream.v2_reader import ServerReply, read_reply
+
+
+def prompt_tensor(call: GenerationCall) -> tuple[str, list[str]]:
+    """The name and the elements of the BYTES tensor that holds the prompt."""
+    if call.messages is None:
+        return "text_input", list(call.prompts)
+    return "messages", [json.dumps(list(call.messages), ensure_ascii=False)]
+
+
+def deltas_of(reply: ServerReply) -> list[Delta]:
+    """Raises GenerationError where the reply carries an error."""
+    if reply.error is not None:
+        raise GenerationError(f"the generation failed: {reply.error}")
+    usage = None
+    if reply.prompt_tokens is not None and reply.completion_tokens is not None:
+        usage = RequestUsage(reply.prompt_tokens, reply.completion_tokens)
+    last = reply.sequences[-1]
+    return [
+        Delta(
+            text=sequence.text or "",
+            index=sequence.index,
+            token_ids=sequence.token_ids,
+            logprobs=tuple(map(_logprob, sequence.logprobs or ())),
+            cumulative_logprob=sequence.cumulative_logprob,
+            finish_reason=sequence.finish_reason,
+            num_input_tokens=sequence.num_input_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+            usage=usage if sequence is last else None,
+            final=reply.final and sequence is last,
+        )
+        for sequence in reply.sequences
+    ]
+
+
+def _logprob(entry: TokenLogprob) -> Logprob:
+    top = tuple(Logprob(logprob, token_id) for token_id, logprob in entry.top)
+    return Logprob(entry.logprob, entry.token_id, top=top)
+
+
+class V2Json:
+    """The V2 protocol over HTTP."""
+
+    models_request: ModelsRequest = "POST", "/v2/repository/index", {"ready": True}
+
+    def request(self, call: GenerationCall) -> tuple[str, dict[str, Any]]:
+        name, texts = prompt_tensor(call)
+        tensor = {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
+        path = f"/v2/models/{quote(call.model, safe='')}/generate_stream"
+        return path, {"inputs": [tensor], "parameters": dict(call.parameters)}
+
+    def reader(self) -> V2EventReader:
+        return V2EventReader()
+
+    def model_names(self, body: Any) -> list[str]:
+        return sorted({item["name"] for item in body})
+
+
+class V2EventReader:
+    """Reads the events of a stream in the V2 protocol, each by itself."""
+
+    def read(self, data: str) -> Sequence[Delta]:
+        return deltas_of(read_reply(json.loads(data)))
+
+    def end(self) -> Sequence[Delta]:
+        return []
