@@ -1,1 +1,1 @@
-"""How a TorchServe handler is run: archives, settings, worker processes, batches, pieces. Knows nothing of engines."""
+"""Runs TorchServe handlers: archives, settings, worker processes, batches, pieces. Knows nothing of engines."""

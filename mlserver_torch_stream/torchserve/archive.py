@@ -1,7 +1,7 @@
-"""What a ``uri`` names: a ``.mar``, a ``.tar.gz``, a folder or a handler's file, as a folder on disk.
+"""Opens what a ``uri`` names, a ``.mar``, a ``.tar.gz``, a folder or a handler's file, as a folder on disk.
 
-Knows nothing of what a handler does. Nothing of an archive is executed here, nothing in it is installed, and nothing
-of it is written outside its own folder.
+Knows nothing of what a handler does. It executes nothing of an archive, installs nothing, and writes nothing outside
+the archive's own folder.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MANIFEST = "MAR-INF/MANIFEST.json"
 _CONFIG = "model-config.yaml"
 _HANDLER_URI = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w+))?")
 _MOST_MANIFEST_BYTES = 1 << 20
-# RuntimeError: an encrypted zip, or (NotImplementedError) a strange compression; ValueError: a name no file can have.
+# RuntimeError: an encrypted zip, or (NotImplementedError) an unknown compression; ValueError: an impossible file name.
 _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive. ``unpacked``: its folder was made for it, and goes with it."""
+    """An opened archive. ``unpacked``: the folder that was made for it, which ``close`` removes."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -53,13 +53,18 @@ class Archive:
     def handler(self) -> str:
         return str(self.model["handler"])
 
+    @property
+    def envelope(self) -> str:
+        """Empty if there is none."""
+        return str(self.model.get("envelope") or "")
+
     def close(self) -> None:
         if self.unpacked is not None:
             self.unpacked.remove()
 
 
 def open_archive(uri: str, source_folder: str | None, bounds: UnpackBounds = DEFAULT_BOUNDS) -> Archive:
-    """Raises SettingsError where there is nothing by that name, LoadFailed where it is no model of TorchServe's."""
+    """Raises SettingsError if the ``uri`` names nothing, LoadFailed if it is no model archive of TorchServe."""
     plain = uri.removeprefix("file://")
     match = _HANDLER_URI.fullmatch(plain)
     path = find_path(match["file"] if match else plain, source_folder)
@@ -106,7 +111,7 @@ def _read(folder: Path, unpacked: OwnFolder | None = None) -> Archive:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise LoadFailed(f"no {MANIFEST} in {folder}: it is no model archive of TorchServe's")
+        raise LoadFailed(f"no {MANIFEST} in {folder}: it is no model archive of TorchServe")
     if path.stat().st_size > _MOST_MANIFEST_BYTES:
         raise LoadFailed(f"{MANIFEST}: larger than {_MOST_MANIFEST_BYTES} bytes")
     try:

@@ -1,6 +1,6 @@
-"""The requests that wait for a worker, and which of them make up its next batch.
+"""Holds the requests that wait for a worker, and chooses those of its next batch.
 
-Plain state and plain methods: the caller says what time it is. Knows nothing of processes.
+It is plain state and plain methods: the caller passes the time. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -33,28 +33,26 @@ class RequestSequence:
 
 
 class BatchQueue:
-    """At most ``jobQueueSize`` requests, of which those of a sequence go to one worker, in their order.
+    """At most ``jobQueueSize`` requests. The requests of a sequence go to one worker, in their order.
 
-    Each batch holds at most one request of a sequence, or, where batches are continuous, all of it that fits.
+    A batch has at most one request of a sequence; a continuous batch may have several.
     """
 
     def __init__(self, config: HandlerConfig, most_bytes: int = MOST_BYTES) -> None:
         self._config = config
         self._most_bytes = most_bytes  # of a batch
         self._plain: deque[HandlerJob] = deque()
-        self._again: deque[HandlerJob] = deque()
+        self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
         self._per_worker = max(1, config.most_sequences // config.minWorkers)
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._again) + sum(len(each.pending) for each in self._sequences.values())
+        return sum(map(len, self._queues()))
 
     def add(self, job: HandlerJob, now: float) -> None:
         """Raises QueueFull or RequestTooLarge."""
         if job.bytes > self._most_bytes:
-            raise RequestTooLarge(
-                f"a request of {job.bytes} bytes is more than a handler is given ({self._most_bytes})"
-            )
+            raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")
         if len(self) >= self._config.queue_size:
             raise QueueFull(f"{len(self)} requests wait already (jobQueueSize)")
         if self._config.sequenceBatching and job.request.sequence_id is not None:
@@ -62,36 +60,37 @@ class BatchQueue:
         else:
             self._plain.append(job)
 
-    def add_again(self, job: HandlerJob) -> None:
-        """One that is to be run again, before everybody else."""
-        self._again.append(job)
+    def add_retry(self, job: HandlerJob) -> None:
+        """Adds a request that is run again, before all others."""
+        self._retries.append(job)
 
     def remove(self, job: HandlerJob, now: float) -> None:
-        if job in self._again:  # it was taken once
+        if job in self._retries:  # it was in a batch once
             self.ended(job, now, closes_sequence=job.closes_sequence)
-        for queue in (self._plain, self._again, *(each.pending for each in self._sequences.values())):
+        for queue in self._queues():
             if job in queue:
                 queue.remove(job)
 
     def clear(self) -> list[HandlerJob]:
-        """All that wait, who are not to wait any more."""
-        jobs = [*self._again, *self._plain, *(job for each in self._sequences.values() for job in each.pending)]
-        self._again.clear()
-        self._plain.clear()
-        for each in self._sequences.values():
-            each.pending.clear()
+        """Removes and returns all requests that wait."""
+        jobs = [job for queue in self._queues() for job in queue]
+        for queue in self._queues():
+            queue.clear()
         return jobs
 
-    def due(self, worker: int, idle_since: float, now: float) -> float | None:
-        """When the next batch of an idle worker is due: when it is full, or ``maxBatchDelay`` after its first request.
+    def _queues(self) -> list[deque[HandlerJob]]:
+        return [self._retries, self._plain, *(each.pending for each in self._sequences.values())]
 
-        None: nothing waits for it. The delay counts from when both the request and the worker are there.
+    def due(self, worker: int, idle_since: float, now: float) -> float | None:
+        """The time at which the next batch of an idle worker is due; None: no request waits for this worker.
+
+        A full batch is due at once, any other ``maxBatchDelay`` after both its first request and the worker are there.
         """
         candidates = list(self._candidates(worker))
         if not candidates:
             return None
         size = self._config.batchSize
-        if candidates[0] in self._again or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
+        if candidates[0] in self._retries or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
             return now
         if sum(job.bytes for job in candidates) > self._most_bytes:
             return now
@@ -99,11 +98,11 @@ class BatchQueue:
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
 
     def take(self, worker: int, room: int) -> list[HandlerJob]:
-        """The next batch, of at most ``room`` requests, and no more of them than one message carries."""
-        again = next(self._again_on(worker), None)
-        if again is not None:
-            self._again.remove(again)
-            return [again]
+        """The next batch, of at most ``room`` requests and of no more than fit into one message."""
+        retry = next(self._retries_on(worker), None)
+        if retry is not None:
+            self._retries.remove(retry)
+            return [retry]
         batch: list[HandlerJob] = []
         left = self._most_bytes
         for job in list(self._candidates(worker)):
@@ -115,7 +114,7 @@ class BatchQueue:
         return batch
 
     def ended(self, job: HandlerJob, now: float, closes_sequence: bool) -> None:
-        """A job that was taken is over; ``closes_sequence``: so is its sequence, as the handler or the client says."""
+        """A job of a batch has ended; with ``closes_sequence``, or if its client asked for that, its sequence too."""
         sequence = self._of(job)
         if sequence is None:
             return
@@ -126,14 +125,14 @@ class BatchQueue:
             del self._sequences[sequence.id]
 
     def worker_lost(self, worker: int) -> list[HandlerJob]:
-        """The sequences that this worker held are gone; their requests that wait have nobody to go to."""
+        """Removes the sequences whose state this worker held, and returns their requests that wait."""
         lost = [each for each in self._sequences.values() if each.worker == worker]
-        again = [job for job in self._again if self._of(job) in lost]
-        for job in again:
-            self._again.remove(job)
+        retries = [job for job in self._retries if self._of(job) in lost]
+        for job in retries:
+            self._retries.remove(job)
         for sequence in lost:
             del self._sequences[sequence.id]
-        return [*again, *(job for sequence in lost for job in sequence.pending)]
+        return [*retries, *(job for sequence in lost for job in sequence.pending)]
 
     def _add_to_sequence(self, job: HandlerJob, sequence_id: str, now: float) -> None:
         self._expire(now)
@@ -154,8 +153,8 @@ class BatchQueue:
                 del self._sequences[sequence.id]
 
     def _candidates(self, worker: int) -> Iterator[HandlerJob]:
-        """In the order in which they would be taken."""
-        yield from self._again_on(worker)
+        """The requests that the worker may get, in the order in which batches take them."""
+        yield from self._retries_on(worker)
         mine = sum(each.worker == worker for each in self._sequences.values())
         for sequence in self._sequences.values():
             if sequence.worker is None:
@@ -170,9 +169,9 @@ class BatchQueue:
                 yield from list(sequence.pending)[:1]
         yield from self._plain
 
-    def _again_on(self, worker: int) -> Iterator[HandlerJob]:
-        """One of a sequence goes to the worker that holds its state, where it has been before."""
-        for job in self._again:
+    def _retries_on(self, worker: int) -> Iterator[HandlerJob]:
+        """The retries that the worker may run: a request of a sequence runs where the sequence has its state."""
+        for job in self._retries:
             sequence = self._of(job)
             if sequence is None or sequence.worker == worker:
                 yield job

@@ -1,11 +1,10 @@
-"""A model's TorchServe settings: one frozen object, out of ``model-config.yaml`` and what overrides it.
+"""Reads a model's TorchServe settings from ``model-config.yaml`` and its overrides into one frozen object.
 
-Knows nothing of files or workers. The handler sees the YAML as it is; what is read here is what the server honours.
+Knows nothing of files or workers. The handler gets the YAML as it is; the server uses the keys that are read here.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mlserver_torch_stream.did_you_mean import did_you_mean, nearest_name
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.settings import typed_values
 
-# Keys that TorchServe reads and that mean nothing here, each with the reason that is told at load.
+# Keys that TorchServe reads and that have no effect here, each with the reason that the load logs.
 NOT_HONOURED = {
     "maxRetryTimeoutInSec": "a worker that dies is started again for as long as the model is loaded",
 }
@@ -30,7 +30,7 @@ _TORCHRUN_NOT_HONOURED = {
     "master-port",
     "log-dir",
 }
-_NEAR = 0.85  # how alike a handler's own key and one of ours must be to be named as a likely slip
+_NEAR = 0.85  # how alike a handler's own key and one of ours must be to be reported as a likely typing error
 
 
 class TorchRun(BaseModel):
@@ -52,7 +52,7 @@ class HandlerConfig(BaseModel):
     maxWorkers: int = Field(0, ge=0)
     batchSize: int = Field(1, gt=0)
     maxBatchDelay: int = Field(100, ge=0)  # milliseconds
-    responseTimeout: int = Field(120, gt=0)  # seconds without a sign of a handler that works
+    responseTimeout: int = Field(120, gt=0)  # seconds without a message of a handler that has requests
     startupTimeout: int = Field(120, gt=0)  # seconds
     deviceType: Literal["cpu", "gpu"] | None = None
     deviceIds: tuple[int, ...] | None = Field(None, strict=False)
@@ -60,7 +60,7 @@ class HandlerConfig(BaseModel):
     parallelLevel: int = Field(0, ge=0)
     torchrun: TorchRun | None = None
     clientTimeoutInMills: int = Field(0, ge=0)
-    jobQueueSize: int = Field(100, ge=0)  # requests that wait; 0: as many
+    jobQueueSize: int = Field(100, ge=0)  # requests that wait; 0: 100
     useJobTicket: bool = False  # a request is refused where no worker is free
     sequenceMaxIdleMSec: int = Field(0, ge=0)
     sequenceTimeoutMSec: int = Field(0, ge=0)
@@ -69,7 +69,7 @@ class HandlerConfig(BaseModel):
     continuousBatching: bool = False
     sequenceBatching: bool = False
     asyncCommunication: bool = False
-    useVenv: bool = False  # the archive's requirements are not for the server's own environment
+    useVenv: bool = False  # the archive's requirements need an environment of their own
 
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> HandlerConfig:
@@ -81,7 +81,7 @@ class HandlerConfig(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Processes of one worker. Like TorchServe, a custom handler without torchrun starts its own."""
+        """Processes of one worker. As in TorchServe, a custom handler without torchrun starts its own."""
         if self.parallelType is None:
             return 1
         if self.torchrun is not None:
@@ -90,7 +90,7 @@ class HandlerConfig(BaseModel):
 
     @property
     def broadcasts(self) -> bool:
-        """Every rank gets every request; else only the first does."""
+        """True if every rank gets every request; else only the first rank does."""
         return self.parallelType != "pp"
 
     @property
@@ -110,7 +110,7 @@ class HandlerConfig(BaseModel):
 
 
 KEYS = tuple(HandlerConfig.model_fields)
-OURS = ("ts", "python", "metrics_config")  # keys of parameters.extra that a YAML has not
+OURS = ("ts", "python", "metrics_config")  # keys of parameters.extra that a YAML does not have
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
@@ -119,8 +119,7 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
     for key in overrides:
         if key not in KEYS:
             raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean(key, (*KEYS, *OURS))}")
-    typed = {key: _typed(key, value) for key, value in overrides.items()}
-    given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | typed
+    given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | typed_values(overrides, HandlerConfig)
     try:
         return HandlerConfig.model_validate(given)
     except ValidationError as error:
@@ -132,18 +131,8 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
         raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{shown}") from None
 
 
-def _typed(key: str, value: Any) -> Any:
-    """Seldon's ``spec.parameters`` hold nothing but strings: those of keys that are no text are read as JSON."""
-    if not isinstance(value, str) or key in ("deviceType", "parallelType"):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value  # validation will say what is wrong with it
-
-
 def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str]:
-    """What of a model's YAML means something to TorchServe and nothing here, one line per key."""
+    """One line for each key of a model's YAML that has an effect in TorchServe and none here."""
     for key, reason in NOT_HONOURED.items():
         if key in yaml:
             yield f"{key}: {reason}"

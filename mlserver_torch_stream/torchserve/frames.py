@@ -1,6 +1,7 @@
-"""Messages between the server and a worker process: a JSON header and raw bytes, each with its length before it.
+"""Frames the messages between the server and a worker: a JSON header and raw bytes, each after its length.
 
-Knows nothing of what a message says. Nothing that a worker sends is unpickled; what the server loads it with is.
+Knows nothing of what a message means. The server unpickles nothing that a worker sends; a worker unpickles the YAML of
+its first message.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import Any
 
 _LENGTHS = struct.Struct("!II")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-MOST_BYTES = 1 << 30  # of one message, header and body each: what needs more is told so before it is sent
+MOST_BYTES = 1 << 30  # of the header and of the body of one message; larger values are refused before they are sent
 
 
 class BrokenFrame(Exception):
-    """The other side does not keep to the protocol."""
+    """The other side violates the protocol."""
 
 
 def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A lone surrogate in a text, which no encoding of the server's can carry, arrives as its escape: ``\\ud800``."""
+    """A lone surrogate in a text, which no encoding can carry, is sent as its escape: ``\\ud800``."""
     text = json.dumps(header, ensure_ascii=False)
     encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
     return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
 
 
 def bytes_in_frame(value: bytes, *texts: str) -> int:
-    """What a value and texts about it take of a frame, at most: JSON makes up to 7 bytes of a character."""
+    """The most bytes that a value and its texts take of a frame: JSON writes a character in up to 7 bytes."""
     return len(value) + 7 * sum(map(len, texts)) + 100
 
 
@@ -64,7 +65,7 @@ class FrameReader:
 
 
 def split(body: bytes, lengths: list[int]) -> list[bytes]:
-    """The parts that were joined to one body."""
+    """The parts of a body, by their lengths."""
     parts = []
     position = 0
     for length in lengths:

@@ -1,8 +1,8 @@
-"""The metrics of handlers: requests, responses, workers, and what the handlers themselves count; read at scrape time.
+"""Exports the metrics of handlers: requests, responses, workers, and the handlers' own; computed at scrape time.
 
 Knows nothing of scrapers. ``HANDLER_METRICS`` is registered once per process in prometheus_client's default registry,
 which refuses a second collector of the same names; MLServer reloads models, but never this module. Labels are a model's
-name and version, and what a handler's author calls dimensions, whose number is bounded.
+name and version, and the dimensions of a handler's own metrics, whose number is bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -28,14 +28,13 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 ModelLabels = tuple[str, str]
 
 
-class HandlerGauges(Protocol):
-    """The values of a loaded model's gauges now."""
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def workers(self) -> int: ...
+_COUNTERS = {
+    "responses": "Responses that handlers sent, intermediate and last ones",
+    "batches": "Batches, or joins to a continuous batch, that were sent to workers",
+    "batched_requests": "Requests in them",
+    "worker_restarts": "Workers that were started again",
+}
+_GAUGES = {"waiting_requests": "Requests that wait for a worker", "workers": "Workers that are ready"}
 
 
 @dataclass
@@ -47,10 +46,10 @@ class HandlerMetrics:
     batches: int = 0
     batched_requests: int = 0
     worker_restarts: int = 0
-    gauges: HandlerGauges | None = None  # None: the model is not loaded
+    gauges: Callable[[], Mapping[str, int]] | None = None  # None: the model is not loaded
     own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
 
-    def note(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
+    def record(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
         """Records a value of a handler's own metric. A histogram is exported as count and sum."""
         fit = tuple(sorted((_fit(key), str(text)[:_MOST_LABEL_CHARS]) for key, text in labels.items()))
         key = (_fit(name), kind, fit)
@@ -62,7 +61,7 @@ class HandlerMetrics:
 
 
 class HandlerMetricsCollector(Collector):
-    """The metrics of all models. The event loop's thread writes; a scrape in another may read them a request apart."""
+    """The metrics of all models. The event loop's thread writes; a scrape in another thread may miss a request."""
 
     def __init__(self) -> None:
         self._models: dict[ModelLabels, HandlerMetrics] = {}
@@ -73,7 +72,7 @@ class HandlerMetricsCollector(Collector):
             return self._models.setdefault((model, version or ""), HandlerMetrics())
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # the handlers' own names are not known
+        return iter(())  # the names of the handlers' own metrics are not known
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
@@ -89,25 +88,15 @@ def _ours(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
         for outcome, count in metrics.requests.items():
             requests.add_metric((*labels, outcome), count)
     yield requests
-    counters: dict[str, str] = {
-        "responses": "Responses that handlers sent, intermediate and last ones",
-        "batches": "Batches, or joins to a continuous batch, that were sent to workers",
-        "batched_requests": "Requests in them",
-        "worker_restarts": "Workers that were started again",
-    }
-    for name, text in counters.items():
+    for name, text in _COUNTERS.items():
         counter = CounterMetricFamily(_PREFIX + name, text, labels=_LABELS)
         for labels, metrics in models.items():
             counter.add_metric(labels, getattr(metrics, name))
         yield counter
-    gauges: dict[str, tuple[str, Callable[[HandlerGauges], int]]] = {
-        "waiting_requests": ("Requests that wait for a worker", lambda now: now.waiting),
-        "workers": ("Workers that are ready", lambda now: now.workers),
-    }
-    for name, (text, read) in gauges.items():
+    for name, text in _GAUGES.items():
         gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
         for labels, metrics in models.items():
-            gauge.add_metric(labels, 0 if metrics.gauges is None else read(metrics.gauges))
+            gauge.add_metric(labels, 0 if metrics.gauges is None else metrics.gauges()[name])
         yield gauge
 
 

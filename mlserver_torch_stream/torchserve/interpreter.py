@@ -1,6 +1,6 @@
-"""Which Python runs a model's workers: the server's own, or one that the model's settings name.
+"""Finds the Python that runs a model's workers: the server's own, or the one that the model's settings name.
 
-Knows nothing of handlers. Nothing is installed here: what is missing is named, with the line that a person runs.
+Knows nothing of handlers. It installs nothing: where requirements are missing, it returns the command to install them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mlserver_torch_stream.errors import SettingsError
 
 OLDEST = (3, 8)
 _OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")  # another interpreter's packages are elsewhere
-_TELL_VERSION = "import sys; print(*sys.version_info[:2])"
+_PRINT_VERSION = "import sys; print(*sys.version_info[:2])"
 _MOST_S = 60.0
 
 
@@ -24,31 +24,31 @@ def find_interpreter(given: str, folder: str | None) -> str:
     candidates = [Path(given).expanduser().absolute()]
     if folder is not None:
         candidates.insert(0, Path(folder, given).absolute())
-    # Links stay: a virtual environment is found by the link's place.
+    # Links are not resolved: Python finds its virtual environment by the link's folder.
     path = next((str(each) for each in candidates if each.is_file()), None)
     if path is None:
         raise SettingsError(f"{key}: no such interpreter: {given}")
     try:
-        told = subprocess.run(
-            [path, "-c", _TELL_VERSION], capture_output=True, env=environment_of(path), timeout=_MOST_S, text=True
+        run = subprocess.run(
+            [path, "-c", _PRINT_VERSION], capture_output=True, env=environment_of(path), timeout=_MOST_S, text=True
         )
-        version = tuple(map(int, told.stdout.split()))
+        version = tuple(map(int, run.stdout.split()))
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise SettingsError(f"{key}: {path} is no Python that runs: {error}") from None
-    if told.returncode or version < OLDEST:
-        said = told.stderr.strip()[-500:] or f"it is Python {'.'.join(map(str, version))}"
-        raise SettingsError(f"{key}: {path}: handlers need Python {OLDEST[0]}.{OLDEST[1]} or later: {said}")
+    if run.returncode or version < OLDEST:
+        problem = run.stderr.strip()[-500:] or f"it is Python {'.'.join(map(str, version))}"
+        raise SettingsError(f"{key}: {path}: handlers need Python {OLDEST[0]}.{OLDEST[1]} or later: {problem}")
     return path
 
 
 def environment_of(python: str | None) -> dict[str, str]:
-    """What a worker inherits of the server's environment. ``python``: None for the server's own."""
+    """The part of the server's environment that a worker inherits. ``python``: None for the server's own."""
     left_out = _OF_OUR_PYTHON if python is not None else ()
     return {key: value for key, value in os.environ.items() if key not in left_out}
 
 
 def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
-    """What an archive's ``requirementsFile`` comes to without an interpreter of the model's own, as one line."""
+    """One line about an archive's ``requirementsFile`` where the model has no interpreter of its own."""
     line = f"{requirements} is not installed by the server: where it is needed, {_how_to_install(uri, requirements)}"
     if not uses_venv:
         return line
@@ -56,12 +56,12 @@ def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
 
 
 def _how_to_install(uri: str, requirements: str) -> str:
-    """Into an environment of its own, to be run by a person."""
+    """The command that installs the requirements into an environment of their own."""
     path = uri.removeprefix("file://")
     folder, unpack = path, ""
     if not Path(path).is_dir():
         module = "tarfile" if path.endswith((".tar.gz", ".tgz")) else "zipfile"
         folder, unpack = "unpacked", f"python3 -m {module} -e {shlex.quote(path)} unpacked && "
-    # With torch, which requirements seldom name: TorchServe's environments had that of the server.
+    # Requirements seldom name torch, because TorchServe's environments have the server's.
     install = f"venv/bin/pip install torch -r {shlex.quote(os.path.join(folder, requirements))}"
     return f"run `python3 -m venv venv && {unpack}{install}` and set parameters.extra.python to its venv/bin/python"

@@ -1,7 +1,7 @@
-"""What a worker writes to its standard output and error, line by line into the log, within bounds.
+"""Logs the standard output and error of a worker line by line, at a limited rate.
 
-Knows nothing of what is written. The pipe is read as fast as a worker writes, so that printing never stops a handler;
-lines beyond the allowance of a second are counted and dropped, so that the log is not at its mercy.
+Knows nothing of what is written. It reads the pipe as fast as a worker writes, so that printing never blocks a handler;
+lines above the limit of a second are counted and dropped, so that a handler cannot flood the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENDED = select.POLLIN | select.POLLHUP
 
 
 def drain(descriptor: int, name: str) -> threading.Thread:
-    """Reads until the last writer has closed it, in a thread of its own, and closes it."""
+    """Starts a thread that reads until the last writer has closed the pipe, and then closes the descriptor."""
     thread = threading.Thread(target=_Drain(descriptor, name).run, name=f"output of {name}", daemon=True)
     thread.start()
     return thread
@@ -48,12 +48,12 @@ class _Drain:
                 if self._milliseconds_left() == 0:
                     self._next_second()
             self._line(self._rest)
-            self._tell_dropped()
+            self._log_dropped()
         finally:
             os.close(self._descriptor)
 
     def _take(self, chunk: bytes) -> None:
-        if self._lines >= _LINES_PER_S:  # counted without being split: the server's CPU is not at its mercy either
+        if self._lines >= _LINES_PER_S:  # lines are counted without being split, which saves the server's CPU
             ends = chunk.count(b"\n")
             self._dropped += ends
             self._rest = ((b"" if ends else self._rest) + chunk[chunk.rfind(b"\n") + 1 :])[:_MOST_LINE_BYTES]
@@ -73,14 +73,14 @@ class _Drain:
         logger.info("%s: %s", self._name, line[:_MOST_LINE_BYTES].decode(errors="backslashreplace"))
 
     def _milliseconds_left(self) -> int:
-        """Of the current second, rounded up."""
+        """The rest of the current second, rounded up."""
         return max(0, int(1000 * (self._began + 1 - time.monotonic()) + 0.999))
 
     def _next_second(self) -> None:
-        self._tell_dropped()
+        self._log_dropped()
         self._began, self._lines = time.monotonic(), 0
 
-    def _tell_dropped(self) -> None:
+    def _log_dropped(self) -> None:
         if self._dropped:
             logger.warning("%s: %d more lines dropped, at most %d/s are kept", self._name, self._dropped, _LINES_PER_S)
             self._dropped = 0

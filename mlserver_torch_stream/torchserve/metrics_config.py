@@ -1,7 +1,7 @@
-"""TorchServe's ``metrics.yaml``: the metrics that a handler finds in its ``context.metrics`` when it is loaded.
+"""Reads TorchServe's ``metrics.yaml``: the metrics that are in a handler's ``context.metrics`` from the start.
 
-Knows nothing of values, or of how they are shown. The section ``model_metrics`` is the handlers'. ``ts_metrics`` is
-TorchServe's own: MLServer and the node exporter have those figures by other names.
+Knows nothing of values, or of how they are exported. The section ``model_metrics`` is for handlers. The section
+``ts_metrics`` is for TorchServe: MLServer and the node exporter export those metrics under other names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlserver_torch_stream.model_source import find_path
 MODEL_METRICS = "model_metrics"
 _TYPES = ("counter", "gauge", "histogram")
 _USUAL = ["ModelName", "Level"]
-# What the file that TorchServe brings says of handlers.
+# The handlers' metrics in the file that TorchServe's package has.
 DEFAULT: Mapping[str, Any] = {
     MODEL_METRICS: {
         "gauge": [{"name": name, "unit": "ms", "dimensions": _USUAL} for name in ("HandlerTime", "PredictionTime")]
@@ -26,7 +26,7 @@ DEFAULT: Mapping[str, Any] = {
 
 
 def read_metrics_config(given: str, folder: str | None, key: str) -> Mapping[str, Any]:
-    """``given``: a file, relative to the settings' folder; ``key`` is where that was said. Raises SettingsError."""
+    """``given``: a file, relative to the settings' folder; ``key``: the setting that names it. Raises SettingsError."""
     path = find_path(given, folder)
     if path is None or not path.is_file():
         raise SettingsError(f"{key}: no such file: {given}")

@@ -1,6 +1,6 @@
-"""TorchServe's ``config.properties``: what of it goes along with a model, and what its other keys come to here.
+"""Reads TorchServe's ``config.properties``: the keys that a model takes along, and where the other keys are set here.
 
-Knows nothing of archives. The file belongs to a server: it is read when a model is imported, and never by ours.
+Knows nothing of archives. The file is for a whole TorchServe: it is read when a model is imported, not by our server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CARRIED = {
 }
 METRICS_CONFIG = "metrics_config"  # a file, which is copied beside each model's settings
 _MODELS = "models"  # settings by model and version, as JSON
-_OF_MODELS_ONLY = ("marName", "defaultVersion")  # what they say there, the model's folder says here
+_OF_MODELS_ONLY = ("marName", "defaultVersion")  # here the model's folder has both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
 _TLS = "TLS ends at the ingress"
 _MANAGED = "MLServer's repository API, on the same ports"
@@ -71,7 +71,7 @@ _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 
 def read_properties(text: str) -> dict[str, str]:
-    """As Java reads such a file: comments, continued lines, escapes."""
+    """Reads the file as Java does: with comments, continued lines and escapes."""
     found = {}
     lines = iter(text.splitlines())
     for line in lines:
@@ -87,13 +87,13 @@ def read_properties(text: str) -> dict[str, str]:
 
 
 def carried(properties: Mapping[str, str], model: str, version: str | None, yaml: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes into ``parameters.extra`` of a model: its own settings over the defaults of all, and under its YAML.
+    """The keys for ``parameters.extra`` of a model: its own settings, else the defaults of all models.
 
-    Raises SettingsError.
+    A key of the model's YAML is left out. Raises SettingsError.
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():
-        if key in properties and (number := _number(key, properties[key])):  # 0: as TorchServe finds it best
+        if key in properties and (number := _number(key, properties[key])):  # 0: TorchServe chooses
             extra[name] = number
     for key, value in _own(properties, model, version).items():
         if key in KEYS:
@@ -112,7 +112,7 @@ def not_carried_over(properties: Mapping[str, str], model: str, version: str | N
 
 
 def _own(properties: Mapping[str, str], model: str, version: str | None) -> dict[str, Any]:
-    """Of the version that the archive has; of the only one where it says none."""
+    """The settings of the archive's version, or of the only version if the archive names none."""
     try:
         versions = json.loads(properties.get(_MODELS, "{}")).get(model, {})
         chosen = versions.get(version) if version is not None or len(versions) != 1 else next(iter(versions.values()))

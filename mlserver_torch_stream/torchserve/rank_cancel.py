@@ -1,6 +1,6 @@
-"""At which of its sends a call stops on all of its ranks, when nobody waits for it any more: the server's part of it.
+"""Chooses the send at which all ranks end a call whose clients have disconnected.
 
-Plain state and plain methods, which return what the ranks are to be told. Knows nothing of processes or time.
+It is plain state and plain methods, which return the message for the ranks. Knows nothing of processes or time.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ Message = dict[str, Any]
 
 
 class RankCancellation:
-    """Only for handlers that have been seen to send alike on all ranks, as those do that leave it to TorchServe's
-    function to be silent on other ranks than the first. Others, at the same number of sends, may be anywhere.
+    """Ends a call only if all ranks have sent equally often in earlier calls.
+
+    They do in a handler that calls TorchServe's function on every rank, of which only the first one sends. In another
+    handler the ranks may be anywhere after the same number of sends.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._alike: bool | None = None  # None: not known yet
-        self._sends: dict[int, dict[int, int]] = {}  # of calls that have not ended on all ranks
-        self._call = 0  # that is to stop, if it can
-        self._next: dict[int, int] = {}  # send of each rank
-        self._met: set[int] = set()
+        self._sends: dict[int, dict[int, int]] = {}  # by call, then by rank, until the call has ended on all ranks
+        self._call = 0  # the call that shall end
+        self._next: dict[int, int] = {}  # the next send of each rank
+        self._waiting: set[int] = set()  # ranks that wait at the send where they meet
 
     def ended(self, rank: int, call: int, sends: int) -> None:
-        """A call is over on a rank."""
+        """A call has ended on a rank."""
         counts = self._sends.setdefault(call, {})
         counts[rank] = sends
         if len(counts) == self._ranks:
@@ -33,14 +35,14 @@ class RankCancellation:
                 self._alike = self._alike is not False and len(set(counts.values())) == 1
 
     def asked(self, call: int, at: int) -> Message:
-        """The first rank waits at this send."""
+        """The first rank asks to end the call, and waits at its send number ``at``."""
         if not self._alike:
             return _verdict(call, False)
-        self._call, self._next, self._met = call, {0: at}, set()
+        self._call, self._next, self._waiting = call, {0: at}, set()
         return {"t": "halt", "call": call}
 
-    def said_next(self, rank: int, call: int, send: int) -> Message | None:
-        """The send that a rank will come to, and wait at. 0: it cannot stop any more."""
+    def next_send(self, rank: int, call: int, send: int) -> Message | None:
+        """The next send of a rank, at which it waits. 0: the rank cannot end the call any more."""
         if call != self._call:
             return None
         if not send:
@@ -51,16 +53,16 @@ class RankCancellation:
         return {"t": "meet", "call": call, "at": max(self._next.values())}
 
     def met(self, rank: int, call: int, here: bool) -> Message | None:
-        """A rank waits where they are to meet; or not: its call has ended, or cannot stop any more."""
+        """A rank waits at the send where all ranks meet; not ``here``: it can no longer end the call there."""
         if call != self._call:
             return None
-        self._met.add(rank)
-        if not here or len(self._met) == self._ranks:
+        self._waiting.add(rank)
+        if not here or len(self._waiting) == self._ranks:
             return self._decide(here)
         return None
 
     def too_late(self, call: int) -> Message | None:
-        """Not all have met in time: they do not send alike. None if they have."""
+        """The ranks did not all meet in time, so they do not send alike. None: they met."""
         if call != self._call:
             return None
         self._alike = False

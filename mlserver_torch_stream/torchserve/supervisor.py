@@ -1,6 +1,6 @@
-"""The workers of one model: started, told what to load, started again when they die.
+"""Starts the workers of one model, loads the handler in each of them, and starts a worker that dies again.
 
-Knows nothing of which request goes where: it is told whom to tell what a worker says.
+Knows nothing of which request goes where: it passes the messages of workers to a listener.
 """
 
 from __future__ import annotations
@@ -22,187 +22,179 @@ from mlserver_torch_stream.torchserve.worker_process import WorkerEnded, WorkerO
 
 logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MOST_DELAY_S = 0.1, 30.0
-_SOUND_S = 60.0  # a worker that has lived as long, or answered, was not wrong from the start
+_STABLE_S = 60.0  # a worker that has lived so long, or has answered, starts again after the first delay
 
 
 class WorkerSlot:
-    """One worker's place: the process that is in it now, if any, and what it works on."""
+    """One worker of a model: its process, which may be replaced, and the requests that it runs."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.worker: WorkerProcess | None = None
-        self.turn = 0  # how many have been in it: what is heard of earlier ones means nothing any more
+        self.starts = 0  # processes so far: what arrives from an earlier one is ignored
+        self.starting: asyncio.Future[None] | None = None  # done when all ranks are ready, or the start has failed
+        self.ranks_starting = 0  # ranks that are not ready yet
         self.ready = False
         self.active: dict[str, HandlerJob] = {}
-        self.together: RankCancellation | None = None  # where its ranks may stop
+        self.cancellation: RankCancellation | None = None  # where the ranks may end a call together
         self.idle_since = 0.0
-        self.watch: asyncio.TimerHandle | None = None
-        self.signed = 0.0  # when anything was heard of it
-        self.delay_s = _FIRST_DELAY_S  # before it is started again
-        self.born = 0.0
-        self.proven = False  # this process has answered
+        self.timer: asyncio.TimerHandle | None = None  # runs while the slot has active requests
+        self.active_at = 0.0  # the time of the last message
+        self.delay_s = _FIRST_DELAY_S  # before the next start
+        self.ready_at = 0.0
+        self.has_answered = False  # this process
+
+    def fail_start(self, why: str) -> bool:
+        """False if the worker is not starting."""
+        if self.starting is None or self.starting.done():
+            return False
+        self.starting.set_exception(LoadFailed(why))
+        return True
 
 
 class SupervisorListener(Protocol):
-    """All of it is called on the event loop."""
+    """All methods are called on the event loop."""
 
-    def heard(self, place: WorkerSlot, header: dict[str, Any], body: bytes) -> None: ...
+    def received(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None: ...
 
-    def lost(self, place: WorkerSlot, why: str) -> None:
-        """The worker that was ready in this place is no more."""
+    def lost(self, slot: WorkerSlot, why: str) -> None:
+        """The process of a ready worker has ended."""
 
-    def came(self, place: WorkerSlot) -> None:
-        """A worker is ready."""
+    def became_ready(self, slot: WorkerSlot) -> None: ...
 
-    def hopeless(self, why: str) -> None:
+    def unavailable(self, why: str) -> None:
         """No worker is left, and the last attempt to start one has failed."""
 
 
 class WorkerSupervisor:
-    """``order`` makes what the worker with a number loads."""
+    """``order`` makes the order of the worker with a number: what it loads."""
 
     def __init__(
-        self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], manager: SupervisorListener
+        self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], listener: SupervisorListener
     ) -> None:
-        self.places = [WorkerSlot(number) for number in range(config.minWorkers)]
+        self.slots = [WorkerSlot(number) for number in range(config.minWorkers)]
         self.trouble: str | None = None  # why there is no worker
         self.restarts = 0
         self._name = name
         self._config = config
         self._order = order
-        self._manager = manager
+        self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._starting: dict[int, int] = {}  # ranks that are not ready yet
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._over = False
+        self._restarting: set[asyncio.Task[None]] = set()
+        self._ended = False
 
     @property
     def ready(self) -> list[WorkerSlot]:
-        return [place for place in self.places if place.ready]
+        return [slot for slot in self.slots if slot.ready]
 
     async def start(self) -> None:
-        """All at once. Raises LoadFailed if any cannot be started; then none is left."""
-        results = await asyncio.gather(*(self._start(place) for place in self.places), return_exceptions=True)
+        """Starts all workers at once. Raises LoadFailed if one cannot be started, and then ends the others."""
+        results = await asyncio.gather(*map(self._start, self.slots), return_exceptions=True)
         failed = next((each for each in results if isinstance(each, BaseException)), None)
         if failed is not None:
             self.end()
             raise failed
 
-    def kill(self, place: WorkerSlot, why: str) -> None:
-        if place.worker is not None:
-            place.worker.kill(why)
+    def kill(self, slot: WorkerSlot, why: str) -> None:
+        if slot.worker is not None:
+            slot.worker.kill(why)
 
     def end(self) -> None:
-        """For good. From any thread."""
-        self._over = True
-        for place in self.places:
-            if place.worker is not None:
-                place.worker.kill()
+        """Ends all workers for good. From any thread."""
+        self._ended = True
+        for slot in self.slots:
+            if slot.worker is not None:
+                slot.worker.kill()
 
     def wait(self) -> None:
-        """Until no process is left. Blocks."""
-        for place in self.places:
-            if place.worker is not None:
-                place.worker.wait()
+        """Blocks until no process is left."""
+        for slot in self.slots:
+            if slot.worker is not None:
+                slot.worker.wait()
 
-    async def _start(self, place: WorkerSlot) -> None:
+    async def _start(self, slot: WorkerSlot) -> None:
         """Raises LoadFailed."""
-        done = self._waiting[place.number] = self._loop.create_future()
-        name = f"{self._name} worker {place.number}"
-        self._starting[place.number] = self._config.ranks
-        place.turn += 1
-        place.together = RankCancellation(self._config.ranks) if self._config.stops == "together" else None
+        slot.starting = self._loop.create_future()
+        slot.starts += 1
+        slot.ranks_starting = self._config.ranks
+        slot.cancellation = RankCancellation(self._config.ranks) if self._config.stops == "together" else None
+        name = f"{self._name} worker {slot.number}"
+        receive, lose = partial(self._received, slot, slot.starts), partial(self._lost, slot, slot.starts)
         try:
-            place.worker = WorkerProcess(
-                name,
-                self._order(place.number),
-                self._post,
-                partial(self._heard, place, place.turn),
-                partial(self._lost, place, place.turn),
-            )
-            if self._over:  # since the last look: ``end`` may be called in any thread
-                place.worker.kill()
-            await asyncio.wait_for(done, self._config.startupTimeout)
+            slot.worker = WorkerProcess(name, self._order(slot.number), self._post, receive, lose)
+            if self._ended:  # ``end`` may have been called in another thread meanwhile
+                slot.worker.kill()
+            await asyncio.wait_for(slot.starting, self._config.startupTimeout)
         except asyncio.TimeoutError:
-            self.kill(place, "was not ready in time")
+            self.kill(slot, "was not ready in time")
             raise LoadFailed(f"{name} was not ready within {self._config.startupTimeout} s (startupTimeout)") from None
         except LoadFailed as error:
-            self.kill(place, str(error))
+            self.kill(slot, str(error))
             raise
         except OSError as error:
             raise LoadFailed(f"{name} cannot be started: {error}") from None
         finally:
-            self._waiting.pop(place.number, None)
+            slot.starting = None
 
-    def _heard(self, place: WorkerSlot, turn: int, header: dict[str, Any], body: bytes) -> None:
-        if turn != place.turn:
+    def _received(self, slot: WorkerSlot, start: int, header: dict[str, Any], body: bytes) -> None:
+        if start != slot.starts:
             return
-        place.signed = time.monotonic()
-        kind = header["t"]
-        waiting = self._waiting.get(place.number)
-        if kind == "ready":
-            self._starting[place.number] -= 1
-            if self._starting[place.number] == 0 and waiting is not None and not waiting.done():
-                waiting.set_result(None)
-                self._is_ready(place)
-        elif kind == "refused":
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(LoadFailed(header["message"]))
+        slot.active_at = time.monotonic()
+        if header["t"] == "ready":
+            slot.ranks_starting -= 1
+            if slot.ranks_starting == 0 and slot.starting is not None and not slot.starting.done():
+                slot.starting.set_result(None)
+                self._become_ready(slot)
+        elif header["t"] == "refused":
+            slot.fail_start(header["message"])
         else:
-            place.proven |= bool(header.get("ended"))
-            self._manager.heard(place, header, body)
+            slot.has_answered |= bool(header.get("ended"))
+            self._listener.received(slot, header, body)
 
-    def _is_ready(self, place: WorkerSlot) -> None:
-        place.ready, place.proven = True, False
-        place.born = place.idle_since = time.monotonic()
+    def _become_ready(self, slot: WorkerSlot) -> None:
+        slot.ready, slot.has_answered = True, False
+        slot.ready_at = slot.idle_since = time.monotonic()
         self.trouble = None
-        self._manager.came(place)
+        self._listener.became_ready(slot)
 
-    def _lost(self, place: WorkerSlot, turn: int, ended: WorkerEnded) -> None:
-        if turn != place.turn:
-            return
-        waiting = self._waiting.get(place.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(LoadFailed(f"{ended} before it was ready"))
-            return
-        if not place.ready or self._over:
+    def _lost(self, slot: WorkerSlot, start: int, ended: WorkerEnded) -> None:
+        if start != slot.starts or slot.fail_start(f"{ended} before it was ready") or not slot.ready or self._ended:
             return
         logger.error("%s", ended)
-        place.ready = False
-        if place.proven or time.monotonic() - place.born > _SOUND_S:
-            place.delay_s = _FIRST_DELAY_S
-        self._manager.lost(place, str(ended))
-        task = self._loop.create_task(self._start_again(place))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        slot.ready = False
+        if slot.has_answered or time.monotonic() - slot.ready_at > _STABLE_S:
+            slot.delay_s = _FIRST_DELAY_S
+        self._listener.lost(slot, str(ended))
+        task = self._loop.create_task(self._start_again(slot))
+        self._restarting.add(task)
+        task.add_done_callback(self._restarting.discard)
 
-    async def _start_again(self, place: WorkerSlot) -> None:
-        """Until it is ready, with more and more time between the attempts."""
+    async def _start_again(self, slot: WorkerSlot) -> None:
+        """Tries until the worker is ready; the delay doubles with each attempt."""
         while True:
-            await asyncio.sleep(place.delay_s)
-            place.delay_s = min(place.delay_s * 2, _MOST_DELAY_S)
-            if self._over:
+            await asyncio.sleep(slot.delay_s)
+            slot.delay_s = min(slot.delay_s * 2, _MOST_DELAY_S)
+            if self._ended:
                 return
             try:
                 self.restarts += 1
-                await self._start(place)
+                await self._start(slot)
             except Exception as error:
-                logger.error("Model %s: cannot start worker %d again: %s", self._name, place.number, error)
+                logger.error("Model %s: cannot start worker %d again: %s", self._name, slot.number, error)
                 if not self.ready:
                     self.trouble = f"its workers died, and cannot be started again: {error}"
-                    self._manager.hopeless(self.trouble)
+                    self._listener.unavailable(self.trouble)
             else:
-                logger.info("Model %s: worker %d is there again", self._name, place.number)
+                logger.info("Model %s: worker %d is ready again", self._name, slot.number)
                 return
 
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
 
 def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mapping[str, str]]:
-    """What torchrun sets for the ranks of one machine; nothing for a single process. ``devices``: visible GPUs."""
+    """The variables that torchrun sets for the ranks of one machine; none for a single process. ``devices``: GPUs."""
     shared: dict[str, str] = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     count = config.ranks
     if config.parallelType is None or (config.parallelType == "custom" and config.torchrun is None):
@@ -210,7 +202,7 @@ def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mappin
     threads = config.torchrun.omp_number_threads if config.torchrun is not None else 1
     shared |= {
         "MASTER_ADDR": "127.0.0.1",
-        # If another process takes it before the first rank does, the start fails and is tried again.
+        # If another process takes the port before the first rank does, the start fails and is tried again.
         "MASTER_PORT": str(free_port("127.0.0.1")),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

@@ -1,8 +1,8 @@
-"""The folder that an archive is unpacked into: a temporary one, its process's own as long as that lives.
+"""Makes the temporary folder that an archive is unpacked into, which belongs to this process as long as it lives.
 
-Knows nothing of archives. The process holds a lock on the folder itself, which the kernel takes back however the
-process ends: a folder that nobody holds was left by one that was killed, and is removed when the next one is made.
-systemd-tmpfiles, too, lets folders be that are locked so.
+Knows nothing of archives. The process holds a lock on the folder, which the kernel releases however the process ends. A
+folder without a lock was left by a process that was killed, and is removed when the next folder is made.
+systemd-tmpfiles leaves folders with such a lock alone, too.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class OwnFolder:
-    """Made, held, and gone with ``remove``."""
+    """A new folder, locked by this process until ``remove``."""
 
     def __init__(self) -> None:
         _remove_abandoned()
         made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
         self._descriptor = os.open(made, _OPEN)
-        with contextlib.suppress(OSError):  # a file system without locks: there, nothing is found to be abandoned
+        with contextlib.suppress(OSError):  # on a file system without locks no folder is removed as abandoned
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        # Held before it has the name that others look for: nobody sees it while it seems to be nobody's.
+        # The folder gets the name that other processes look for when it is locked already.
         self.path = Path(made).rename(Path(made).with_name(Path(made).name[1:]))
 
     def remove(self) -> None:
@@ -46,14 +46,14 @@ def _remove_abandoned() -> None:
     for path in found:
         try:
             descriptor = os.open(path, _OPEN)
-        except OSError:  # a link, a file, somebody else's, or gone meanwhile
+        except OSError:  # a link, a file, another user's folder, or a removed one
             continue
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("Removed %s, left by a process that was killed", path)
-        except OSError:  # its process lives
+        except OSError:  # its process is alive
             continue
         finally:
             os.close(descriptor)

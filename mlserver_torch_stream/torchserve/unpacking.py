@@ -1,7 +1,7 @@
-"""The members of a ``.mar`` (a zip) or a ``.tar.gz``, written below one folder and within bounds.
+"""Unpacks a ``.mar`` (a zip) or a ``.tar.gz`` into one folder, within bounds.
 
-Knows nothing of what the files mean. What is written is counted while it is written: nothing relies on the sizes that
-an archive claims.
+Knows nothing of what the files mean. It counts the bytes that it writes and does not rely on the sizes that an archive
+claims.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import IO, Any
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 
 BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
-# Weights hardly shrink when they are packed, and text shrinks to a tenth; DEFLATE makes a thousandth of zeros.
+# Packed weights are hardly smaller, packed text is a tenth; DEFLATE packs zeros to a thousandth.
 _MOST_RATIO = 100
-_LEAST_BYTES = 1 << 30  # that any archive may unpack to, however small it is
+_LEAST_BYTES = 1 << 30  # the bound of a small archive
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
-_CHUNK = 1 << 16  # bytes of one read: also what a long name or other headers of one member may have
+_CHUNK = 1 << 16  # bytes of one read, and the bound of a long name or other headers of one member
 _DRIVE = re.compile(r"[A-Za-z]:/")
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackBounds:
-    """What an archive may unpack to. ``bytes`` None: 100 times the archive's own size, and at least 1 GiB."""
+    """The bounds of an unpacked archive. ``bytes`` None: 100 times the archive's own size, and at least 1 GiB."""
 
     bytes: int | None = None
     files: int = _FILES  # files and folders
@@ -57,7 +57,7 @@ def _taken(extra: MutableMapping[str, Any], key: str, default: Any) -> Any:
 
 
 def unpack(archive: Path, folder: Path, bounds: UnpackBounds) -> None:
-    """Raises LoadFailed at the first member that may not be unpacked, or what reading a damaged archive raises."""
+    """Raises LoadFailed at the first member that must not be unpacked, other errors for a damaged archive."""
     target = _Target(archive, folder, bounds)
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
@@ -84,7 +84,7 @@ def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
 
 
 class _BoundedReads(gzip.GzipFile):
-    """A packed archive as tarfile reads it: the headers of a member, such as a long name, in one piece."""
+    """Limits the reads of tarfile, which reads the headers of a member, such as a long name, in one piece."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _CHUNK:
@@ -99,7 +99,7 @@ def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
 
 
 class _Target:
-    """A folder that the members of one archive are written to."""
+    """Writes the members of one archive into a folder."""
 
     def __init__(self, archive: Path, folder: Path, bounds: UnpackBounds) -> None:
         self._archive = archive
@@ -125,7 +125,7 @@ class _Target:
     def _path(self, member: _Member) -> Path:
         if not member.plain:
             raise LoadFailed(f"{self._archive}: {member.name!r} is a link or a device, which is not unpacked")
-        name = member.name.replace("\\", "/")  # as archives that were made on Windows have it
+        name = member.name.replace("\\", "/")  # archives that were made on Windows have backslashes
         parts = PurePosixPath(name).parts
         if name.startswith("/") or ".." in parts or _DRIVE.match(name):
             raise LoadFailed(f"{self._archive}: {member.name!r} leads out of the archive")
@@ -134,7 +134,7 @@ class _Target:
         return self._folder.joinpath(*parts)
 
     def _make(self, folder: Path) -> None:
-        """With the folders above it, each of which counts."""
+        """Makes a folder and those above it, each of which counts."""
         if folder in self._made:
             return
         self._make(folder.parent)

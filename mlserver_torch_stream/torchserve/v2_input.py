@@ -1,6 +1,6 @@
-"""A V2 request as a handler sees it: each input tensor is a field, each request parameter a header.
+"""Turns a V2 request into a handler's request: each input tensor becomes a field, each request parameter a header.
 
-Knows a request by its attributes, which are those of MLServer's class, and nothing of how one is answered.
+Knows MLServer's class of a request by its attributes, and nothing of how a request is answered.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, Req
 
 JSON = "application/json"
 _TEXT = "text/plain"
-_CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # MLServer's own names
-# Parameters for the server, of which a handler gets no header.
+_CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # by MLServer's names
+# Parameters for the server: the handler gets no header of them.
 _NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream"}
 _MICROSECONDS = 1_000_000
 _SEQUENCE = {"sequence_id": "ID", "sequence_start": "START", "sequence_end": "END"}
@@ -38,13 +38,20 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
 def read_body(
     body: Mapping[str, Any] | RequestPart, headers: Mapping[str, str], request_id: str, config: HandlerConfig
 ) -> HandlerRequest:
-    """The handler's own body. ``parameters`` of a JSON object stay where they are."""
+    """Makes a request of the handler's own body. ``parameters`` of a JSON object stay in the object."""
     part = body if isinstance(body, RequestPart) else RequestPart("body", JSON, orjson.dumps(body))
-    return _request(request_id, [part], headers, {}, config)
+    return read_parts([part], headers, request_id, config)
+
+
+def read_parts(
+    parts: list[RequestPart], headers: Mapping[str, str], request_id: str, config: HandlerConfig
+) -> HandlerRequest:
+    """Makes a request of the handler's own fields. Everything else that it says is in the HTTP headers."""
+    return _request(request_id, parts, headers, {}, config)
 
 
 def is_v2(body: Mapping[str, Any]) -> bool:
-    """Has V2's ``inputs``, a list of tensors; a handler's own object may have any other."""
+    """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
     inputs = body.get("inputs")
     return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
 
@@ -58,7 +65,7 @@ def _request(
 ) -> HandlerRequest:
     headers = {str(name).lower(): str(text) for name, text in transport.items()}
     sequence_id = _sequence(parameters, headers, config)
-    own = {name: _spelled(value) for name, value in parameters.items() if name not in _NO_HEADERS | set(_SEQUENCE)}
+    own = {name: _header_text(value) for name, value in parameters.items() if name not in _NO_HEADERS | set(_SEQUENCE)}
     return HandlerRequest(
         request_id,
         parts,
@@ -70,7 +77,7 @@ def _request(
 
 
 def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: HandlerConfig) -> str | None:
-    """The sequence that a request belongs to; what TorchServe calls it goes into ``headers``."""
+    """The id of the request's sequence. Writes TorchServe's headers of the sequence into ``headers``."""
     for name in ("sequence_start", "sequence_end"):
         if not isinstance(parameters.get(name, False), bool):
             raise InvalidInput(name, "must be true or false")
@@ -91,7 +98,7 @@ def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: Ha
 
 
 def _header(name: str) -> str:
-    """TorchServe's name of it, which the environment may change."""
+    """TorchServe's name of the header, which the environment may change."""
     kind = _SEQUENCE[name]
     return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind.lower()}")
 
@@ -132,7 +139,7 @@ def _part(tensor: Any, content_type: str) -> RequestPart:
 
 
 def _whole(payload: Any) -> RequestPart:
-    """The request as it came, for an envelope that reads V2 itself."""
+    """The whole request in JSON, for an envelope that reads V2 itself."""
     inputs = []
     for tensor in payload.inputs:
         datatype, elements = read_elements(tensor)
@@ -142,7 +149,7 @@ def _whole(payload: Any) -> RequestPart:
 
 
 def _shaped(elements: list[Any], shape: list[int]) -> list[Any]:
-    """Row by row, as deep as the shape is long."""
+    """Nested lists of the tensor's shape."""
     for size in reversed(shape[1:]):
         elements = [elements[start : start + size] for start in range(0, len(elements), size)] if size else []
     return elements
@@ -159,8 +166,8 @@ def _transport_headers(payload: Any) -> Mapping[str, str]:
     return (payload.parameters.headers or {}) if payload.parameters is not None else {}
 
 
-def _spelled(value: Any) -> str:
-    """As a header carries it."""
+def _header_text(value: Any) -> str:
+    """The value as the text of a header."""
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, str) else orjson.dumps(value).decode()

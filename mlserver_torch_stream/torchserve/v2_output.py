@@ -1,7 +1,7 @@
-"""A handler's pieces as V2 responses: one output tensor ``output``, of the bytes that TorchServe would send.
+"""Writes a handler's pieces as V2 responses with one tensor, ``output``, of the bytes that TorchServe would send.
 
-Knows nothing of when a response is due. A body is the plain object that REST writes as JSON, but the elements of BYTES
-are bytes; ``as_rest`` makes them text.
+Knows nothing of when a response is due. A body is the object that REST writes as JSON, except that the elements of
+BYTES are bytes; ``as_rest`` makes them text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reply:
         return self._body(self._outputs([piece]), piece.last, piece)
 
     def whole(self, pieces: Sequence[ResponsePiece]) -> JsonObject:
-        """One response of all pieces: their bytes joined, and where there are several how long each of them is."""
+        """One response of all pieces: their joined bytes and, if there are several, the length of each."""
         outputs = self._outputs(pieces)
         if len(pieces) > 1:
             lengths = [len(piece.value) for piece in pieces]
@@ -81,9 +81,9 @@ class Reply:
 
 
 def as_rest(body: JsonObject, binary: BinaryOutputs = _NO_BINARY) -> JsonObject:
-    """Elements of BYTES as text; what is no text as base64, which the tensor's content type says.
+    """Writes the elements of BYTES as text, or as base64 if they are no text; the content type then says base64.
 
-    ``binary``: the outputs, by name, that are left as they are.
+    ``binary``: the outputs, by name, that stay bytes.
     """
     outputs = [tensor if binary(tensor["name"]) else _tensor_as_rest(tensor) for tensor in body["outputs"]]
     return {**body, "outputs": outputs}
@@ -100,7 +100,7 @@ def _tensor_as_rest(tensor: JsonObject) -> JsonObject:
 
 
 def _v2_outputs(value: bytes) -> list[JsonObject] | None:
-    """What the envelope ``kservev2`` has made, as tensors; None if it is something else."""
+    """The tensors in a response of the envelope ``kservev2``; None if the value is no such response."""
     try:
         outputs = orjson.loads(value)["outputs"]
         return [

@@ -1,6 +1,6 @@
-"""One worker: a process, or as many as a parallel handler has ranks, each with a connection of its own.
+"""Starts and ends one worker: a process, or one for each rank of a parallel handler, each with its own connection.
 
-Knows nothing of requests' meaning, nor of when a worker is started anew. What it hears it posts to the event loop.
+Knows nothing of what messages mean, nor of when a worker is started again. It posts messages to the event loop.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -26,30 +27,32 @@ from mlserver_torch_stream.torchserve.log_drain import drain
 
 logger = logging.getLogger(__name__)
 _PACKAGE = Path(version.__file__).parent
-# This package is given by its folder: no other of the server's comes into an interpreter that has its own. Nothing of
-# the server's working directory is imported: the handler's folder comes first, later.
+# The worker imports this package from its folder, so that an interpreter with packages of its own sees no other package
+# of the server. Nothing of the server's working directory is imported.
 _PROGRAM = """
 import importlib.util, sys
 sys.path[:] = [path for path in sys.path if path]
 spec = importlib.util.spec_from_file_location({name!r}, {file!r}, submodule_search_locations=[{folder!r}])
 package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
-from mlserver_torch_stream.torchserve.worker.start import start
-start({descriptor})
+from mlserver_torch_stream.torchserve.worker.subreaper import supervise
+supervise({descriptor})  # before anything else is imported, so that the subreaper stays small
+from mlserver_torch_stream.torchserve.worker.main import main
+main({descriptor})
 """
-_MOST_UNHEARD = 64  # messages that wait for the event loop; then the worker waits for it too
+_MOST_POSTED = 64  # messages that wait for the event loop; then the worker waits too
 _STOP_S = 5.0
-_OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # what is heard of other ranks than the first
+_OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # messages that all ranks send, not only the first
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-Heard = Callable[[dict[str, Any], bytes], None]
+Receive = Callable[[dict[str, Any], bytes], None]
 
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """What a worker loads. ``message`` and ``body`` go to it as they are; ``environment`` has one mapping per rank.
+    """What a worker loads: the first message to it. ``environment`` has one mapping per rank.
 
-    ``python``: the interpreter that runs it, None for the server's own.
+    ``python``: the interpreter that runs the worker, None for the server's own.
     """
 
     message: Mapping[str, Any]
@@ -59,43 +62,46 @@ class WorkerOrder:
 
 
 class WorkerEnded(Exception):
-    """Why a worker is no more."""
+    """Why a worker has ended."""
 
 
 class WorkerProcess:
-    """``heard`` gets messages with their ``rank``, ``lost`` the reason of the end, once; both on the loop."""
+    """Calls ``receive`` with each message and its ``rank``, and ``lost`` once, with the reason of the end.
+
+    ``post`` calls both on the event loop.
+    """
 
     def __init__(
         self,
         name: str,
         order: WorkerOrder,
         post: Callable[..., None],
-        heard: Heard,
+        receive: Receive,
         lost: Callable[[WorkerEnded], None],
     ) -> None:
         self.name = name
         self._post = post
-        self._heard = heard
+        self._receive = receive
         self._lost = lost
         self._ranks: list[_Rank] = []
         self._readers: list[threading.Thread] = []
-        self._room = threading.Semaphore(_MOST_UNHEARD)
+        self._room = threading.Semaphore(_MOST_POSTED)
         self._flowing = threading.Event()
         self._flowing.set()
         self._ending = threading.Lock()
-        self._told_end = False
+        self._end_posted = False
         for number, environment in enumerate(order.environment):
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
             try:
                 self._ranks.append(_Rank(number, shown, environment, order.python))
-            except BaseException:  # those that have begun have nobody to end them
+            except BaseException:  # the ranks that have started have no reader yet that would end them
                 for rank in self._ranks:
                     rank.kill()
                     rank.wait()
                     rank.close()
                 raise
         for rank in self._ranks:
-            rank.send({**order.message, "speaks": rank.number == 0}, order.body)
+            rank.send({**order.message, "responds": rank.number == 0}, order.body)
             reader = threading.Thread(target=self._read, args=(rank,), name=f"reader of {rank.name}", daemon=True)
             self._readers.append(reader)
             reader.start()
@@ -104,28 +110,28 @@ class WorkerProcess:
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks]
 
-    def send(self, header: Mapping[str, Any], body: bytes, everybody: bool) -> None:
+    def send(self, header: Mapping[str, Any], body: bytes, all_ranks: bool) -> None:
         """Does not wait for the worker to read: each rank has a thread that sends."""
-        for rank in self._ranks if everybody else self._ranks[:1]:
+        for rank in self._ranks if all_ranks else self._ranks[:1]:
             rank.send(header, body)
 
     def pause(self) -> None:
-        """Nothing more is heard of it, so that it has to wait, until ``resume``."""
+        """Reads no more messages until ``resume``, so that the worker waits at its next one."""
         self._flowing.clear()
 
     def resume(self) -> None:
         self._flowing.set()
 
     def kill(self, why: str | None = None) -> None:
-        """Ends it with all that it has started. ``why`` is told to ``lost``, unless it has ended already."""
+        """Ends the worker with all processes that it has started. ``why`` is the reason that ``lost`` gets."""
         if why is not None:
-            self._tell_lost(WorkerEnded(why))
+            self._post_end(WorkerEnded(why))
         for rank in self._ranks:
             rank.kill()
         self._flowing.set()
 
     def wait(self) -> None:
-        """Until no process is left. Blocks."""
+        """Blocks until no process is left."""
         for reader in self._readers:
             reader.join(2 * _STOP_S)
 
@@ -137,30 +143,31 @@ class WorkerProcess:
                     frame[0]["rank"] = rank.number
                     self._flowing.wait()
                     self._room.acquire()
-                    self._post(self._hear, *frame)
+                    self._post(self._received, *frame)
         except (OSError, BrokenFrame) as error:
             why = f": {error}"
         rank.kill()
-        self._tell_lost(WorkerEnded(f"{rank.name} {rank.wait()}{why}"))
+        self._post_end(WorkerEnded(f"{rank.name} {rank.wait()}{why}"))
         rank.close()
-        self.kill()  # the other ranks are nothing without it
+        self.kill()  # the other ranks, which would wait for this one
 
-    def _hear(self, header: dict[str, Any], body: bytes) -> None:
+    def _received(self, header: dict[str, Any], body: bytes) -> None:
         self._room.release()
-        self._heard(header, body)
+        self._receive(header, body)
 
-    def _tell_lost(self, ended: WorkerEnded) -> None:
+    def _post_end(self, ended: WorkerEnded) -> None:
         with self._ending:
-            if self._told_end:
+            if self._end_posted:
                 return
-            self._told_end = True
+            self._end_posted = True
         self._post(self._lost, ended)
 
 
 class _Rank:
-    """One worker process and its supervisor, which is the child of this process.
+    """One worker process and the subreaper above it, which is the child of this process.
 
-    The supervisor ends the worker and whatever that has started when the connection closes, also with this process.
+    When the connection closes, also because this process ends, the subreaper ends the worker and all processes that the
+    worker has started.
     """
 
     def __init__(self, number: int, name: str, environment: Mapping[str, str], python: str | None) -> None:
@@ -168,9 +175,7 @@ class _Rank:
         self.name = name
         self.connection, theirs = socket.socketpair()
         self.frames = FrameReader(self.connection)
-        self._outgoing: list[bytes] = []
-        self._condition = threading.Condition()
-        self._closed = False
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the connection is closed
         self._reading, writing = os.pipe()
         inherited = {key: value for key, value in environment_of(python).items() if key not in _RANK_VARIABLES}
         try:
@@ -196,23 +201,18 @@ class _Rank:
         self._writer.start()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        frame = encode_frame(header, body)
-        with self._condition:
-            self._outgoing.append(frame)
-            self._condition.notify()
+        self._outgoing.put(encode_frame(header, body))
 
     def kill(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
+        self._outgoing.put(None)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self) -> str:
-        """How it ended. A process in uninterruptible sleep may outlive the wait."""
+        """How the process ended. One in uninterruptible sleep may outlive the wait."""
         try:
             self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # the supervisor hangs; the worker ends with it
+        except subprocess.TimeoutExpired:  # the subreaper hangs; the worker ends with it
             self.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_STOP_S)
@@ -222,22 +222,15 @@ class _Rank:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def close(self) -> None:
-        """After its end."""
+        """Called after the end of the process."""
         self._writer.join(_STOP_S)
         self.frames.close()
         self.connection.close()
 
     def _write(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._outgoing or self._closed)
-                if self._closed:
-                    return
-                frames, self._outgoing = self._outgoing, []
-            try:
-                self.connection.sendall(b"".join(frames))
-            except OSError:
-                return  # the reader notices
+        with contextlib.suppress(OSError):  # the reader gets the end of the connection
+            while (frame := self._outgoing.get()) is not None:
+                self.connection.sendall(frame)
 
 
 def _program(descriptor: int) -> str:
@@ -247,7 +240,7 @@ def _program(descriptor: int) -> str:
 
 
 def batch_message(jobs: Sequence[HandlerJob]) -> tuple[dict[str, Any], bytes]:
-    """What a worker is asked to run."""
+    """The message that makes a worker run these jobs as one batch."""
     requests = [
         {
             "id": job.key,

@@ -1,6 +1,6 @@
-"""What a model's workers run with: their interpreter, the ``ts`` that they import, the metrics that they begin with.
+"""Reads the settings of a model's workers: their interpreter, the ``ts`` that they import, and their first metrics.
 
-Knows nothing of archives. The keys are of ``parameters.extra`` alone: TorchServe has them for a whole server, or not.
+Knows nothing of archives. ``parameters.extra`` alone has these keys; TorchServe's own YAML does not.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mlserver_torch_stream.torchserve.interpreter import find_interpreter
 from mlserver_torch_stream.torchserve.metrics_config import DEFAULT, read_metrics_config
 
 _TS = ("auto", "shim", "package")
-_ENV_METRICS = "TS_METRICS_CONFIG"  # as TorchServe reads it, where enable_envvars_config is true
+_ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_config is true
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """``python``: None for the server's own interpreter. ``metrics``: what a ``metrics.yaml`` says of handlers."""
+    """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``."""
 
     ts: str = "auto"
     python: str | None = None
@@ -28,7 +28,7 @@ class WorkerSettings:
 
 
 def read_worker_settings(extra: Mapping[str, Any], folder: str | None) -> WorkerSettings:
-    """``extra``: with whatever else it holds. ``folder``: of model-settings.json. Raises SettingsError."""
+    """``extra`` may have other keys. ``folder``: that of model-settings.json. Raises SettingsError."""
     which = extra.get("ts", "auto")
     if which not in _TS:
         raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")

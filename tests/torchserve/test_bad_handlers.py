@@ -182,7 +182,7 @@ async def _fine(pool: WorkerPool) -> None:
     assert await ask(pool, "fine") == ["fine"]
 
 
-@pytest.mark.parametrize("which", ["shim", "package"])
+@pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 def test_each_wrong_request_is_told_why_and_the_next_one_is_served(tmp_path: Path, which: str) -> None:
     expected = {
         "raise before": (503, "the handler raised ValueError: before the first piece"),
@@ -253,14 +253,14 @@ def test_no_exception_and_no_change_of_the_context_ends_the_worker_in_other_mode
 def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG, {"minWorkers": 2})) as pool:
-            first = {place.worker.pids[0] for place in pool.supervisor.places if place.worker}
+            first = {place.worker.pids[0] for place in pool.supervisor.slots if place.worker}
             dies = pool.submit(request("die"))
             assert (await anext(dies)).value == b"first"
             with pytest.raises(HandlerFailed, match="exited with status 9"):
                 await anext(dies)
             await _fine(pool)
             await until(lambda: len(pool.supervisor.ready) == 2)
-            assert {place.worker.pids[0] for place in pool.supervisor.places if place.worker} != first
+            assert {place.worker.pids[0] for place in pool.supervisor.slots if place.worker} != first
             await asyncio.gather(*(_fine(pool) for _ in range(4)))
 
     run(scenario())
@@ -269,7 +269,7 @@ def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path
 def test_the_time_before_a_worker_is_started_again_grows_only_where_it_answers_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG)) as pool:
-            (place,) = pool.supervisor.places
+            (place,) = pool.supervisor.slots
             delays = []
             for text in ("die", "die", "fine", "die"):
                 await outcome(pool.submit(request(text)))
@@ -324,7 +324,7 @@ def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path
             assert await ask(pool, "fork") == ["from the parent"]
             assert await ask(pool, "fork and stay") == ["from the parent"]
             await _fine(pool)
-            worker = pool.supervisor.places[0].worker
+            worker = pool.supervisor.slots[0].worker
             assert worker is not None
             children: list[psutil.Process] = psutil.Process(worker.pids[0]).children(recursive=True)
             assert children
@@ -448,7 +448,7 @@ def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_p
         async with running(write_handler(tmp_path, _SLOW_TO_DIE)) as pool:
             assert isinstance(await outcome(pool.submit(request("die"))), HandlerFailed)
             await until(lambda: pool.trouble is not None)
-            await until(lambda: pool.workers == 1)
+            await until(lambda: len(pool.supervisor.ready) == 1)
             assert await ask(pool) == ["2"]
 
     run(scenario())

@@ -62,7 +62,7 @@ def test_a_batch_is_no_larger_than_one_message_carries() -> None:
         waiting.add(_job(f"r{index}", size=1300), 0.0)
         assert waiting.due(0, 0.0, 0.0) == (1.0 if index < 3 else 0.0)  # three of them fill it
     assert [[job.key for job in waiting.take(0, 8)] for _ in range(3)] == [["r0", "r1", "r2"], ["r3", "r4"], []]
-    with pytest.raises(RequestTooLarge, match="more than a handler is given") as refused:
+    with pytest.raises(RequestTooLarge, match=r"bytes is too large: the limit is 5000") as refused:
         waiting.add(_job("large", size=5000), 0.0)
     assert refused.value.status == 413
 
@@ -184,7 +184,7 @@ def test_members_of_a_batch_get_as_many_pieces_as_they_have(tmp_path: Path) -> N
     run(scenario())
 
 
-@pytest.mark.parametrize("which", ["shim", "package"])
+@pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 def test_a_member_ends_early_and_its_stream_with_it(tmp_path: Path, which: str) -> None:
     """The others go on; the early one does not wait for them."""
     source = """
@@ -230,7 +230,7 @@ def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reaso
     job = _job("r")
     job.deliver(ResponsePiece(b"a", False))
     job.deliver(ResponsePiece(b"b", False))
-    job.again = HandlerFailed("the handler raised")
+    job.retry = HandlerFailed("the handler raised")
     job.run_again()
     job.deliver(ResponsePiece(b"a", False))
     job.deliver(ResponsePiece(b"other", False))
@@ -371,11 +371,11 @@ def test_one_that_is_run_again_stays_with_the_worker_of_its_sequence_and_leaves_
     for name in ("a1", "a2"):
         waiting.add(_job(name, 0.0, "a"), 0.0)
     (a1,) = waiting.take(0, 4)
-    waiting.add_again(a1)
+    waiting.add_retry(a1)
     assert waiting.due(1, 0.0, 1.0) is None and waiting.take(1, 4) == []
     waiting.remove(a1, 1.0)  # its client leaves
     (a2,) = waiting.take(0, 4)
-    waiting.add_again(a2)
+    waiting.add_retry(a2)
     assert waiting.worker_lost(0) == [a2] and len(waiting) == 0
 
 

@@ -11,7 +11,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
 
-both = pytest.mark.parametrize("which", ["shim", "package"])
+both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 
 # "count 3" gives "0 of …", "1 of …", "2 of …", where … is how many are in the batch; it is shown its body once.
 _STEPS = """

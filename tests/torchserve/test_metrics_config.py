@@ -14,7 +14,7 @@ from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetricsColle
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
 
-both = pytest.mark.parametrize("which", ["shim", "package"])
+both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 METRICS = """
 dimensions:
   - &model_name "ModelName"

@@ -14,7 +14,7 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.runtime.build import Orders, build
+from mlserver_torch_stream.torchserve.runtime.build import build, worker_order
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings
 from tests.torchserve.workshop import HELLO, run, running, write_handler
 
@@ -67,7 +67,7 @@ def test_settings_that_are_wrong_are_named(tmp_path: Path, parameters: dict[str,
 )
 def test_workers_take_gpus_in_turn(tmp_path: Path, config: dict[str, Any], expected: list[Any]) -> None:
     archive = open_archive(write_handler(tmp_path, HELLO), None)
-    orders = [Orders("m", archive, read_config(config, {}), WorkerSettings()).of(number) for number in range(3)]
+    orders = [worker_order("m", archive, read_config(config, {}), WorkerSettings(), number) for number in range(3)]
     seen = [(each.message["gpu"], each.environment[0].get("CUDA_VISIBLE_DEVICES")) for each in orders]
     assert seen == expected
 

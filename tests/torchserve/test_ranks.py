@@ -221,13 +221,13 @@ def test_where_ranks_stop_is_the_furthest_send_and_only_if_all_meet_there() -> N
     for rank in range(3):
         together.ended(rank, 2, 9)
     assert together.asked(3, at=5) == {"t": "halt", "call": 3}
-    assert together.said_next(2, 3, 7) is None
-    assert together.said_next(1, 3, 6) == {"t": "meet", "call": 3, "at": 7}
+    assert together.next_send(2, 3, 7) is None
+    assert together.next_send(1, 3, 6) == {"t": "meet", "call": 3, "at": 7}
     assert [together.met(rank, 3, True) for rank in range(3)] == [None, None, verdict(3, True)]
     assert together.too_late(3) is None
     assert together.asked(4, at=5) == {"t": "halt", "call": 4}
-    assert together.said_next(1, 4, 0) == verdict(4, False)  # has ended the call
-    assert together.said_next(2, 4, 6) is None
+    assert together.next_send(1, 4, 0) == verdict(4, False)  # has ended the call
+    assert together.next_send(2, 4, 6) is None
     assert together.asked(5, at=1) == {"t": "halt", "call": 5}
     assert together.too_late(5) == verdict(5, False)
     assert together.met(1, 5, True) is None

@@ -19,6 +19,8 @@ from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
+from tests.server import triton_wire
 from tests.server.harness import HOST, Model, Server, serve
 from tests.torchserve.test_bad_handlers import _WRONG
 from tests.torchserve.test_metrics_config import HANDLER, METRICS
@@ -72,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         Model("double", write_mar(folder / "d.mar", {"double.py": _DOUBLE}, envelope), implementation=_TS, extra=_SHIM),
     ]
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(folder / "models", models, settings=settings) as running:
+    with serve(folder / "models", models, settings=settings, triton=True) as running:
         yield running
         workers = psutil.Process(running.process.pid).children(recursive=True)
         assert len(workers) >= len(models)
@@ -93,7 +95,7 @@ def _body(text: str, **parameters: Any) -> dict[str, Any]:
 
 
 def _post(server: Server, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v2/models/{path}", json=body, timeout=_TIMEOUT_S, **options)
+    return plain_http.post(f"{server.url}/v2/models/{path}", json=body, timeout=_TIMEOUT_S, **options)
 
 
 def _events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -115,7 +117,7 @@ def _value(response: pb.ModelInferResponse) -> bytes:
 def test_binary_tensors_reach_a_handler_and_its_bytes_come_back_as_they_are(server: Server) -> None:
     head = {"inputs": [{"name": "body", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 9}}]}
     spelled = json.dumps({**head, "parameters": {"binary_data_output": True}}).encode()
-    response = httpx.post(
+    response = plain_http.post(
         f"{server.url}/v2/models/facts/infer",
         content=spelled + b"\x05\0\0\0bytes",
         headers={"inference-header-content-length": str(len(spelled))},
@@ -153,17 +155,34 @@ def test_hello_over_grpc_and_several_messages_of_one_stream(stub: GRPCInferenceS
         assert [each.parameters["triton_final_response"].bool_param for each in mine] == [False] * 3 + [True]
 
 
+def test_handlers_stream_over_tritons_port_and_fail_alone(server: Server) -> None:
+    messages = [
+        _grpc("hello", "x", id="a"),
+        _grpc("wrong", "raise before", id="b"),
+        _grpc("wrong", "raise after", id="c"),
+    ]
+    with grpc.insecure_channel(server.triton_target) as channel:
+        found = triton_wire.by_id(triton_wire.replies(channel, *messages))
+    assert [each.reply.outputs["output"] for each in found["a"]] == [["hello"]] * 3 + [["hello world "]]
+    assert [each.final for each in found["a"]] == [False] * 3 + [True]
+    (before,) = found["b"]
+    assert before.error.startswith("[request id: b] ") and "before the first piece" in before.error and before.final
+    first, after = found["c"]
+    assert first.reply.outputs["output"] == ["first"] and not first.error
+    assert "after the first piece" in after.error and after.final
+
+
 def test_an_error_before_the_first_piece_is_a_status(server: Server, stub: GRPCInferenceServiceStub) -> None:
-    for door in ("infer", "infer_stream"):
-        refused = _post(server, f"wrong/{door}", _body("raise before"))
+    for endpoint in ("infer", "infer_stream"):
+        refused = _post(server, f"wrong/{endpoint}", _body("raise before"))
         assert refused.status_code == 503
         assert refused.json() == {"error": "the handler raised ValueError: before the first piece"}
-        assert _post(server, f"wrong/{door}", _body("memory")).status_code == 507
-        escaped = _post(server, f"wrong/{door}", _body("surrogate"))
+        assert _post(server, f"wrong/{endpoint}", _body("memory")).status_code == 507
+        escaped = _post(server, f"wrong/{endpoint}", _body("surrogate"))
         assert escaped.status_code == 503 and escaped.json() == {
             "error": "the handler raised ValueError: lone \\ud800 surrogate"
         }
-        assert _post(server, f"wrong/{door}", _body("not found")).status_code == 422
+        assert _post(server, f"wrong/{endpoint}", _body("not found")).status_code == 422
     with pytest.raises(grpc.RpcError) as failed:
         stub.ModelInfer(_grpc("wrong", "raise before"), timeout=_TIMEOUT_S)
     assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "before the first" in failed.value.details()
@@ -283,10 +302,12 @@ def test_behind_generate_a_handler_gets_any_body_by_its_content_type(
     server: Server, raw: bytes, content_type: str | None, expected: list[Any]
 ) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
-    for door in ("generate", "generate_stream"):
-        answer = httpx.post(f"{server.url}/v2/models/kind/{door}", content=raw, headers=headers, timeout=_TIMEOUT_S)
+    for endpoint in ("generate", "generate_stream"):
+        answer = plain_http.post(
+            f"{server.url}/v2/models/kind/{endpoint}", content=raw, headers=headers, timeout=_TIMEOUT_S
+        )
         assert answer.status_code == 200, answer.text
-        body = answer.json() if door == "generate" else _events(answer)[0]
+        body = answer.json() if endpoint == "generate" else _events(answer)[0]
         assert json.loads(body["outputs"][0]["data"][0])[:2] == expected
 
 
@@ -303,7 +324,7 @@ def test_a_body_that_no_handler_is_given_is_refused_with_the_other_way(
     server: Server, raw: bytes, content_type: str, status: int, said: str
 ) -> None:
     url = f"{server.url}/v2/models/kind/generate"
-    refused = httpx.post(url, content=raw, headers={"content-type": content_type}, timeout=_TIMEOUT_S)
+    refused = plain_http.post(url, content=raw, headers={"content-type": content_type}, timeout=_TIMEOUT_S)
     assert refused.status_code == status and said in refused.json()["error"]
 
 
@@ -341,22 +362,22 @@ def test_the_kservev2_envelope_answers_with_tensors(server: Server, stub: GRPCIn
     assert list(output.contents.int64_contents) == [8, 10]
 
 
-@pytest.mark.parametrize("door", ["rest", "unary", "grpc"])
+@pytest.mark.parametrize("endpoint", ["rest", "unary", "grpc"])
 def test_a_client_that_leaves_makes_room_for_the_next(
-    server: Server, stub: GRPCInferenceServiceStub, door: str
+    server: Server, stub: GRPCInferenceServiceStub, endpoint: str
 ) -> None:
     """The handler would go on for ever."""
-    if door == "grpc":
+    if endpoint == "grpc":
         call = stub.ModelStreamInfer(iter([_grpc("facts", "endless")]), timeout=_TIMEOUT_S)
         assert _value(next(call)) == b"piece"
         call.cancel()
-    elif door == "rest":
+    elif endpoint == "rest":
         url = f"{server.url}/v2/models/facts/infer_stream"
-        with httpx.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response:
+        with plain_http.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response:
             next(response.iter_raw())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v2/models/facts/infer", json=_body("endless"), timeout=0.5)
+            plain_http.post(f"{server.url}/v2/models/facts/infer", json=_body("endless"), timeout=0.5)
     assert _post(server, "facts/infer", _body("bytes")).status_code == 200
 
 
@@ -375,7 +396,7 @@ def test_metrics_of_the_server_and_of_handlers_are_scraped(server: Server) -> No
         'torch_stream_requests_total{finish_reason="stop",model="hello"',
     )
     while True:
-        shown = httpx.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
+        shown = plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
         missing = [each for each in wanted if each not in shown]
         if not missing or time.monotonic() > end:
             break
@@ -399,7 +420,7 @@ def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_ser
     folder.mkdir()
     settings = Model(tmp_path.name, uri, implementation=_TS, extra=_SHIM).settings()
     (folder / "model-settings.json").write_text(json.dumps(settings))
-    refused = httpx.post(f"{server.url}/v2/repository/models/{tmp_path.name}/load", timeout=_TIMEOUT_S)
+    refused = plain_http.post(f"{server.url}/v2/repository/models/{tmp_path.name}/load", timeout=_TIMEOUT_S)
     assert refused.status_code == 500 and said in refused.text
     assert said in server.log
     assert _post(server, "hello/infer", _body("x")).status_code == 200
@@ -407,7 +428,7 @@ def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_ser
 
 def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> None:
     assert _post(server, "nobody/infer", _body("x")).status_code == 404
-    assert httpx.get(f"{server.url}/v2/models/hello/ready").status_code == 200
+    assert plain_http.get(f"{server.url}/v2/models/hello/ready").status_code == 200
 
 
 def _last_event(server: Server, model: str, end: Callable[[], object]) -> dict[str, Any]:
@@ -415,7 +436,10 @@ def _last_event(server: Server, model: str, end: Callable[[], object]) -> dict[s
     url = f"{server.url}/v2/models/{model}/infer_stream"
     parser = EventParser()
     events: list[dict[str, Any]] = []
-    with httpx.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response, ThreadPoolExecutor() as pool:
+    with (
+        plain_http.stream("POST", url, json=_body("endless"), timeout=_TIMEOUT_S) as response,
+        ThreadPoolExecutor() as pool,
+    ):
         ending = None
         for chunk in response.iter_raw():
             ending = ending or pool.submit(end)
@@ -435,7 +459,7 @@ def test_at_unload_and_at_sigterm_a_stream_in_flight_is_told_why_it_ends_and_no_
     with serve(tmp_path / "models", models, settings=settings, environment=environment) as running:
         workers = psutil.Process(running.process.pid).children(recursive=True)
         unload = f"{running.url}/v2/repository/models/other/unload"
-        last = _last_event(running, "other", lambda: httpx.post(unload, timeout=_TIMEOUT_S).raise_for_status())
+        last = _last_event(running, "other", lambda: plain_http.post(unload, timeout=_TIMEOUT_S).raise_for_status())
         assert last["error"] == "model 'other' is being unloaded" and last["parameters"]["triton_final_response"]
         last = _last_event(running, "facts", running.process.terminate)
         assert last["error"] == "the server is shutting down" and last["parameters"]["triton_final_response"]
@@ -454,10 +478,10 @@ def test_a_reload_under_a_stream_lets_it_finish_and_ends_the_old_workers(tmp_pat
         old = psutil.Process(running.process.pid).children(recursive=True)
         url = f"{running.url}/v2/models/wrong/infer_stream"
         received = b""
-        with httpx.stream("POST", url, json=_body("count 200"), timeout=_TIMEOUT_S) as response:
+        with plain_http.stream("POST", url, json=_body("count 200"), timeout=_TIMEOUT_S) as response:
             for chunk in response.iter_raw():
                 if not received:
-                    load = httpx.post(f"{running.url}/v2/repository/models/wrong/load", timeout=_TIMEOUT_S)
+                    load = plain_http.post(f"{running.url}/v2/repository/models/wrong/load", timeout=_TIMEOUT_S)
                     assert load.status_code == 200
                 received += chunk
         events = [json.loads(event) for event in EventParser().feed(received)]

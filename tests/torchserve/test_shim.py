@@ -61,7 +61,7 @@ def test_a_service_answers_a_message_of_torchserves_frontend_as_torchserve_does(
 
     response = _answer(entry, _asked('{"a": 1}', "application/json"), metrics)
     assert (response.code, response.message) == (200, "Prediction success")
-    (prediction,) = response.predictions
+    (prediction,) = response.pieces
     assert prediction.request_id == "r-1"
     assert json.loads(prediction.value) == {"data": [{"body": {"a": 1}}], "from": "me", "id": "r-1"}
 
@@ -103,7 +103,7 @@ def test_a_load_message_is_read_and_what_is_none_is_refused() -> None:
     with pytest.raises(EOFError):
         _read(b"L\x00")
     response = parse(create_load_model_response(507, "no room"))
-    assert (response.code, response.message, response.predictions) == (507, "no room", [])
+    assert (response.code, response.message, response.pieces) == (507, "no room", [])
 
 
 def test_a_stopping_criterion_decides_what_a_response_says_of_its_next() -> None:
@@ -115,7 +115,7 @@ def test_a_stopping_criterion_decides_what_a_response_says_of_its_next() -> None
     context.stopping_criteria = [lambda _: True, lambda _: False, lambda _: None]
     ids = {0: "a", 1: "b", 2: "c"}
     response = parse(create_predict_response(["x", "y", "z"], ids, "ok", 200, context) or b"")
-    assert [each.headers.get("ts_stream_next") for each in response.predictions] == ["false", "true", None]
+    assert [each.headers.get("ts_stream_next") for each in response.pieces] == ["false", "true", None]
 
 
 def test_a_deprecated_function_warns_at_each_call() -> None:

@@ -123,9 +123,9 @@ def test_a_worker_ends_with_its_supervisor_and_is_started_again(tmp_path: Path, 
     async def scenario() -> list[psutil.Process]:
         async with running(write_handler(tmp_path, _STARTS)) as pool:
             *others, worker = await _started(pool, tmp_path)
-            (supervisor,) = pool.supervisor.places[0].worker.pids  # type: ignore[union-attr]
+            (supervisor,) = pool.supervisor.slots[0].worker.pids  # type: ignore[union-attr]
             os.kill(supervisor, number)
-            await until(lambda: pool.supervisor.restarts == 1 and pool.workers == 1)
+            await until(lambda: pool.supervisor.restarts == 1 and len(pool.supervisor.ready) == 1)
             assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE  # which is another's to reap
             assert await ask(pool, "again") == ["done"]
             return others
@@ -141,7 +141,7 @@ def test_processes_that_end_after_their_parents_leave_no_zombies(tmp_path: Path)
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _STARTS)) as pool:
             assert await ask(pool, "orphans") == ["done"]
-            (supervisor,) = pool.supervisor.places[0].worker.pids  # type: ignore[union-attr]
+            (supervisor,) = pool.supervisor.slots[0].worker.pids  # type: ignore[union-attr]
             await until(lambda: len(psutil.Process(supervisor).children(recursive=True)) == 1)
 
     run(scenario())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.observability.request_record import EndpointKind, RequestRecord
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
@@ -248,8 +248,10 @@ def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(tmp_path
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER)) as pool:
             asked = request("count 5000")
-            watch = HandlerRequestObserver("r", "model", None, EndpointKind.REST_UNARY, HandlerMetrics())
-            whole = HandlerReply(asked, Reply(ReplyContext("model"), asked, False), pool.submit, watch, most_pieces=10)
+            record = RequestRecord("r", "model", "", EndpointKind.REST_UNARY)
+            observer = HandlerRequestObserver(record, HandlerMetrics())
+            reply = Reply(ReplyContext("model"), asked, False)
+            whole = HandlerReply(asked, reply, pool.submit, observer, most_pieces=10)
             with pytest.raises(HandlerFailed, match="stream it") as failed:
                 await whole.whole()
             assert failed.value.status == 507

@@ -72,9 +72,9 @@ def test_a_closed_connection_is_noticed_within_one_piece(call: _Call) -> None:
     from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft
 
     call.send(["a", "b"])
-    call.channel.leave(["r0"])
+    call.channel.cancel(["r0"])
     call.send(["a", "b"])  # one of them still reads
-    call.channel.leave(["r1"])
+    call.channel.cancel(["r1"])
     with pytest.raises(ClientsLeft):
         call.send(["a", "b"])
     assert [call.heard() for _ in range(3)] == [[("r0", b"a", False), ("r1", b"b", False)], [("r1", b"b", False)], []]
@@ -232,10 +232,10 @@ channel = Channel(near)
 child = os.fork()
 if child == 0:
     far.close()
-    channel.tell("child")
+    channel.send("child")
     sys.stdin.readline()  # stays
     os._exit(0)
-channel.tell("parent")
+channel.send("parent")
 os.close(near.fileno())
 print(far.makefile("rb").read())
 """

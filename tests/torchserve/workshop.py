@@ -11,6 +11,7 @@ import textwrap
 import zipfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerJob, HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.runtime.build import Orders
+from mlserver_torch_stream.torchserve.runtime.build import worker_order
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 
@@ -96,8 +97,8 @@ async def running(
     try:
         config = read_config(archive.yaml, overrides)
         settings = read_worker_settings({"ts": which, **(workers or {})}, None)
-        orders = Orders("model", archive, config, settings)
-        pool = WorkerPool("model", config, orders.of, metrics or HandlerMetrics(), **limits or {})
+        order = partial(worker_order, "model", archive, config, settings)
+        pool = WorkerPool("model", config, order, metrics or HandlerMetrics(), **limits or {})
         await pool.start()
         try:
             yield pool

@@ -1,41 +1,37 @@
 """The MLServer runtime for TorchServe handlers: ``implementation: mlserver_torch_stream.TorchServeRuntime``.
 
-Knows nothing of workers or pieces. MLServer may reload this module at any time, so it holds no state. The server's
-endpoints, its drain and its errors are those of our token models: this room knows ``server`` for that alone.
+Knows nothing of workers or pieces. MLServer may reload this module at any time, so it holds no state. This package
+imports ``server`` because endpoints, drain and errors are those of our token models.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from mlserver.logging import logger
-from mlserver.types import InferenceRequest, InferenceResponse
 
-from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.generate import FLAT
-from mlserver_torch_stream.protocol.spelling import PostedBody
+from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, refuse_left_over
-from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.protocol.v2_spelling import read_posted_request
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import join_mlservers_log
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.endpoints import Context
-from mlserver_torch_stream.server.status import as_server_error
-from mlserver_torch_stream.server.streams.stream_session import StreamSession
+from mlserver_torch_stream.server.rest.prediction_body import BodyField
 from mlserver_torch_stream.torchserve.handler_request import RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build
 from mlserver_torch_stream.torchserve.runtime.handler_opener import HandlerOpener
 from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerReply
 from mlserver_torch_stream.torchserve.runtime.posted_body import read_posted
-from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body
+from mlserver_torch_stream.torchserve.runtime.prediction_reply import PredictionReply
+from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body, read_parts
 
 
 class TorchServeRuntime(BaseRuntime):
@@ -55,43 +51,18 @@ class TorchServeRuntime(BaseRuntime):
         await self._slot.unload()
         return True
 
-    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        reply: HandlerReply | None = None
-        try:
-            reply = self._opener(EndpointKind.GRPC_UNARY).open(payload, payload.id or str(uuid4()), None)
-            return as_response(await reply.whole())
-        except RequestError as error:
-            raise as_server_error(error, streaming=False) from None
-        finally:
-            if reply is not None:
-                reply.close()
-
-    async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
-        session: StreamSession | None = None
-        try:
-            opener = self._opener(EndpointKind.GRPC_STREAM)
-            session = StreamSession(self.name, opener, payloads, self.inflight, read_options().stalled_reader_timeout)
-            async for response in await session.open():
-                yield response
-        except RequestError as error:
-            raise as_server_error(error, streaming=True) from None
-        finally:
-            # Synchronous: this may run in a task that cannot wait, when the client has left.
-            if session is not None:
-                session.close()
-
     def parse(self, raw: bytes, content_type: str, route: RestRoute) -> dict[str, Any] | RequestPart:
         """For the REST endpoints: where flat JSON is taken, a body may be anything that TorchServe takes."""
         return read_posted(raw, content_type) if FLAT in route.spellings else parse_object(raw)
 
     def open_reply(
-        self, posted: PostedBody, route: RestRoute, streaming: bool, entrance: EndpointKind, context: Context
+        self, posted: PostedBody, route: RestRoute, streaming: bool, endpoint: EndpointKind, context: Context
     ) -> HandlerReply:
         """For the REST endpoints: a V2 request or, where flat JSON is taken, the handler's own body."""
         body = posted.json
         own = isinstance(body, RequestPart) or (FLAT in route.spellings and not is_v2(body))
         request_id = str((body.get("id") if isinstance(body, dict) else None) or uuid4())
-        opener = self._opener(entrance)
+        opener = self.opener(endpoint)
         if own:
             refuse_left_over(len(posted.raw))
             request = read_body(body, posted.headers, request_id, self._slot.built.engine.config)
@@ -100,5 +71,14 @@ class TorchServeRuntime(BaseRuntime):
             request = opener.read(payload, request_id)
         return opener.reply(request, context(request_id), BinaryOutputs.wanted_by(body))
 
-    def _opener(self, entrance: EndpointKind) -> HandlerOpener:
-        return HandlerOpener(self.name, self.version, self._slot, entrance)
+    def open_prediction(
+        self, fields: Sequence[BodyField], headers: Mapping[str, str], request_id: str, endpoint: EndpointKind
+    ) -> PredictionReply:
+        """For TorchServe's own paths."""
+        opener = self.opener(endpoint)
+        parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
+        request = read_parts(parts, headers, request_id, self._slot.built.engine.config)
+        return PredictionReply(opener.reply(request, ReplyContext(self.name, self.version)))
+
+    def opener(self, endpoint: EndpointKind) -> HandlerOpener:
+        return HandlerOpener(self.name, self.version, self._slot.built, endpoint)

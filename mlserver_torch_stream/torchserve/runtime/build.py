@@ -1,6 +1,6 @@
-"""From the settings that MLServer read to running workers.
+"""Starts a model's workers from the settings that MLServer read.
 
-Knows nothing of requests. ``build`` blocks: it is for a thread, while the loop goes on.
+Knows nothing of requests. ``build`` blocks, so it is called in a thread while the event loop runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mlserver import ModelSettings
@@ -33,7 +34,7 @@ _PICKLE = 4  # what Python 3.8 reads, too
 
 @dataclass
 class BuiltPool:
-    """What ``Stay`` holds: an engine by its interface."""
+    """The running workers of a model, as a ``ModelSlot`` holds them."""
 
     engine: WorkerPool
     archive: Archive
@@ -71,58 +72,48 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
 async def _start(
     settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings
 ) -> WorkerPool:
-    figures = HANDLER_METRICS.of(settings.name, settings.parameters.version if settings.parameters else None)
-    orders = Orders(settings.name, archive, config, workers)
-    pool = WorkerPool(settings.name, config, orders.of, figures, archive.close)
+    metrics = HANDLER_METRICS.of(settings.name, settings.parameters.version if settings.parameters else None)
+    order = partial(worker_order, settings.name, archive, config, workers)
+    pool = WorkerPool(settings.name, config, order, metrics, archive.close)
     await pool.start()
     return pool
 
 
-@dataclass(frozen=True)
-class Orders:
-    """What each worker of a model loads, and where."""
-
-    model: str
-    archive: Archive
-    config: HandlerConfig
-    workers: WorkerSettings
-
-    def of(self, number: int) -> WorkerOrder:
-        config, archive = self.config, self.archive
-        gpu, visible = self._device(number)
-        message = {
-            "t": "load",
-            "model": self.model,
-            "folder": str(archive.folder),
-            "manifest": archive.manifest,
-            "handler": archive.handler,
-            "envelope": str(archive.model.get("envelope") or ""),
-            "batch_size": config.batchSize,
-            "gpu": gpu,
-            "mode": _mode(config),
-            "ts": self.workers.ts,
-            "metrics": self.workers.metrics,
-            "stops": config.stops,
-        }
-        # Not all of YAML survives JSON, and a worker's interpreter need not have a parser of YAML.
-        body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
-        return WorkerOrder(message, body, rank_environments(config, visible), self.workers.python)
-
-    def _device(self, number: int) -> tuple[int | None, str | None]:
-        """The GPU of a worker, and the GPUs that a parallel one sees: in turn, as TorchServe gives them out."""
-        devices = self.config.deviceIds if self.config.deviceIds is not None else tuple(range(_gpu_count()))
-        if self.config.deviceType == "cpu" or not devices:
-            return None, None
-        if self.config.parallelType is None:
-            return devices[number % len(devices)], None
-        level = max(self.config.ranks, self.config.parallelLevel)
-        first = number * level % len(devices)
-        chosen = (*devices[first:], *devices[:first])[:level]
-        return 0, ",".join(map(str, chosen))
+def worker_order(
+    model: str, archive: Archive, config: HandlerConfig, workers: WorkerSettings, number: int
+) -> WorkerOrder:
+    """The order of the worker with this number: what it loads, and on which device."""
+    gpu, visible = _device(config, number)
+    message = {
+        "t": "load",
+        "model": model,
+        "folder": str(archive.folder),
+        "manifest": archive.manifest,
+        "handler": archive.handler,
+        "envelope": archive.envelope,
+        "batch_size": config.batchSize,
+        "gpu": gpu,
+        "mode": _mode(config),
+        "ts": workers.ts,
+        "metrics": workers.metrics,
+        "stops": config.stops,
+    }
+    # JSON cannot carry all of YAML, and a worker's interpreter may have no parser of YAML.
+    body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
+    return WorkerOrder(message, body, rank_environments(config, visible), workers.python)
 
 
-def envelope_of(archive: Archive) -> str:
-    return str(archive.model.get("envelope") or "")
+def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
+    """The GPU of a worker, and the GPUs that a parallel worker sees. As in TorchServe, workers take them in turn."""
+    devices = config.deviceIds if config.deviceIds is not None else tuple(range(_gpu_count()))
+    if config.deviceType == "cpu" or not devices:
+        return None, None
+    if config.parallelType is None:
+        return devices[number % len(devices)], None
+    level = max(config.ranks, config.parallelLevel)
+    first = number * level % len(devices)
+    chosen = (*devices[first:], *devices[:first])[:level]
+    return 0, ",".join(map(str, chosen))
 
 
 def _mode(config: HandlerConfig) -> str:

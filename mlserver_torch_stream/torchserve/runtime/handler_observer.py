@@ -1,4 +1,4 @@
-"""What is noticed of one request to a handler, told once, at its end, to the metrics and the log.
+"""Observes one request to a handler, and reports it once, at its end, to the metrics and the log.
 
 Knows nothing of how requests are answered. All of it runs on the event loop's thread.
 """
@@ -9,54 +9,35 @@ import time
 
 from mlserver_torch_stream.errors import NotServing, QueueFull
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
-from mlserver_torch_stream.server.observability.request_observer import status_of
-from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
-from mlserver_torch_stream.server.process_state import REQUEST_METRICS, REQUEST_SINKS
+from mlserver_torch_stream.server.observability.request_observer import TimedRequest
+from mlserver_torch_stream.server.observability.request_record import RequestRecord
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.types import FinishReason
 
 
-class HandlerRequestObserver:
-    """One request, from when it has been read. ``queue`` and tokens mean nothing here, and stay empty in the log."""
+class HandlerRequestObserver(TimedRequest):
+    """Its record has no token counts and no time in the queue: a handler's pieces need not be tokens."""
 
-    def __init__(
-        self, request_id: str, model: str, version: str | None, entrance: EndpointKind, figures: HandlerMetrics
-    ) -> None:
-        self._record = RequestRecord(request_id, model, version or "", entrance)
-        self._figures = figures
-        self._began = time.monotonic()
-        self._ended = False
+    def __init__(self, record: RequestRecord, handler_metrics: HandlerMetrics) -> None:
+        super().__init__(record)
+        self._handler_metrics = handler_metrics
 
     def piece(self) -> None:
-        if self._record.ttft_s is None:
-            self._record.ttft_s = time.monotonic() - self._began
-            REQUEST_METRICS.of(self._record.model, self._record.version).first_token.observe(self._record.ttft_s)
+        if self.record.ttft_s is None:
+            self.first_event(time.monotonic())
 
-    def done(self) -> None:
-        self._end("ok", FinishReason.STOP.value, None)
+    def count(self) -> None:
+        outcome, reason = self._outcome()
+        self._handler_metrics.requests[outcome] += 1
+        self.metrics.ended(reason, self.record.e2e_s)
 
-    def failed(self, error: Exception) -> None:
-        refused = isinstance(error, (QueueFull, NotServing)) and self._record.ttft_s is None
-        self._record.status = status_of(error)
-        self._end("refused" if refused else "error", REFUSED if refused else FinishReason.ERROR.value, error)
-
-    def closed(self) -> None:
-        """Nobody reads on. Before its end that means that the client has left."""
-        if not self._ended:
-            self._record.status = CLIENT_CLOSED_REQUEST
-            self._end("cancelled", CANCELLED, None)
-
-    def _end(self, outcome: str, reason: str, error: Exception | None) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        record = self._record
-        record.error = error
-        record.e2e_s = time.monotonic() - self._began
-        self._figures.requests[outcome] += 1
-        counts = REQUEST_METRICS.of(record.model, record.version)
-        counts.requests[reason] += 1
-        if error is not None:
-            counts.count_error(record.status)
-        if REQUEST_SINKS.log is not None:
-            REQUEST_SINKS.log.write(record)
+    def _outcome(self) -> tuple[str, str]:
+        """For the handler's own metric and for the metric of all requests."""
+        record = self.record
+        if record.client_disconnected:
+            return "cancelled", CANCELLED
+        if record.error is None:
+            return "ok", FinishReason.STOP.value
+        if isinstance(record.error, (QueueFull, NotServing)) and record.ttft_s is None:
+            return "refused", REFUSED
+        return "error", FinishReason.ERROR.value

@@ -1,4 +1,4 @@
-"""The reply to one request for a handler: reads its job and writes its pieces as V2 responses.
+"""Replies to one request for a handler: reads its job and writes the pieces as V2 responses.
 
 Knows nothing of other requests on the same stream.
 """
@@ -16,7 +16,7 @@ from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, Hand
 from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
 from mlserver_torch_stream.torchserve.v2_output import Reply, as_rest
 
-# Of a response that holds all pieces: a handler that never ends is not to fill the memory.
+# Of a response that holds all pieces: a handler that never ends must not fill the memory.
 MOST_WHOLE_BYTES, MOST_WHOLE_PIECES = 1 << 30, 1 << 18
 
 Submit = Callable[[HandlerRequest], HandlerJob]
@@ -25,7 +25,7 @@ Submit = Callable[[HandlerRequest], HandlerJob]
 class HandlerReply:
     """Reads the job that ``submit`` opens, once: as a stream of responses, or whole, of at most ``most_pieces`` pieces.
 
-    ``binary``: the outputs that a REST client wants as raw bytes; None: for gRPC, where BYTES are bytes.
+    ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
     """
 
     comments = True
@@ -35,16 +35,16 @@ class HandlerReply:
         request: HandlerRequest,
         reply: Reply,
         submit: Submit,
-        watch: HandlerRequestObserver,
+        observer: HandlerRequestObserver,
         binary: BinaryOutputs | None = None,
         most_pieces: int = MOST_WHOLE_PIECES,
     ) -> None:
-        self.error: Exception | None = None  # that the stream has reported after its first response
+        self.error: Exception | None = None  # of a stream that failed after its first response
         self._binary = binary
         self._request = request
         self._reply = reply
         self._submit = submit
-        self._watch = watch
+        self._observer = observer
         self._most_pieces = most_pieces
         self._job: HandlerJob | None = None
         self._closed = False
@@ -57,21 +57,11 @@ class HandlerReply:
         self._closed = True
         if self._job is not None:
             self._job.close()
-        self._watch.closed()
+        self._observer.closed()
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
-        """Raises an error before the first response; later the last response reports it."""
-        begun = False
-        try:
-            async for piece in self._pieces():
-                body = self._spelled(self._reply.piece(piece))
-                begun = True
-                yield body
-        except Exception as error:
-            if not begun:
-                raise
-            self.error = error
-            yield self._spelled(self._reply.failure(error))
+        async for piece in self.pieces():
+            yield self._spelled(self._reply.piece(piece))
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
         """The whole response over REST, and the raw bytes that follow its JSON. Raises RequestError."""
@@ -79,7 +69,7 @@ class HandlerReply:
         return attach_binary(as_rest(await self.whole(), binary), binary)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The final response of a stream that has begun; none if it has had that."""
+        """The final response of a stream that has begun; none if it was sent already."""
         return [] if self._reply.final_sent else [self._spelled(self._reply.failure(error))]
 
     def end(self) -> None:
@@ -92,28 +82,26 @@ class HandlerReply:
         """All pieces as one response. Raises RequestError."""
         pieces: list[ResponsePiece] = []
         size = 0
-        async with aclosing(self._pieces()) as coming:
-            async for piece in coming:
+        async with aclosing(self.pieces()) as pieces_of_job:
+            async for piece in pieces_of_job:
                 pieces.append(piece)
                 size += len(piece.value)
                 if size > MOST_WHOLE_BYTES or len(pieces) > self._most_pieces:
-                    raise self._too_much(f"{len(pieces)} pieces, {size} bytes are too much for one response: stream it")
+                    message = f"{len(pieces)} pieces, {size} bytes are too much for one response: stream it"
+                    error = HandlerFailed(message, 507)
+                    self._observer.failed(error)
+                    raise error
         return self._reply.whole(pieces)
 
-    def _too_much(self, message: str) -> HandlerFailed:
-        """``close`` tells the handler."""
-        error = HandlerFailed(message, 507)
-        self._watch.failed(error)
-        return error
-
-    async def _pieces(self) -> AsyncGenerator[ResponsePiece, None]:
+    async def pieces(self) -> AsyncGenerator[ResponsePiece, None]:
+        """The pieces as the handler sent them. Raises RequestError."""
         last = False
         try:
             self._job = self._submit(self._request)
             if self._closed:
                 self._job.close()
             async for piece in self._job:
-                self._watch.piece()
+                self._observer.piece()
                 last = piece.last
                 yield piece
             if not last and self._closed:
@@ -121,6 +109,6 @@ class HandlerReply:
             if not last:
                 raise GenerationFailed("the handler's stream ended early")
         except Exception as error:
-            self._watch.failed(error)
+            self._observer.failed(error)
             raise
-        self._watch.done()
+        self._observer.end()

@@ -1,1 +1,1 @@
-"""A handler's own process: loads it, calls it, sends on what it gives. Imports neither torch nor MLServer."""
+"""Loads and calls a handler in a process of its own. Imports neither torch nor MLServer."""

@@ -1,19 +1,19 @@
-"""asyncCommunication: each request is a task of its own on the handler's event loop.
+"""Runs each request as a task of its own on the handler's event loop, for asyncCommunication.
 
-Knows nothing of batches. A task whose client leaves is cancelled at once, and one that fails fails alone.
+Knows nothing of batches. A task is cancelled as soon as its client disconnects, and a task that fails fails alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import Sequence
 
-from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, answer
+from mlserver_torch_stream.torchserve.worker.calls import FAILED, add_prediction_time, answer, failure
 from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft, StopAlone
 from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
-from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
 from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tasks:
-    """All methods run on the loop's thread, but for ``start`` and ``cancel``, which other threads call."""
+    """All methods run on the loop's thread, except ``start`` and ``cancel``, which other threads call."""
 
     def __init__(
         self, entry: Entry, context: HandlerContext, channel: Channel, loop: asyncio.AbstractEventLoop
@@ -46,10 +46,10 @@ class Tasks:
     def _stop(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
         if task is not None:
-            self._loop.call_soon(task.cancel)  # after its first step: before it, nothing of ``_answer`` would run
+            self._loop.call_soon(task.cancel)  # after the task's first step, without which ``_answer`` would not begin
 
     async def _answer(self, request: WorkerRequest) -> None:
-        context, channel = self._context.copy(), self._channel
+        context, channel = copy.copy(self._context), self._channel  # the handler's own attributes are shared
         outlet = Outlet([request], channel, StopAlone())
         pieces: list[SentPiece] = []
         began = time.monotonic()
@@ -61,12 +61,11 @@ class Tasks:
         except ClientsLeft:
             pass
         except asyncio.CancelledError:
-            if not channel.gone(request.id):
+            if not channel.cancelled(request.id):
                 channel.failed([request.id], FAILED, "the handler cancelled its own task")
         except BaseException as error:
             logger.error("The handler failed", exc_info=error)
-            status, message = failure(error)
-            channel.failed([request.id] if request.id not in outlet.ended else [], status, message)
+            channel.failed([request.id] if request.id not in outlet.ended else [], *failure(error))
         finally:
             del self._tasks[request.id]
         channel.pieces(pieces, ended=[request.id])

@@ -1,6 +1,6 @@
-"""One call of a handler for one batch: everybody gets pieces as they come, and the return value as the last.
+"""Calls a handler for one batch, whose return value is the last piece of each response.
 
-Knows nothing of how batches are made, nor of batches that members join and leave.
+Knows nothing of how batches are made, nor of continuous batches. Import it when ``ts`` can be imported.
 """
 
 from __future__ import annotations
@@ -11,61 +11,63 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ts.service import PredictionException
+
 from mlserver_torch_stream.torchserve.worker import values
 from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft, NeverStop, StopAlone
 from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
-from mlserver_torch_stream.torchserve.worker.failures import FAILED, WrongResults, failure
-from mlserver_torch_stream.torchserve.worker.handler import Entry
+from mlserver_torch_stream.torchserve.worker.handler import Entry, described, text_of
 from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
+FAILED = 503
+OUT_OF_RESOURCES = 507
+
+
+class WrongResults(Exception):
+    """The handler did not return a list with one result for each request."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """``speaks``: False on ranks whose answers nobody waits for. ``stop``: whether a call may end at a send."""
+    """``responds``: False on ranks whose responses are not sent. ``stop``: whether a call may end at a send."""
 
     entry: Entry
     context: HandlerContext
     channel: Channel
-    speaks: bool = True
+    responds: bool = True
     stop: NeverStop = field(default_factory=StopAlone)
 
     def call(self, requests: Sequence[WorkerRequest]) -> None:
-        """Never raises but for what ends the process."""
+        """Raises nothing."""
         outlet = Outlet(requests, self.channel, self.stop)
-        self.stop.begin()
         pieces: list[SentPiece] = []
+        began = time.monotonic()
+        self.stop.begin()
         try:
-            pieces = self._results(requests, outlet)
+            self.context.for_call(requests, outlet)
+            returned = self.entry([request.data() for request in requests], self.context)
+            add_prediction_time(self.context, began)
+            if self.responds:
+                pieces = answer(self.context, self.channel, returned, requests, outlet.ended)
         except ClientsLeft:
             pass
         except BaseException as error:
-            self._failed(error, outlet, requests)
+            logger.error("The handler failed", exc_info=error)
+            if self.responds:
+                left = [request.id for request in requests if request.id not in outlet.ended]
+                self.channel.failed(left, *failure(error), retry=len(requests) > 1)
         self.stop.end()
         self.channel.pieces(pieces, ended=[request.id for request in requests])
-
-    def _results(self, requests: Sequence[WorkerRequest], outlet: Outlet) -> list[SentPiece]:
-        """The last pieces. Raises whatever the handler does, and WrongResults."""
-        context = self.context
-        context.for_call(requests, outlet)
-        began = time.monotonic()
-        returned = self.entry([request.data() for request in requests], context)
-        add_prediction_time(context, began)
-        return answer(context, self.channel, returned, requests, outlet.ended) if self.speaks else []
-
-    def _failed(self, error: BaseException, outlet: Outlet, requests: Sequence[WorkerRequest]) -> None:
-        logger.error("The handler failed", exc_info=error)
-        if self.speaks:
-            status, message = failure(error)
-            left = [request.id for request in requests if request.id not in outlet.ended]
-            self.channel.failed(left, status, message, again=len(requests) > 1)
 
 
 def answer(
     context: HandlerContext, channel: Channel, returned: Any, requests: Sequence[WorkerRequest], ended: Collection[str]
 ) -> list[SentPiece]:
-    """The last pieces out of what a handler returned; what cannot be sent has failed, alone. Raises WrongResults."""
+    """The last pieces, made of the handler's results. A request whose result cannot be sent fails alone.
+
+    Raises WrongResults.
+    """
     left = [index for index, request in enumerate(requests) if request.id not in ended]
     trouble = mismatch(returned, len(requests))
     if trouble is not None:
@@ -80,7 +82,7 @@ def answer(
 
 
 def mismatch(returned: Any, count: int) -> str | None:
-    """Why this is no list of so many results."""
+    """Why the value is no list of ``count`` results; None if it is one."""
     if not isinstance(returned, list):
         return f"the handler returned a {type(returned).__name__} instead of a list"
     if len(returned) != count:
@@ -90,3 +92,14 @@ def mismatch(returned: Any, count: int) -> str | None:
 
 def add_prediction_time(context: HandlerContext, began: float) -> None:
     context.metrics.add_time("PredictionTime", round((time.monotonic() - began) * 1000, 2))
+
+
+def failure(error: BaseException) -> tuple[int, str]:
+    """TorchServe's status for an exception that a handler raised, and a message for the clients."""
+    if isinstance(error, WrongResults):
+        return FAILED, str(error)
+    if isinstance(error, PredictionException):
+        code = error.error_code
+        return (code if isinstance(code, int) and 400 <= code < 600 else FAILED), text_of(error.message)
+    out = isinstance(error, MemoryError) or "CUDA" in text_of(error)
+    return (OUT_OF_RESOURCES if out else FAILED), f"the handler raised {described(error)}"

@@ -1,6 +1,6 @@
-"""Whether a call ends at one of its sends, because nobody waits for it any more. Which kind it is, is chosen once.
+"""Decides whether a call ends at one of its sends because all its clients have disconnected.
 
-Knows nothing of what is sent. A call has its number, which is the same on all ranks that make it together.
+Knows nothing of what is sent. A call has a number, which is the same on all ranks that make the call together.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from mlserver_torch_stream.torchserve.worker.channel import Channel
 
 
 class ClientsLeft(BaseException):
-    """Raised out of a handler's send when nobody waits for its call any more. No ``except Exception`` catches it."""
+    """Raised from a handler's send when all clients of its call have disconnected. ``except Exception`` does not catch
+    it."""
 
 
 class NeverStop:
-    """Others take part in the call, of whom nothing is known: they might wait for it for ever."""
+    """For a call in which other processes may take part: they might wait for this one for ever."""
 
     def begin(self) -> None: ...
 
     def sent(self, left: bool) -> None:
-        """At each send; ``left``: nobody waits for the call. Raises ClientsLeft where it is to end here."""
+        """Called at each send; ``left``: all clients have disconnected. Raises ClientsLeft if the call ends here."""
 
     def end(self) -> None: ...
 
-    def heed(self, header: Mapping[str, Any]) -> None:
-        """What the server says about it, in the thread that reads."""
+    def receive(self, header: Mapping[str, Any]) -> None:
+        """Takes a message of the server; called in the thread that reads."""
 
 
 class StopAlone(NeverStop):
-    """Nobody else takes part."""
+    """For a call in which no other process takes part."""
 
     def sent(self, left: bool) -> None:
         if left:
@@ -39,12 +40,12 @@ class StopAlone(NeverStop):
 
 
 class StopTogether(NeverStop):
-    """All ranks at the same send, or none of them: whoever went on would wait for the others for ever.
+    """Ends a call on all ranks at the same send, or on none: a rank that went on would wait for the others for ever.
 
-    The first rank asks, once in a call, and waits. The others say which send is their next, and wait at that until they
-    know where to meet: at the furthest of them all, so that nobody needs a rank to go beyond it. Where all have met,
-    they stop. A call that has started a thread does not stop: what runs in that would come between the next call and
-    its ranks.
+    The first rank asks, once in a call, and waits. The others report their next send, and wait at it until they know
+    where to meet: at the furthest of the reported sends, which every rank can reach without the others. When all ranks
+    have met there, the call ends. A call that has started a thread does not end early, because the thread might
+    interfere with the next call.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -55,9 +56,9 @@ class StopTogether(NeverStop):
         self._running = False
         self._sends = 0
         self._asked = False  # by this rank, in this call
-        self._halting = 0  # the last call that is to stop, if it can
-        self._meetings: dict[int, int] = {}  # of this call and later ones: the send at which its ranks meet
-        self._verdicts: dict[int, bool] = {}  # likewise: whether it stops there
+        self._halting = 0  # the last call that shall end early
+        self._meetings: dict[int, int] = {}  # by call, from this one on: the send at which its ranks meet
+        self._verdicts: dict[int, bool] = {}  # by call, from this one on: whether it ends there
 
     def begin(self) -> None:
         with self._changed:
@@ -72,12 +73,12 @@ class StopTogether(NeverStop):
             self._sends += 1
             if left and not self._asked and self._single:
                 self._asked, self._halting = True, self._call
-                self._channel.tell("asks", call=self._call, at=self._sends)
+                self._channel.send("asks", call=self._call, at=self._sends)
             if self._halting != self._call:
                 return
             self._changed.wait_for(lambda: self._call in self._meetings or self._call in self._verdicts)
             if self._call not in self._verdicts and self._meetings[self._call] == self._sends:
-                self._channel.tell("meets", call=self._call, here=self._single)
+                self._channel.send("meets", call=self._call, here=self._single)
                 self._changed.wait_for(lambda: self._call in self._verdicts)
                 if self._verdicts[self._call]:
                     raise ClientsLeft
@@ -85,11 +86,11 @@ class StopTogether(NeverStop):
     def end(self) -> None:
         with self._changed:
             self._running = False
-            self._channel.tell("sends", call=self._call, sends=self._sends)
+            self._channel.send("sends", call=self._call, sends=self._sends)
             if self._halting == self._call and self._call not in self._verdicts:
-                self._channel.tell("meets", call=self._call, here=False)
+                self._channel.send("meets", call=self._call, here=False)
 
-    def heed(self, header: Mapping[str, Any]) -> None:
+    def receive(self, header: Mapping[str, Any]) -> None:
         call = header["call"]
         with self._changed:
             if header["t"] == "verdict":
@@ -101,15 +102,15 @@ class StopTogether(NeverStop):
             self._changed.notify_all()
 
     def _halt(self, call: int) -> None:
-        if call > self._call:  # still at an earlier one
+        if call > self._call:  # this rank is still at an earlier call
             self._halting, following = call, 1
         elif call == self._call and self._running and self._single:
             self._halting, following = call, self._sends + 1
         else:
             following = 0
-        self._channel.tell("next", call=call, send=following)
+        self._channel.send("next", call=call, send=following)
 
     @property
     def _single(self) -> bool:
-        """The call has started no thread that still runs."""
+        """True if the call has started no thread that still runs."""
         return self._threads.issuperset(threading.enumerate())

@@ -1,7 +1,7 @@
-"""The worker's end of its connection: pieces and failures out, and who does not wait for them any more.
+"""The worker's end of its connection: sends pieces and failures, and knows which requests were cancelled.
 
-Knows nothing of handlers. A process that a handler forks is nobody here: its end is closed at the fork, so that it can
-neither send nor keep the connection open.
+Knows nothing of handlers. In a process that a handler forks the connection is closed at the fork, so that the process
+can neither send nor keep the connection open.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 from mlserver_torch_stream.torchserve.frames import MOST_BYTES, FrameReader, bytes_in_frame, encode_frame
 
 _MOST_MESSAGE_CHARS = 2000
-TOO_LARGE = 507  # as where the pieces of a whole answer are too much
+STREAM_NEXT = "ts_stream_next"
+_NOT_SENT = {STREAM_NEXT, "content-type"}  # headers that a piece has as fields of its own
+TOO_LARGE = 507  # the status of a whole reply that is too large, too
 
 
 @dataclass(frozen=True)
 class SentPiece:
-    """What a handler gave for one request. ``last``: nothing follows."""
+    """A piece of the response to one request. ``last``: no piece follows."""
 
     request_id: str
     value: bytes
@@ -31,7 +33,7 @@ class SentPiece:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def bytes_to_send(self) -> int:
-        """Of the message that carries it, at most."""
+        """The most bytes that the piece takes of a message."""
         texts = (self.request_id, self.content_type, *self.headers.keys(), *self.headers.values())
         return bytes_in_frame(self.value, *texts)
 
@@ -45,7 +47,7 @@ class Channel:
         self._most_bytes = most_bytes
         self._reader = FrameReader(connection)
         self._sending = threading.Lock()
-        self._gone: set[str] = set()
+        self._cancelled: set[str] = set()
         self._shut = False
         os.register_at_fork(after_in_child=self._shut_in_child)
 
@@ -57,13 +59,14 @@ class Channel:
     def read(self) -> tuple[dict[str, Any], bytes] | None:
         return self._reader.read()
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         self._send({"t": kind, **fields})
 
     def pieces(self, pieces: Iterable[SentPiece], ended: Iterable[str] = ()) -> set[str]:
-        """``ended``: the requests that the handler has done with, after these pieces. Their ids may come again.
+        """Sends the pieces in as many messages as they need, and then that the requests ``ended`` are over.
 
-        In as many messages as it needs. Returns the requests that have failed: their piece does not go into one.
+        The ids of ended requests may be used again. Returns the requests that have failed because their piece does not
+        fit into a message.
         """
         failed: set[str] = set()
         group: list[SentPiece] = []
@@ -82,7 +85,7 @@ class Channel:
             group.append(piece)
             left -= size
         over = list(ended)
-        self._gone.difference_update(over)
+        self._cancelled.difference_update(over)
         self._send_pieces(group, over)
         return failed
 
@@ -94,32 +97,31 @@ class Channel:
                 "last": each.last,
                 "ct": each.content_type,
                 "status": each.status,
-                "headers": dict(each.headers),
+                "headers": {name: text for name, text in each.headers.items() if name not in _NOT_SENT},
             }
             for each in pieces
         ]
         self._send({"t": "pieces", "items": items, "ended": ended}, b"".join(each.value for each in pieces))
 
-    def failed(self, request_ids: Collection[str], status: int, message: str, again: bool = False) -> None:
-        """``again``: they may do better one by one."""
+    def failed(self, request_ids: Collection[str], status: int, message: str, retry: bool = False) -> None:
+        """``retry``: the requests were a batch, and may succeed one by one."""
         if request_ids:
-            told = message[:_MOST_MESSAGE_CHARS]
-            self.tell("failed", ids=list(request_ids), status=status, message=told, again=again)
+            message = message[:_MOST_MESSAGE_CHARS]
+            self.send("failed", ids=list(request_ids), status=status, message=message, retry=retry)
 
     def expect(self, request_ids: Iterable[str]) -> None:
-        """They begin. Who left an earlier request of the same id after its end has not left this one."""
-        self._gone.difference_update(request_ids)
+        """The requests begin: a cancellation of an earlier request with the same id is void."""
+        self._cancelled.difference_update(request_ids)
 
-    def leave(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more."""
-        self._gone.update(request_ids)
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self._cancelled.update(request_ids)
 
-    def gone(self, request_id: str) -> bool:
-        return request_id in self._gone
+    def cancelled(self, request_id: str) -> bool:
+        return request_id in self._cancelled
 
     def _shut_in_child(self) -> None:
-        """The descriptor itself: closing the socket would leave it open for the reader's file. Not again in a child's
-        own child, where the number may be somebody else's."""
+        """Closes the descriptor: closing the socket would leave it open for the reader's file. A child's own child does
+        not close it again, as the number may be that of another file there."""
         if not self._shut:
             self._shut = True
             os.close(self._connection.fileno())

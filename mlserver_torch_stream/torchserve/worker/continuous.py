@@ -1,7 +1,7 @@
-"""Continuous batching: the handler is called again and again, each time with whoever is in the batch.
+"""Continuous batching: calls the handler in a loop, each time with the requests that are in the batch.
 
-Members join between two calls and leave when their ``stopping_criteria`` says so. Knows nothing of how many may be in:
-the server sends no more than fit.
+Requests join between two calls and leave when their ``stopping_criteria`` ends them. Knows nothing of the batch's size:
+the server sends no more requests than fit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from mlserver_torch_stream.torchserve.worker import values
-from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, mismatch
+from mlserver_torch_stream.torchserve.worker.calls import FAILED, add_prediction_time, failure, mismatch
 from mlserver_torch_stream.torchserve.worker.cancellation import NeverStop
 from mlserver_torch_stream.torchserve.worker.channel import Channel, SentPiece
-from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
 from mlserver_torch_stream.torchserve.worker.handler import Entry
 from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
 
@@ -25,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class Continuous:
-    """The batch and who waits to join it.
+    """The batch, and the requests that wait to join it.
 
-    A call that raises is made again without those who joined in it, who then join one at a time; where that raises too,
-    with each member alone. So whoever makes it raise fails alone.
+    A call that raises is made again without the requests that joined in it, which then join one at a time. If that call
+    raises too, each member is called alone. So a request that makes the handler raise fails alone.
     """
 
     def __init__(self, entry: Entry, context: HandlerContext, channel: Channel) -> None:
         self._entry = entry
         self._context = context
         self._channel = channel
-        self._members: list[WorkerRequest] = []
+        self._members: dict[str, WorkerRequest] = {}
         self._joining: deque[WorkerRequest] = deque()
         self._suspects: deque[WorkerRequest] = deque()  # join one at a time
 
@@ -48,9 +47,9 @@ class Continuous:
 
     def step(self) -> None:
         """One call of the handler."""
-        self._let_go()
+        self._remove_cancelled()
         joined = self._newcomers()
-        batch = [*self._members, *joined]
+        batch = [*self._members.values(), *joined]
         if not batch:
             return
         error = self._call(batch)
@@ -59,10 +58,10 @@ class Continuous:
         if len(batch) == 1:
             self._fail(batch[0], error)
         else:
-            self._find_who(error, batch, joined)
+            self._find_culprit(error, batch, joined)
 
-    def _find_who(self, error: BaseException, batch: list[WorkerRequest], joined: list[WorkerRequest]) -> None:
-        """After a call that raised, with whoever joined in it."""
+    def _find_culprit(self, error: BaseException, batch: list[WorkerRequest], joined: list[WorkerRequest]) -> None:
+        """Called after a call that raised; ``joined`` are the requests that joined in it."""
         members = [each for each in batch if each not in joined]
         if not joined or (members and self._call(members) is not None):
             self._each_alone(members)
@@ -85,15 +84,18 @@ class Continuous:
         self._joining.clear()
         return joined
 
-    def _let_go(self) -> None:
-        """Whose client has left takes part no more."""
-        for group in (self._members, self._joining, self._suspects):
-            for request in [each for each in group if self._channel.gone(each.id)]:
-                group.remove(request)
-                self._channel.pieces((), ended=[request.id])
+    def _remove_cancelled(self) -> None:
+        cancelled = [each for each in self._members.values() if self._channel.cancelled(each.id)]
+        for waiting in (self._joining, self._suspects):
+            for request in [each for each in waiting if self._channel.cancelled(each.id)]:
+                waiting.remove(request)
+                cancelled.append(request)
+        for request in cancelled:
+            self._over(request)
 
     def _call(self, batch: Sequence[WorkerRequest]) -> BaseException | None:
-        """The members that are left of a batch stay; those that are not in it are not touched."""
+        """Calls the handler with a batch, and returns what it raises. Members that are not in the batch stay as they
+        are."""
         context = self._context
         outlet = Outlet(batch, self._channel, NeverStop())
         began = time.monotonic()
@@ -107,7 +109,7 @@ class Continuous:
         except BaseException as error:
             logger.error("The handler failed", exc_info=error)
             return error
-        if trouble is not None:  # not made again: the step has advanced members that it has no results for
+        if trouble is not None:  # the call is not made again, because the handler has advanced its state
             for request in batch:
                 self._channel.failed([request.id], FAILED, trouble)
                 self._over(request)
@@ -115,7 +117,10 @@ class Continuous:
         given = [each for each in pieces if each is not None and each.request_id not in outlet.ended]
         staying = {each.request_id for each in given if not each.last}
         for request in batch:
-            self._stay(request) if request.id in staying else self._remove(request)
+            if request.id in staying:  # as in TorchServe, the handler gets a request's parts in the first call only
+                self._members[request.id] = replace(request, parts=())
+            else:
+                self._members.pop(request.id, None)
         failed = self._channel.pieces(given, ended=[request.id for request in batch if request.id not in staying])
         for request in batch:
             if request.id in failed & staying:
@@ -123,7 +128,7 @@ class Continuous:
         return None
 
     def _piece(self, index: int, request: WorkerRequest, value: Any) -> SentPiece | None:
-        """None: it cannot be sent, and has failed."""
+        """None: the value cannot be sent, and the request has failed."""
         last = self._stops(index, value)
         try:
             return self._context.piece(index, value, last)
@@ -132,35 +137,22 @@ class Continuous:
             return None
 
     def _stops(self, index: int, value: Any) -> bool:
-        """Without a criterion, or where it says None, a returned value is the last, as TorchServe has it."""
+        """True for the last value. As in TorchServe, that is any value without a criterion or a verdict of it."""
         criteria = self._context.stopping_criteria
         verdict: bool | None = criteria[index](value) if criteria else None
         return verdict is None or verdict
 
-    def _stay(self, request: WorkerRequest) -> None:
-        """What the handler has seen of a request it is not shown again, as TorchServe does it."""
-        seen = replace(request, parts=())
-        for index, member in enumerate(self._members):
-            if member.id == request.id:
-                self._members[index] = seen
-                return
-        self._members.append(seen)
-
     def _fail(self, request: WorkerRequest, error: BaseException) -> None:
-        status, message = failure(error)
-        self._channel.failed([request.id], status, message)
+        self._channel.failed([request.id], *failure(error))
         self._over(request)
 
     def _over(self, request: WorkerRequest) -> None:
-        self._remove(request)
+        self._members.pop(request.id, None)
         self._channel.pieces((), ended=[request.id])
-
-    def _remove(self, request: WorkerRequest) -> None:
-        self._members = [each for each in self._members if each.id != request.id]
 
 
 def run_steps(batch: Continuous, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
-    """For ever. ``take`` gives the requests that have come; told so, it waits for one."""
+    """Runs for ever. ``take`` returns the requests that have arrived; ``take(True)`` waits for one."""
     while True:
         batch.join(take(not batch.busy))
         batch.step()

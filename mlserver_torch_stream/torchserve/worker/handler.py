@@ -1,6 +1,6 @@
-"""From an archive's folder to a handler's entry point, found and initialised as TorchServe does it.
+"""Finds and initialises a handler's entry point in an archive's folder, as TorchServe does.
 
-Knows nothing of requests. Whatever goes wrong is one line for whoever loads the model.
+Knows nothing of requests. Each problem becomes one line, which the load of the model fails with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENVELOPES = ("body", "json", "kserve", "kservev2")
 _METHODS = ("initialize", "handle")
 _SHIM = Path(__file__).parent.parent / "shim"
 _PACKAGE = "mlserver-torch-stream[torchserve]"
-# The handlers that TorchServe 0.12 brings, and what to install for each.
+# TorchServe 0.12's own handlers, and what to install for each.
 _HANDLERS = "mlserver-torch-stream[torchserve-handlers]"
 BUILT_IN = {
     "base_handler": _PACKAGE,
@@ -33,7 +33,7 @@ BUILT_IN = {
     "object_detector": _HANDLERS,
     "text_classifier": _HANDLERS,
     "trt_llm_handler": f"{_PACKAGE} and tensorrt_llm",
-    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # as TorchServe's page has it; later ones lack its modules
+    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # TorchServe's page names it; later ones lack its modules
 }
 
 
@@ -43,14 +43,14 @@ class HandlerRefused(Exception):
 
 @dataclass(frozen=True)
 class Handler:
-    """``entry`` is called with data and context; ``initialize`` with a context, once, before."""
+    """``initialize`` is called once, with a context; then ``entry`` is called with data and a context."""
 
     entry: Entry
     initialize: Callable[[Any], Any]
 
 
 def provide_ts(which: str) -> bool:
-    """Makes ``import ts`` work: torchserve's own package where it is installed, else the shim. True: it is its own."""
+    """Makes ``import ts`` work: torchserve's package if it is installed (returns True), else the shim."""
     installed = which != "shim" and _installed()
     if which == "package" and not installed:
         raise HandlerRefused(f"torchserve is not installed: install {_PACKAGE}")
@@ -62,7 +62,7 @@ def provide_ts(which: str) -> bool:
 def _installed() -> bool:
     try:
         return importlib.util.find_spec("ts.torch_handler") is not None
-    except ImportError:  # no ts at all, or somebody else's
+    except ImportError:  # there is no ts, or it is another package
         sys.modules.pop("ts", None)
         return False
 
@@ -74,7 +74,7 @@ def enter(folder: str) -> None:
 
 
 def find_handler(spelled: str, folder: str, envelope: str, asynchronous: bool) -> Handler:
-    """``spelled``: ``file[.py][:function]``, or the name of a handler that TorchServe brings. Raises HandlerRefused."""
+    """``spelled``: ``file[.py][:function]``, or the name of one of TorchServe's handlers. Raises HandlerRefused."""
     file, _, function = spelled.partition(":")
     name = re.sub(r"\.py$", "", file.rsplit("/", 1)[-1])
     module = _import(name, Path(folder), spelled)
@@ -92,7 +92,7 @@ def _import(name: str, folder: Path, spelled: str) -> ModuleType:
     path = next((each for each in (folder / f"{name}.py", folder / name / "__init__.py") if each.is_file()), None)
     if path is None:
         return _built_in(name, spelled)
-    # Under its own name, as its classes and pickles expect, unless that is taken by a module that others rely on.
+    # Classes and pickles expect the module's own name. Another module may have it already, and is not replaced.
     module_name = f"handler_{name}" if name in sys.modules else name
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
@@ -107,7 +107,7 @@ def _import(name: str, folder: Path, spelled: str) -> ModuleType:
 
 
 def _built_in(name: str, spelled: str) -> ModuleType:
-    """One of TorchServe's own, of its package; ``base_handler`` is the shim's too."""
+    """A handler of TorchServe's package; the shim has ``base_handler`` too."""
     if name not in BUILT_IN:
         raise HandlerRefused(
             f"no handler {spelled!r} in the archive, nor in TorchServe, which brings {_names(BUILT_IN)}"
@@ -132,7 +132,7 @@ def _in_module(module: ModuleType, function: str) -> Handler:
         return Handler(entry, lambda context: entry(None, context))
     if function:
         raise HandlerRefused(f"{module.__name__} has no function {function!r}")
-    own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+    own = _own_classes(module)
     classes = [each for each in own if hasattr(each, "initialize") and hasattr(each, "handle")]
     if len(classes) != 1:
         raise HandlerRefused(
@@ -147,8 +147,12 @@ def _in_module(module: ModuleType, function: str) -> Handler:
     return Handler(made.handle, made.initialize)
 
 
+def _own_classes(module: ModuleType) -> list[type]:
+    return [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+
+
 def _instead(module: ModuleType, own: list[type], classes: list[type]) -> str:
-    """What a module without an entry point has."""
+    """Describes what a module without an entry point has instead."""
     if classes:
         return f"it has {_names(each.__name__ for each in classes)}"
     if own:
@@ -174,8 +178,7 @@ def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
     if asynchronous:
         raise HandlerRefused("envelopes do not go with asyncCommunication")
     module = importlib.import_module(f"ts.torch_handler.request_envelope.{envelope}")
-    own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
-    make: Callable[[Entry], Any] = own[0]
+    make: Callable[[Entry], Any] = _own_classes(module)[0]
     handle: Entry = make(entry).handle
     return handle
 
@@ -192,7 +195,7 @@ def described(error: BaseException) -> str:
 
 
 def text_of(value: object) -> str:
-    """Of anything that a handler made: its ``__str__`` may raise."""
+    """The text of any object of a handler, whose ``__str__`` may raise."""
     try:
         return str(value)
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""A worker's main program: one thread reads what the server sends, the main thread runs the handler.
+"""The main program of a worker: one thread reads the server's messages, the main thread runs the handler.
 
-Knows nothing of MLServer. When the server's end closes, the process ends at once.
+Knows nothing of MLServer. When the server's end of the connection closes, the process ends at once.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def main(descriptor: int) -> None:
 
 
 class HandlerHost:
-    """``load`` once, then ``run`` until the server goes away."""
+    """Call ``load`` once, then ``run``, which ends with the process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._tasks: Any = None  # where requests go that have a loop of their own
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tasks: Any = None  # in asynchronous mode
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = NeverStop()
 
     def load(self) -> None:
-        """The first message says what; the process ends if it cannot be done."""
+        """Loads the handler that the first message names. The process ends if that fails."""
         first = self._channel.read()
         if first is None:
             os._exit(0)
-        threading.Thread(target=self._read, name="reader", daemon=True).start()  # notices the server's end from now on
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
         self._order = order = first[0]
         self._yaml = pickle.loads(first[1])
         if order["stops"] != "never":
@@ -66,8 +66,8 @@ class HandlerHost:
         except handlers.HandlerRefused as error:
             if error.__cause__ is not None:
                 logging.error("The handler cannot be loaded", exc_info=error.__cause__)
-            self._leave_if_forked()
-            self._channel.tell("refused", message=str(error))
+            self._exit_if_forked()
+            self._channel.send("refused", message=str(error))
             _end()
 
     def _make_context(self) -> Any:
@@ -94,8 +94,7 @@ class HandlerHost:
             self._found.initialize(self._context)
         except BaseException as error:
             raise handlers.HandlerRefused(f"initialize raised {handlers.described(error)}") from error
-        if self._channel.forked:
-            os._exit(0)
+        self._exit_if_forked()
 
     def run(self) -> None:
         mode = self._order["mode"]
@@ -105,7 +104,7 @@ class HandlerHost:
 
             assert self._loop is not None
             self._tasks = Tasks(entry, context, channel, self._loop)
-        channel.tell("ready", package=self._package)
+        channel.send("ready", package=self._package)
         if self._loop is not None:
             self._loop.run_forever()
         elif mode == "continuous":
@@ -115,48 +114,48 @@ class HandlerHost:
         else:
             from mlserver_torch_stream.torchserve.worker.calls import Caller
 
-            caller = Caller(entry, context, channel, self._order["speaks"], self._stop)
+            caller = Caller(entry, context, channel, self._order["responds"], self._stop)
             while True:
                 caller.call(self._take(True))
 
     def _take(self, wait: bool) -> list[Any]:
-        """What has been asked meanwhile."""
-        self._leave_if_forked()
-        asked: list[Any] = []
+        """The requests that have arrived."""
+        self._exit_if_forked()
+        requests: list[Any] = []
         try:
-            asked += self._asked.get(block=wait)
+            requests += self._requests.get(block=wait)
             while self._order["mode"] == "continuous":
-                asked += self._asked.get_nowait()
+                requests += self._requests.get_nowait()
         except queue.Empty:
             pass
-        return asked
+        return requests
 
-    def _leave_if_forked(self) -> None:
+    def _exit_if_forked(self) -> None:
         if self._channel.forked:
             os._exit(0)
 
     def _read(self) -> None:
-        """Until the server is gone. Killed while messages to it are under way, it leaves a reset, and no clean end."""
+        """Reads until the server's end of the connection closes, then ends the process."""
         try:
             while (frame := self._channel.read()) is not None:
-                self._heed(*frame)
-        except OSError:
+                self._receive(*frame)
+        except OSError:  # a server that is killed while messages to it are under way leaves a reset
             pass
         except BrokenFrame as error:
             logging.error("The server does not keep to the protocol: %s", error)
         finally:
             _end()
 
-    def _heed(self, header: dict[str, Any], body: bytes) -> None:
+    def _receive(self, header: dict[str, Any], body: bytes) -> None:
         from mlserver_torch_stream.torchserve.worker.handler_context import WorkerRequest
 
         if header["t"] == "cancel":
-            self._channel.leave(header["ids"])
+            self._channel.cancel(header["ids"])
             if self._tasks is not None:
                 self._tasks.cancel(header["ids"])
             return
         if header["t"] != "run":
-            self._stop.heed(header)
+            self._stop.receive(header)
             return
         lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
         values = iter(split(body, lengths))
@@ -172,11 +171,11 @@ class HandlerHost:
         if self._tasks is not None:
             self._tasks.start(requests)
         else:
-            self._asked.put(requests)
+            self._requests.put(requests)
 
 
 def _end() -> None:
-    """Takes along this process group at once; the supervisor ends what else the handler has started."""
-    with contextlib.suppress(Exception):  # the handler's own, or nobody reads it any more
+    """Ends this process group at once; the subreaper ends the other processes that the handler has started."""
+    with contextlib.suppress(Exception):  # the handler may have replaced stdout, or its reader may have ended
         sys.stdout.flush()
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""``context.metrics``: TorchServe's own store, whose figures go to the server instead of the log.
+"""``context.metrics``: TorchServe's own store, whose values go to the server instead of the log.
 
-Knows nothing of how they are shown. Import it when ``ts`` can be imported.
+Knows nothing of how metrics are exported. Import it when ``ts`` can be imported.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mlserver_torch_stream.torchserve.worker.channel import Channel
 
 
 class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
-    """Each metric that comes into being sends its values through the channel.
+    """Every metric of the store sends its values through the channel.
 
-    ``config``: what ``metrics.yaml`` says, read by the server, since this interpreter need not have a parser of YAML.
+    ``config``: the content of ``metrics.yaml``. The server reads it, since this interpreter may have no YAML parser.
     """
 
     def __init__(self, channel: Channel, model_name: str, config: Mapping[str, Any]) -> None:
@@ -26,7 +26,9 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         self._channel = channel
         super().__init__(config_file_path="")
         self.initialize_cache()
-        self.set_request_ids(model_name)  # while it loads: without any, a metric would be one of errors
+        self.set_request_ids(
+            model_name
+        )  # while the handler loads: TorchServe takes a metric without ids for one of errors
         self.model_name = model_name
 
     def _parse_yaml_file(self, config_file_path: str) -> None:
@@ -43,9 +45,9 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         except (TypeError, ValueError):
             logging.getLogger(__name__).error("Metric %s: %r is no number", metric.metric_name, value)
             return
-        names = metric.dimension_names or []  # and not the commas: a value may have some
+        names = metric.dimension_names or []  # the string is not split at its commas, because a value may have some
         values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
-        self._channel.tell(
+        self._channel.send(
             "metric",
             name=metric.metric_name,
             unit=metric.unit,

@@ -1,7 +1,7 @@
-"""The process between the server and a worker: when either of them ends, it ends whatever the worker has started.
+"""Runs between the server and a worker: when one of them ends, it ends all processes of the worker.
 
-Knows nothing of handlers. Linux makes it the parent of every process below it that loses its own, also of those that
-have a session of their own; elsewhere it reaches the worker's process group and no further.
+Knows nothing of handlers. On Linux it becomes the parent of every orphan below it, also of processes that have a
+session of their own; elsewhere it ends the worker's process group only.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import signal
 import sys
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-_ASKED_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TERMINATING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def supervise(descriptor: int) -> None:
-    """Returns in a child, which is to be the worker. This process stays, and never returns from here.
+    """Forks, and returns in the child, which becomes the worker. In this process it never returns.
 
-    ``descriptor`` is the worker's end of its connection: it hangs up when the server closes its own, or is killed.
+    ``descriptor`` is the worker's end of its connection: it hangs up when the server closes its own end, or is killed.
     """
-    _tell_kernel(_SET_CHILD_SUBREAPER, 1)
+    _prctl(_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     signals, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, *_ASKED_TO_END):
+    for number in (signal.SIGCHLD, *_TERMINATING):
         signal.signal(number, _wake)
     worker = os.fork()
     if worker:
         _Supervisor(worker, descriptor, signals).run()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, *_ASKED_TO_END):
+    for number in (signal.SIGCHLD, *_TERMINATING):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.close(signals)
     os.close(writing)
     os.setsid()
-    _tell_kernel(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it ended before the kernel was told
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # the parent ended before the call above
         os._exit(1)
 
 
 def _wake(number: int, frame: object) -> None:
-    """The signal's number is in the pipe."""
+    """Does nothing: Python has written the signal's number into the pipe."""
 
 
 class _Supervisor:
@@ -60,26 +60,26 @@ class _Supervisor:
         with contextlib.suppress(OSError):
             os.killpg(self._worker, signal.SIGKILL)
         if self._status is None:
-            os.kill(self._worker, signal.SIGKILL)  # it may not have a group of its own yet
-        os.close(self._descriptor)  # the server hears the end now, however long the rest takes
+            os.kill(self._worker, signal.SIGKILL)  # the worker may not have a group of its own yet
+        os.close(self._descriptor)  # the server gets the end now, however long the rest takes
         self._end_children()
         _end_like(0 if self._status is None else self._status)
 
     def _wait(self) -> None:
-        """Until the worker has ended, the server hangs up, or a signal asks this process to end."""
+        """Waits until the worker has ended, the server hangs up, or a signal terminates this process."""
         poll = select.poll()
-        poll.register(self._descriptor, 0)  # a hang-up is told in any case, and what there is to read is the worker's
+        poll.register(self._descriptor, 0)  # a hang-up is always reported; the worker reads the messages
         poll.register(self._signals, select.POLLIN)
         while self._status is None:
             for descriptor, _ in poll.poll():
                 if descriptor == self._descriptor:
                     return
-                if set(os.read(self._signals, 1024)) & set(_ASKED_TO_END):
+                if set(os.read(self._signals, 1024)) & set(_TERMINATING):
                     return
             self._reap(os.WNOHANG)
 
     def _end_children(self) -> None:
-        """A process that is killed leaves its own children to this one, so there are none left in the end."""
+        """Kills children until there are none: those of a killed process become children of this one."""
         more = True
         while more:
             for pid in _children():
@@ -88,7 +88,7 @@ class _Supervisor:
             more = self._reap(0) and self._reap(os.WNOHANG)
 
     def _reap(self, options: int) -> bool:
-        """One child if ``options`` is 0, else all that have ended. False: there are no more children."""
+        """Reaps one child if ``options`` is 0, else all that have ended. False: there are no more children."""
         try:
             while True:
                 pid, status = os.waitpid(-1, options)
@@ -101,7 +101,7 @@ class _Supervisor:
 
 
 def _children() -> list[int]:
-    """None where there is no ``/proc``."""
+    """The pids of the children; an empty list where there is no ``/proc``."""
     own = os.getpid()
     found = []
     with contextlib.suppress(FileNotFoundError):
@@ -113,7 +113,7 @@ def _children() -> list[int]:
     return found
 
 
-def _tell_kernel(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     if sys.platform != "linux":
         return
     try:
@@ -127,9 +127,9 @@ def _tell_kernel(option: int, value: int) -> None:
 
 
 def _end_like(status: int) -> None:
-    """So that the server is told of the worker's own end."""
+    """Ends this process as the worker has ended, so that the server gets the worker's status."""
     if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left one, where that is wanted
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of the worker is enough
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))

@@ -1,6 +1,6 @@
-"""What goes into a handler and what comes out of it, as TorchServe spells both.
+"""Decodes the values of requests for a handler and encodes its results, both as TorchServe does.
 
-Knows nothing of requests. torch is only used where the handler has imported it.
+Knows nothing of requests. torch is used only where the handler has imported it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ UNSUPPORTED = "Unsupported model output data type."
 
 
 class Unserialisable(Exception):
-    """A value that no client can be sent: the reason."""
+    """A value that cannot be sent to a client; the message is the reason."""
 
 
 def decode(value: bytes, content_type: str) -> Any:
-    """JSON as an object, text as str, anything else as a bytearray; what is not what it says it is stays bytes."""
+    """JSON as an object, text as str, other types as a bytearray; so is a value that does not fit its content type."""
     kind = content_type.partition(";")[0].strip().lower()
     wanted = os.environ.get("TS_DECODE_INPUT_REQUEST", "true") == "true"
     try:
@@ -30,7 +30,7 @@ def decode(value: bytes, content_type: str) -> Any:
         if wanted and kind.startswith("text"):
             return value.decode()
     except ValueError as error:
-        logger.warning("A body is not the %s that it says it is: %s", kind, error)
+        logger.warning("A body is not of its content type %s: %s", kind, error)
     return bytearray(value)
 
 

@@ -1,6 +1,6 @@
-"""TorchServe's own binary spelling of a response, read: what its ``create_predict_response`` makes.
+"""Reads TorchServe's binary format of a response, which its ``create_predict_response`` writes.
 
-Knows nothing of where it goes. All integers are big-endian 32-bit; a length of -1 ends the list.
+Knows nothing of where responses go. All integers are big-endian 32-bit; a length of -1 ends the list.
 """
 
 from __future__ import annotations
@@ -8,25 +8,18 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from mlserver_torch_stream.torchserve.worker.channel import STREAM_NEXT, SentPiece
+
 _INT = struct.Struct("!i")
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """One request's part of a response."""
-
-    request_id: str
-    content_type: str
-    status: int
-    headers: dict[str, str]
-    value: bytes
-
-
-@dataclass(frozen=True)
 class Response:
+    """What TorchServe would send to its frontend: a piece for each of several requests."""
+
     code: int
     message: str
-    predictions: list[Prediction]
+    pieces: list[SentPiece]
 
 
 def parse(message: bytes | bytearray) -> Response:
@@ -34,15 +27,17 @@ def parse(message: bytes | bytearray) -> Response:
     cursor = _Cursor(memoryview(message))
     code = cursor.integer()
     text = cursor.text()
-    predictions = []
+    pieces = []
     while (length := cursor.integer()) >= 0:
         request_id = cursor.take(length).decode()
         content_type = cursor.text()
         status = cursor.integer()
         cursor.text()  # the reason phrase, which no protocol of ours carries
         headers = {cursor.text(): cursor.text() for _ in range(cursor.integer())}
-        predictions.append(Prediction(request_id, content_type, status, headers, cursor.take(cursor.integer())))
-    return Response(code, text, predictions)
+        value = cursor.take(cursor.integer())
+        last = headers.get(STREAM_NEXT) == "false"
+        pieces.append(SentPiece(request_id, value, last, content_type, status, headers))
+    return Response(code, text, pieces)
 
 
 class _Cursor:

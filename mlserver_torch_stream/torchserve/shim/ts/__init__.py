@@ -1,3 +1,3 @@
-"""Stands in for torchserve's package in a worker where that is not installed: what handlers import from it, no more."""
+"""Stands in for torchserve's package in a worker without it, and has only what handlers import."""
 
 __version__ = "0.12.0"

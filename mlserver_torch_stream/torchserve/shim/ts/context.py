@@ -1,4 +1,4 @@
-"""What a handler knows of its model and of the requests of the current call."""
+"""The context of a handler: its model, and the requests of the current call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RequestProcessor:
-    """One request's headers, and what the handler wants to be said with its response."""
+    """The headers of one request, and the status and headers of its response."""
 
     def __init__(self, request_header: dict[str, Any]) -> None:
         self._request_header = request_header
@@ -41,7 +41,7 @@ class RequestProcessor:
 
 
 class Context:
-    """``idx`` is a request's place in the list that ``handle`` is given; free attributes are the handler's own."""
+    """``idx`` is the place of a request in the list that ``handle`` gets. A handler may add attributes of its own."""
 
     def __init__(
         self,

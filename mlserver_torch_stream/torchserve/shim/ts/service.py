@@ -1,4 +1,4 @@
-"""``PredictionException``, and ``Service``, by which tests of handlers call an entry point as torchserve does."""
+"""``PredictionException``, and ``Service``, with which tests of handlers call an entry point as torchserve does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """One model's entry point with its context. The server's own workers do without it."""
+    """The entry point of one model with its context. The server's own workers do not use it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Service:
     def retrieve_data_for_inference(
         batch: Sequence[dict[str, Any]] | None,
     ) -> tuple[list[RequestProcessor], list[dict[str, Any]], dict[int, str]]:
-        """Of a batch as ``retrieve_msg`` reads it: headers, the handler's data, and the ids by place."""
+        """The headers, the handler's data and the ids of a batch as ``retrieve_msg`` reads it."""
         if batch is None:
             raise ValueError("Received invalid inputs")
         headers = []
@@ -74,9 +74,8 @@ class Service:
         return headers, data, {place: request["requestId"].decode() for place, request in enumerate(batch)}
 
     def predict(self, batch: Sequence[dict[str, Any]]) -> bytearray | None:
-        """What torchserve would send: the results, or the failure of the whole batch."""
-        from mlserver_torch_stream.torchserve.worker.calls import add_prediction_time, mismatch
-        from mlserver_torch_stream.torchserve.worker.failures import FAILED, failure
+        """The message that torchserve would send: the results, or the failure of the whole batch."""
+        from mlserver_torch_stream.torchserve.worker.calls import FAILED, add_prediction_time, failure, mismatch
 
         context = self._context
         context.request_processor, data, ids = self.retrieve_data_for_inference(batch)

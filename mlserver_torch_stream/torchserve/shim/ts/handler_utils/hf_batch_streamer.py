@@ -1,4 +1,4 @@
-"""A streamer for transformers' ``generate`` that gives the texts of a whole batch, step by step."""
+"""A streamer for transformers' ``generate`` that yields the texts of a whole batch, step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 
 class TextIteratorStreamerBatch(BaseStreamer):
-    """Iterates over lists of ``{"text": …}``, one per row; ends as soon as any row has."""
+    """Yields lists of ``{"text": …}``, one for each row; ends as soon as one row ends."""
 
     def __init__(
         self, tokenizer: Any, batch_size: int, skip_prompt: bool = False, timeout: float | None = None, **decode: Any

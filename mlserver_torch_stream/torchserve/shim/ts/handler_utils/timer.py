@@ -1,4 +1,4 @@
-"""A decorator that measures a handler's method where ``handler: {profile: true}`` asks for it."""
+"""A decorator that measures a handler's method if its YAML has ``handler: {profile: true}``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending pieces ahead of the answer, and importing a class by its name."""
+"""Sends pieces of a response before its end, and imports a class by its name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ts.protocol.otf_message_handler import create_predict_response
 def send_intermediate_predict_response(
     ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Context
 ) -> None:
-    """``ret``: a list by place, or a dict by index. A request without an entry gets no piece."""
-    # Also on ranks that say nothing: there, too, it is where a call may stop.
+    """``ret``: a list, or a dict by index. A request without an entry gets no piece."""
+    # Other ranks than the first call ``sendall`` with None: a call may end there too.
     context.cl_socket.sendall(create_predict_response(ret, req_id_map, message, code, context, True))
 
 

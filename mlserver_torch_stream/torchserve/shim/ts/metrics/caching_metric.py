@@ -1,4 +1,4 @@
-"""One metric: its dimensions and values are checked here, and shown by whoever replaces ``emit_metrics``."""
+"""One metric. It checks dimensions and values, and logs a value unless ``emit_metrics`` is replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class CachingMetric:
-    """A wrong update is logged and dropped: no metric fails a request."""
+    """Logs and drops a wrong update: no metric fails a request."""
 
     def __init__(
         self,

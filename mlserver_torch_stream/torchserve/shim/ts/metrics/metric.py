@@ -1,4 +1,4 @@
-"""One value of a ``MetricsStore``. It goes to the log; the metrics port shows those of ``context.metrics``."""
+"""One value of a ``MetricsStore``, which is logged. The metrics port exports those of ``context.metrics`` only."""
 
 from __future__ import annotations
 

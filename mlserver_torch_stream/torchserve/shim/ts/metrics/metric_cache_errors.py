@@ -1,4 +1,4 @@
-"""What can be wrong with a metric."""
+"""The errors of metrics."""
 
 
 class MetricsCacheValueError(Exception):

@@ -1,4 +1,4 @@
-"""``context.metrics``: metrics by type and name, added to as the handler goes."""
+"""``context.metrics``: metrics by type and name, to which a handler adds values."""
 
 from __future__ import annotations
 
@@ -82,12 +82,15 @@ class MetricsCacheYamlImpl:
         dimensions: Sequence[Dimension] = (),
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> None:
-        self._add(name, value, unit, idx, dimensions, metric_type)
+        names = {each.name for each in dimensions}
+        always = (Dimension("ModelName", self.model_name), Dimension("Level", "Model"))
+        given = [*dimensions, *(each for each in always if each.name not in names)]
+        self._update(name, value, unit, given, metric_type)
 
     def add_counter(
         self, name: str, value: float, idx: int | None = None, dimensions: Sequence[Dimension] = ()
     ) -> None:
-        self._add(name, value, "count", idx, dimensions, MetricTypes.COUNTER)
+        self.add_metric(name, value, "count", idx, dimensions, MetricTypes.COUNTER)
 
     def add_time(
         self,
@@ -100,7 +103,7 @@ class MetricsCacheYamlImpl:
     ) -> None:
         if unit not in ("ms", "s"):
             raise errors.MetricsCacheValueError(f"the unit of a time is ms or s, not {unit!r}")
-        self._add(name, value, unit, idx, dimensions, metric_type)
+        self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
     def add_size(
         self,
@@ -113,7 +116,7 @@ class MetricsCacheYamlImpl:
     ) -> None:
         if unit not in ("MB", "kB", "GB", "B"):
             raise ValueError(f"the unit of a size is MB, kB, GB or B, not {unit!r}")
-        self._add(name, value, unit, idx, dimensions, metric_type)
+        self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
     def add_percent(
         self,
@@ -123,25 +126,11 @@ class MetricsCacheYamlImpl:
         dimensions: Sequence[Dimension] = (),
         metric_type: MetricTypes = MetricTypes.GAUGE,
     ) -> None:
-        self._add(name, value, "percent", idx, dimensions, metric_type)
+        self.add_metric(name, value, "percent", idx, dimensions, metric_type)
 
     def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] = ()) -> None:
         levels = [] if any(each.name == "Level" for each in dimensions) else [Dimension("Level", "Error")]
         self._update(name, value, "", [*dimensions, *levels], MetricTypes.COUNTER)
-
-    def _add(
-        self,
-        name: str,
-        value: float,
-        unit: str,
-        idx: int | None,
-        dimensions: Sequence[Dimension],
-        metric_type: MetricTypes,
-    ) -> None:
-        names = {each.name for each in dimensions}
-        always = (Dimension("ModelName", self.model_name), Dimension("Level", "Model"))
-        given = [*dimensions, *(each for each in always if each.name not in names)]
-        self._update(name, value, unit, given, metric_type)
 
     def _update(
         self, name: str, value: float, unit: str, dimensions: Sequence[Dimension], metric_type: MetricTypes

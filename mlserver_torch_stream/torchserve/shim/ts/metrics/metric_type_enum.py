@@ -1,10 +1,10 @@
-"""Kinds of metrics."""
+"""The types of metrics."""
 
 import enum
 
 
 class MetricTypes(enum.Enum):
-    """The values are what configuration files say."""
+    """The values are the names in configuration files."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

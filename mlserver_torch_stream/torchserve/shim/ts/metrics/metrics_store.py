@@ -1,4 +1,4 @@
-"""The store of metrics before ``MetricsCacheYamlImpl``, which tests of handlers give to their mock of a context."""
+"""TorchServe's older store of metrics, which tests of handlers give to their mock of a context."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class MetricsStore:
     ) -> None:
         if unit not in ("ms", "s"):
             raise ValueError("the unit for a timed metric should be one of ['ms', 's']")
-        self._add(name, value, self._request(idx), unit, dimensions)
+        self.add_metric(name, value, unit, idx, dimensions)
 
     def add_size(
         self, name: str, value: Any, idx: int | None = None, unit: str = "MB", dimensions: list[Any] | None = None
     ) -> None:
         if unit not in ("MB", "kB", "GB", "B"):
             raise ValueError("The unit for size based metric is one of ['MB','kB', 'GB', 'B']")
-        self._add(name, value, self._request(idx), unit, dimensions)
+        self.add_metric(name, value, unit, idx, dimensions)
 
     def add_percent(self, name: str, value: Any, idx: int | None = None, dimensions: list[Any] | None = None) -> None:
-        self._add(name, value, self._request(idx), "percent", dimensions)
+        self.add_metric(name, value, "percent", idx, dimensions)
 
     def add_error(self, name: str, value: Any, dimensions: list[Any] | None = None) -> None:
         self._add(name, value, None, "", dimensions)
@@ -46,7 +46,7 @@ class MetricsStore:
         self._add(name, value, self._request(idx), unit, dimensions)
 
     def _request(self, idx: int | None) -> Any:
-        """The id at a place of the batch; of all of it, where it has no such place."""
+        """The id at a place of the batch; all ids if the batch has no such place."""
         if not isinstance(self.request_ids, dict):
             return self.request_ids
         return self.request_ids.get(idx) or ",".join(self.request_ids.values())

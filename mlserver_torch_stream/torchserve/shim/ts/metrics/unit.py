@@ -1,10 +1,10 @@
-"""Names of units in full."""
+"""The full names of units."""
 
 from __future__ import annotations
 
 
 class Units:
-    """``units``: the name of each unit that a metric is given."""
+    """``units``: the full name by each short name."""
 
     def __init__(self) -> None:
         self.units: dict[str | None, str] = {

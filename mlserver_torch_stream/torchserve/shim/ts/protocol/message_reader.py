@@ -1,6 +1,6 @@
-"""TorchServe's binary spelling of what its frontend asks, read from a socket.
+"""Reads the binary messages of TorchServe's frontend from a socket.
 
-Knows nothing of what is done about it. Integers are big-endian 32-bit; a length of -1 ends a list.
+Knows nothing of what they are for. Integers are big-endian 32-bit; a length of -1 ends a list.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LOAD_MSG, PREDICT_MSG = b"L", b"I"
 
 
 def retrieve_msg(conn: Any) -> tuple[bytearray, Any]:
-    """The command, and what it says. Raises ValueError, or EOFError where the connection ends."""
+    """The command and its arguments. Raises ValueError, or EOFError if the connection ends."""
     reader = _MessageReader(conn)
     command = reader.take(1)
     if command == LOAD_MSG:

@@ -1,4 +1,4 @@
-"""TorchServe's binary spelling of a response, written. The worker's ``wire`` reads it, ``message_reader`` requests.
+"""Writes TorchServe's binary format of a response, which the worker's ``wire`` reads.
 
 Integers are big-endian 32-bit: status, message; per request its id, content type, status, reason, headers, value; -1.
 """
@@ -22,7 +22,7 @@ _ERROR = b"error"
 def create_predict_response(
     ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Any = None, ts_stream_next: bool = False
 ) -> bytearray | None:
-    """None on ranks that do not speak. A value that cannot be sent fails, alone."""
+    """None on other ranks than the first. A value that cannot be sent fails alone."""
     if os.getenv("LOCAL_RANK", "0") != "0":
         return None
     parts = [struct.pack("!i", code), _text(message)]
@@ -58,7 +58,7 @@ def encode_response_headers(resp_hdr_map: Mapping[str, Any]) -> bytearray:
 
 
 def _mark(context: Any, index: int, ret: Any, ts_stream_next: bool) -> None:
-    """Says whether more follows: by who sends, by the handler's criterion, or because pieces went before."""
+    """Sets the header that says whether more pieces follow."""
     if ts_stream_next:
         context.set_response_header(index, "ts_stream_next", "true")
     elif context.stopping_criteria:

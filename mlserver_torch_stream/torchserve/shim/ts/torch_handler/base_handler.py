@@ -1,4 +1,4 @@
-"""The class that most handlers derive from: loads a TorchScript file or a model file with its state, and calls it."""
+"""The base class of most handlers: it loads a TorchScript file, or a model file with its state, and calls the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROFILER_AVAILABLE = False  # traces of ENABLE_TORCH_PROFILER need the package
 
 
 class BaseHandler(abc.ABC):  # noqa: B024
-    """``handle`` is preprocess, inference, postprocess; each of them may be replaced."""
+    """``handle`` calls preprocess, inference and postprocess; a handler overrides any of them."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -35,7 +35,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
         self.model_yaml_config: dict[str, Any] = {}
 
     def initialize(self, context: Any) -> None:
-        """Raises RuntimeError where the archive has no model that can be loaded."""
+        """Raises RuntimeError if the archive has no model that can be loaded."""
         self.model_yaml_config = context.model_yaml_config or {}
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             logger.warning("ENABLE_TORCH_PROFILER is not implemented here: install torchserve")
@@ -67,7 +67,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
         return self._compiled(model)
 
     def _compiled(self, model: Any) -> Any:
-        """By ``pt2`` of the model's YAML: a backend, or options of ``torch.compile`` with ``compile: {enable: …}``."""
+        """Compiles if the YAML has ``pt2``: a backend, or options with ``compile: {enable: …}``."""
         asked = self.model_yaml_config.get("pt2")
         if asked is None:
             return model

@@ -32,7 +32,7 @@ class PredictionException(Exception):
 def deprecated(
     version: object, replacement: str = "", klass: type[Warning] = PendingDeprecationWarning
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function that goes with ``version``: each call of it warns."""
+    """Marks a function that ``version`` removes: each call warns."""
 
     def mark(func: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(func)
@@ -53,7 +53,7 @@ def list_classes_from_module(module: ModuleType, parent_class: type | None = Non
 
 
 def check_valid_pt2_backend(backend: str) -> bool:
-    """Whether ``torch.compile`` has this backend; one that it does not have is logged."""
+    """True if ``torch.compile`` has this backend; logs a backend that it does not have."""
     from torch._dynamo import list_backends
 
     known = backend in list_backends(exclude_tags=())
@@ -70,7 +70,7 @@ def get_yaml_config(yaml_file_path: str) -> Any:
 
 
 def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
-    """Class ids to labels, from ``index_to_name.json``; None where there is no such file."""
+    """The labels by class id, from ``index_to_name.json``; None if there is no such file."""
     if not os.path.isfile(mapping_file_path):
         logger.warning("%s is missing: answers will not name classes", mapping_file_path)
         return None
@@ -92,7 +92,7 @@ def map_class_to_label(
     mapping: dict[str, str] | None = None,
     lbl_classes: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Per row, label to probability; without a mapping the class id is the label."""
+    """For each row, probabilities by label; without a mapping the class id is the label."""
     if not isinstance(probs, list):
         raise Exception("probabilities must be a list")
     if mapping is not None and not isinstance(mapping, dict):

@@ -1,1 +1,1 @@
-"""Spellings of a request that are not the handler's own."""
+"""Formats of requests that are not the handler's own."""

@@ -1,4 +1,4 @@
-"""What all envelopes do."""
+"""The base class of envelopes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BaseEnvelope(ABC):
-    """Reads what came in before the handler sees it, and spells what it returns."""
+    """Decodes a request before the handler gets it, and encodes the handler's result."""
 
     def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
         self._handle_fn = handle_fn

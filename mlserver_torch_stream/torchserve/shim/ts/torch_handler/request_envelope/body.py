@@ -1,4 +1,4 @@
-"""The handler is given the bodies themselves."""
+"""Gives the handler the plain bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``{"instances": […]}`` in, ``{"predictions": […]}`` out, as TensorFlow Serving spells them."""
+"""Reads ``{"instances": […]}`` and writes ``{"predictions": […]}``, as TensorFlow Serving does."""
 
 from __future__ import annotations
 

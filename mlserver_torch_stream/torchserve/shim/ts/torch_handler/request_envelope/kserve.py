@@ -1,4 +1,4 @@
-"""KServe's first protocol: the instances of one request in, its predictions or explanations out."""
+"""Reads the instances of one request in KServe's first protocol, and writes its predictions or explanations."""
 
 from __future__ import annotations
 

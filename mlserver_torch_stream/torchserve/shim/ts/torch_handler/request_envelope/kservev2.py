@@ -1,4 +1,4 @@
-"""KServe's second protocol: the inputs of one request in, outputs of the same names out."""
+"""Reads the inputs of one request in KServe's second protocol, and writes outputs of the same names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DATATYPES = {
 
 
 class KServev2Envelope(BaseEnvelope):
-    """Data are shaped as the request says; of BYTES the handler sees the first element."""
+    """Data have the request's shape; of BYTES the handler gets the first element only."""
 
     def parse_input(self, data: Any) -> Any:
         body = data[0].get("data") or data[0].get("body")

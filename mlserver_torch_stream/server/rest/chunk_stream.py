@@ -1,0 +1,78 @@
+"""One response in chunks: begun as late as possible, and given up when its client reads nothing.
+
+Knows nothing of what a chunk says, nor of what is to be done when the reader has stalled: it is told whom to call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from starlette.types import Send
+
+from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+
+Self = TypeVar("Self", bound="ChunkStream")
+
+
+class ChunkStream:
+    """``write`` chunks inside ``async with``; the status line goes out with the first one.
+
+    ``stalled_after``: seconds that a write may wait for the reader before ``stalled`` is called, which has to make it
+    return; 0 for ever.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        stalled_after: float,
+        stalled: Callable[[], None],
+        status: int = 200,
+        headers: EncodedHeaders,
+    ) -> None:
+        self.started = False
+        self._status = status
+        self._headers = headers
+        self._send = send
+        self._stalled_after = stalled_after
+        self._stalled = stalled
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()  # between the tasks that write
+        self._sending_since: float | None = None
+        self._sent_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self: Self) -> Self:
+        if self._stalled_after:
+            self._timer = self._loop.call_later(self._stalled_after, self._check_reader)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def write(self, chunk: bytes, more: bool = True) -> None:
+        """One chunk; ``more`` False: it is the last one."""
+        async with self._turn:
+            self._sending_since = self._loop.time()
+            try:
+                if not self.started:
+                    self.started = True
+                    start = {"type": "http.response.start", "status": self._status, "headers": self._headers}
+                    await self._send(start)
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+            finally:
+                self._sending_since = None
+            self._sent_at = self._loop.time()
+
+    def _check_reader(self) -> None:
+        blocked = 0.0 if self._sending_since is None else self._loop.time() - self._sending_since
+        if blocked >= self._stalled_after:
+            self._stalled()
+        else:
+            self._timer = self._loop.call_later(self._stalled_after - blocked, self._check_reader)

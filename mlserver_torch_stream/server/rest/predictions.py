@@ -1,0 +1,201 @@
+"""TorchServe's inference endpoint: one request to a handler in, its answer or its answer in chunks out.
+
+Knows nothing of handlers: a model that runs one takes the fields of the body, and replies in pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from mlserver.handlers import DataPlane
+from mlserver.logging import logger
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
+from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
+from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
+from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields
+from mlserver_torch_stream.server.rest.prediction_errors import (
+    NoSuchModel,
+    NoSuchVersion,
+    WrongMethod,
+    status_and_body,
+)
+from mlserver_torch_stream.server.rest.prediction_head import body_of, check_status, reply_headers, request_id_of
+from mlserver_torch_stream.server.rest.refusal import as_refusal, send_refusal, send_whole
+from mlserver_torch_stream.server.rest.routes import find_model
+
+_METHODS = ("POST", "PUT")
+_CLOSING_S = 60.0  # for a client to read what precedes the end of a broken stream
+
+
+class Piece(Protocol):
+    """One intermediate response of a handler, or its last one. The first one has the status and the headers."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def content_type(self) -> str: ...
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+
+class PieceReply(Protocol):
+    """The reply to one request, read once."""
+
+    def pieces(self) -> AsyncGenerator[Any, None]:
+        """Each a ``Piece``. Raises RequestError."""
+
+    def close(self) -> None:
+        """Synchronous and idempotent."""
+
+
+class RunsHandler(Protocol):
+    """A model that TorchServe's paths lead to."""
+
+    def open_prediction(
+        self, fields: Sequence[BodyField], headers: Mapping[str, str], request_id: str, endpoint: EndpointKind
+    ) -> PieceReply:
+        """The reply, not begun. Raises RequestError."""
+
+
+@dataclass(frozen=True)
+class PredictionEndpoint:
+    """The ASGI application of one path. ``explain``: the handler is asked for an explanation."""
+
+    data_plane: DataPlane
+    options: ServerOptions
+    explain: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = _Prediction(self, scope, receive, send)
+        try:
+            await request.serve()
+        except ClientLeft:
+            pass
+        except _BrokenStream as broken:
+            logger.warning(f"A stream of model '{request.name}' breaks off: {broken.__cause__}")
+            await break_off(scope, receive, _CLOSING_S)
+        except asyncio.CancelledError:
+            if not request.left:
+                raise
+        except Exception as error:
+            await request.refuse(error)
+
+
+class _BrokenStream(Exception):
+    """The handler has failed after its first piece."""
+
+
+class _Prediction:
+    """One request to the endpoint."""
+
+    def __init__(self, endpoint: PredictionEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path_params"]
+        self.name: str = path["model_name"]
+        self.left = False
+        self._version: str | None = path.get("model_version")
+        self._headers = Headers(scope=scope)
+        self._request_id = request_id_of(self._headers)
+        self._endpoint = endpoint
+        self._model: Any = None
+        self._opened = False
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+
+    async def serve(self) -> None:
+        if self._scope["method"] not in _METHODS:
+            raise WrongMethod
+        self._model = self._find()
+        self._refuse_token_model()
+        options, data_plane = self._endpoint.options, self._endpoint.data_plane
+        body = await read_body(self._scope, self._receive, options.max_body_bytes)
+        fields = await read_fields(body, self._headers.get("content-type", ""))
+        async with data_plane._infer_contextmanager(self.name, self._version) as model:
+            reply = self._open(model, fields)
+            try:
+                async with watched(self._receive, partial(self._leave, reply)), aclosing(reply.pieces()) as pieces:
+                    await self._answer(reply, pieces)
+            finally:
+                reply.close()
+
+    async def refuse(self, error: Exception) -> None:
+        """Answers with an error, and records it unless the observer of an opened request has done so."""
+        if self._model is not None and not self._opened:
+            observers = ModelRequestObservers(self._model.name, self._model.version, EndpointKind.REST_STREAM)
+            observers.refused(self._request_id, error)
+        refused = as_refusal(error)
+        status, body = status_and_body(refused)
+        await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
+
+    def _find(self) -> Any:
+        registry = self._endpoint.data_plane._model_registry
+        model = find_model(registry, self.name, self._version)
+        if model is not None:
+            return model
+        if self._version is None or find_model(registry, self.name, None) is None:
+            raise NoSuchModel(self.name)
+        raise NoSuchVersion(self.name, self._version)
+
+    def _refuse_token_model(self) -> None:
+        if not hasattr(self._model, "open_prediction"):
+            message = f"{self.name} generates tokens and runs no TorchServe handler: ask it at /v1/chat/completions"
+            raise InvalidInput("model", f"{message} or /v2/models/{self.name}/generate")
+
+    def _open(self, model: RunsHandler, fields: Sequence[BodyField]) -> PieceReply:
+        headers = {**self._headers, "explain": str(self._endpoint.explain)}
+        reply = model.open_prediction(fields, headers, self._request_id, EndpointKind.REST_STREAM)
+        self._opened = True
+        return reply
+
+    async def _answer(self, reply: PieceReply, pieces: AsyncGenerator[Piece, None]) -> None:
+        """Raises an error as long as nothing has been sent."""
+        first = await anext(pieces)
+        check_status(first.status)
+        headers = reply_headers(self._request_id, first.content_type, first.headers)
+        if first.last:
+            await send_whole(self._send, first.status, body_of(first.status, first.value), headers)
+            return
+        notice_lag_early(self._scope)
+        headers.append((b"x-accel-buffering", b"no"))  # nginx would collect the chunks
+        stalled_after = self._endpoint.options.stalled_reader_timeout
+        stalled = partial(self._stalled, reply)
+        chunks = ChunkStream(
+            self._send, stalled_after=stalled_after, stalled=stalled, status=first.status, headers=headers
+        )
+        async with chunks:
+            await chunks.write(first.value)
+            await self._send_rest(pieces, chunks)
+            await chunks.write(b"", more=False)
+
+    async def _send_rest(self, pieces: AsyncGenerator[Piece, None], chunks: ChunkStream) -> None:
+        try:
+            async for piece in pieces:
+                await chunks.write(piece.value)
+        except Exception as error:
+            raise _BrokenStream from as_refusal(error)
+
+    def _leave(self, reply: PieceReply) -> None:
+        self.left = True
+        reply.close()
+
+    def _stalled(self, reply: PieceReply) -> None:
+        seconds = self._endpoint.options.stalled_reader_timeout
+        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
+        self._leave(reply)
+        abort(self._scope)
