@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.json_schema import ElementBudget
 from mlserver_torch_stream.protocol.values import is_text, shown
 
 # Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
@@ -32,11 +33,14 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
-def check_messages(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    """A non-empty list of messages, each with a role and content that is one string."""
+def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any], ...]:
+    """A non-empty list of messages, each with a role and content that is one string; at most ``most`` messages and
+    parts."""
     if not isinstance(value, list) or not value:
         raise InvalidInput(field, f"must be a non-empty list of messages, got {shown(value)}")
-    return tuple(_check_message(field, position, message) for position, message in enumerate(value))
+    budget = ElementBudget(most)
+    budget.take(field, len(value))
+    return tuple(_check_message(field, position, message, budget) for position, message in enumerate(value))
 
 
 def check_tools(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
@@ -52,24 +56,25 @@ def check_template_arguments(field: str, value: Mapping[str, Any]) -> Mapping[st
     return value
 
 
-def _check_message(field: str, position: int, message: Any) -> Mapping[str, Any]:
+def _check_message(field: str, position: int, message: Any, budget: ElementBudget) -> Mapping[str, Any]:
     if not isinstance(message, dict):
         raise InvalidInput(field, f"message {position} must be an object, got {shown(message)}")
     role = message.get("role")
     if not is_text(role) or not role:
         raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
-    checked = dict(message)
+    checked = {key: part for key, part in message.items() if part is not None}  # templates ask whether a key is there
     calls = message.get("tool_calls")
     if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
         raise InvalidInput(field, f"tool_calls of message {position} must be a list of objects, got {shown(calls)}")
     if message.get("content") is None and not calls:
         raise InvalidInput(field, f"message {position} needs content")
-    checked["content"] = _content(field, position, message.get("content"))
+    checked["content"] = _content(field, position, message.get("content"), budget)
     return checked
 
 
-def _content(field: str, position: int, content: Any) -> str:
+def _content(field: str, position: int, content: Any, budget: ElementBudget) -> str:
     parts = content if isinstance(content, list) else ["" if content is None else content]
+    budget.take(field, len(parts))
     return "".join(_part(field, position, part) for part in parts)
 
 

@@ -1,13 +1,15 @@
 """Builds OpenAI's chat.completion and chat.completion.chunk objects.
 
-Knows nothing of how they travel, and no tokenizer: a token is named ``token_id:<id>``, as vLLM can do.
+Knows nothing of how they travel, and no tokenizer: a token whose bytes are unknown is named ``token_id:<id>``, as vLLM
+can do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
@@ -21,6 +23,10 @@ class TokenCounts(Protocol):
 
     @property
     def completion_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt: tokens that came from a prefix cache; None where that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +51,23 @@ class ChatCompletion:
         return {
             **self._head("chat.completion"),
             "choices": [
-                _choice(choice, "message", {"role": "assistant", "content": choice.text}) for choice in choices
+                _choice(choice, "message", {"role": "assistant", "content": choice.text, "refusal": None})
+                for choice in choices
             ],
             "usage": usage_of(tally),
         }
 
     def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
         """``first``: the choice's first chunk; ``usage``: given on the request's last."""
-        delta = _message(choice) if first else {"content": choice.text}
+        delta = {"content": choice.text} if choice.text or first else {}
+        if first:
+            delta = {"role": "assistant", **delta}
         head = {**self._head("chat.completion.chunk"), "choices": [_choice(choice, "delta", delta)]}
         return head if usage is None else {**head, "usage": usage_of(usage)}
+
+    def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
+        """The chunk behind all choices of a stream that is to tell its usage."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(usage)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -65,22 +78,22 @@ class ChatCompletion:
         }
 
 
-def _message(choice: ChatChoice) -> dict[str, str]:
-    return {"role": "assistant", "content": choice.text}
-
-
-def _choice(choice: ChatChoice, key: str, value: dict[str, str]) -> dict[str, Any]:
+def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, Any]:
     return {
         "index": choice.index,
         key: value,
-        "logprobs": None if choice.logprobs is None else {"content": [_logprob(entry) for entry in choice.logprobs]},
+        "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
         "finish_reason": reason_of(choice),
     }
 
 
+def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": [_logprob(entry) for entry in entries], "refusal": None}
+
+
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    top = [_named(token_id, logprob) for token_id, logprob in entry.top]
-    return {**_named(entry.token_id, entry.logprob), "top_logprobs": top}
+    top = [_named(*alternative) for alternative in alternatives(entry)]
+    return {**_named(entry.token_id, entry.logprob, entry.token), "top_logprobs": top}
 
 
 def reason_of(choice: ChatChoice) -> str | None:
@@ -88,12 +101,20 @@ def reason_of(choice: ChatChoice) -> str | None:
     return reason.value if isinstance(reason, FinishReason) else reason
 
 
-def token_name(token_id: int) -> str:
-    return f"token_id:{token_id}"
+def alternatives(entry: TokenLogprob) -> Iterator[tuple[int, float, bytes | None]]:
+    """The most likely tokens at a position: id, log-probability and bytes."""
+    for (token_id, logprob), token in zip_longest(entry.top, entry.top_tokens):
+        yield token_id, logprob, token
 
 
-def _named(token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": token_name(token_id), "logprob": finite(logprob), "bytes": None}
+def token_name(token_id: int, token: bytes | None) -> str:
+    """The text of a token. Bytes that are a part of a character are escaped, so that no two tokens look alike."""
+    return f"token_id:{token_id}" if token is None else token.decode("utf-8", "backslashreplace")
+
+
+def _named(token_id: int, logprob: float, token: bytes | None) -> dict[str, Any]:
+    shown = None if token is None else list(token)
+    return {"token": token_name(token_id, token), "logprob": finite(logprob), "bytes": shown}
 
 
 def finite(logprob: float) -> float:
@@ -101,9 +122,12 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def usage_of(tally: TokenCounts) -> dict[str, int]:
-    return {
+def usage_of(tally: TokenCounts) -> dict[str, Any]:
+    usage: dict[str, Any] = {
         "prompt_tokens": tally.prompt_tokens,
         "completion_tokens": tally.completion_tokens,
         "total_tokens": tally.prompt_tokens + tally.completion_tokens,
     }
+    if tally.cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": tally.cached_tokens}
+    return usage

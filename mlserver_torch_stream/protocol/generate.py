@@ -11,10 +11,11 @@ from typing import Any
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
+from mlserver_torch_stream.protocol.generate_details import event_details, split_by_token, whole_details
 from mlserver_torch_stream.protocol.parameters import SILENT, merge_parameters
 from mlserver_torch_stream.protocol.reply_values import (
-    CollectedReply,
     StreamProgress,
+    WholeReply,
     event_values,
     shown_values,
     totals,
@@ -34,6 +35,7 @@ from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TextPrompt
 
 _ID = "id"
 _PARAMETERS = "parameters"
+_DETAILS = "details"
 _NO_PARAMETERS = SILENT | {_ID, _PARAMETERS, names.TEXT_INPUT}
 _ALWAYS_LISTS = frozenset({names.TOKEN_IDS})
 
@@ -49,13 +51,15 @@ class FlatGenerate(Spelling):
         refuse_left_over(len(posted.raw))
         _check_id(body.get(_ID))
         texts = _texts(body[names.TEXT_INPUT], most_elements(info.max_model_len))
-        given = merge_parameters(_parameters(body), (), None, info)
+        parameters = _parameters(body)
+        details = _details(parameters.pop(_DETAILS, False), info)
+        given = merge_parameters(parameters, (), None, info)
         if not texts or not all(texts):
             raise InvalidInput(names.TEXT_INPUT, "the prompt is empty")
         refuse_chat_options(False, given)
         prompts = tuple(TextPrompt(text) for text in texts)
         client = read_client(posted.headers)
-        return build_request(request_id, prompts, given, info, streaming=streaming, client=client)
+        return build_request(request_id, prompts, given, info, streaming=streaming, client=client, details=details)
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return FlatStreamReply(request, context)
@@ -74,38 +78,40 @@ class FlatStreamReply:
         self._head = _head(request, context)
         self._progress = StreamProgress(request, context.request_index)
         self._shown = shown_values(request.reply)
+        self._details = request.reply.details
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """The last object of a request in which a sequence failed has its ``error``."""
-        reply = {**self._head, **event_values(event, self._shown)}
-        final = self._progress.describe(event, reply)
-        if final and self._progress.error:
-            reply["error"] = self._progress.error
-        return (reply,)
+        """The last object of a request in which a sequence failed has its ``error``; with details, an object has one
+        token."""
+        return [self._object(each) for each in (split_by_token(event) if self._details else (event,))]
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
-        return [reply for ending in self._progress.endings(error) for reply in self.event(ending)]
+        return [self._object(ending) for ending in self._progress.endings(error)]
 
     def end(self) -> None:
         """The last object is the end."""
 
+    def _object(self, event: TokenEvent) -> JsonObject:
+        reply = {**self._head, **event_values(event, self._shown)}
+        if self._details:
+            reply[_DETAILS] = event_details(event)
+        final = self._progress.describe(event, reply)
+        if final and self._progress.error:
+            reply["error"] = self._progress.error
+        return reply
 
-class FlatUnaryReply:
+
+class FlatUnaryReply(WholeReply):
     """One object for a whole request: a value of one element is that element, any other a list."""
-
-    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
-        self._request = request
-        self._context = context
-        self._collected = CollectedReply(request)
-
-    def add(self, event: TokenEvent) -> None:
-        self._collected.add(event)
 
     def body(self) -> JsonObject:
         reply = _head(self._request, self._context)
-        for name, data in self._collected.values(shown_values(self._request.reply)).items():
+        for name, data in self.values(shown_values(self._request.reply)).items():
             reply[name] = data[0] if len(data) == 1 and name not in _ALWAYS_LISTS else data
-        return {**reply, "chunk_index": 0, "triton_final_response": True, **totals(self._collected.usage)}
+        if self._request.reply.details:
+            details = [whole_details(sequence) for sequence in self.sequences]
+            reply[_DETAILS] = details[0] if len(details) == 1 else details
+        return {**reply, "chunk_index": 0, "triton_final_response": True, **totals(self.usage)}
 
 
 def _head(request: GenerationRequest, context: ReplyContext) -> JsonObject:
@@ -127,6 +133,13 @@ def _check_id(value: Any) -> None:
     if value is not None and not values.is_text(value):
         raise InvalidInput(_ID, f"must be a string, got {values.shown(value)}")
     check_id(value)
+
+
+def _details(value: Any, info: ModelInfo) -> bool:
+    try:
+        return bool(values.boolean(value, info))
+    except ValueError as error:
+        raise InvalidInput(_DETAILS, str(error)) from None
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:

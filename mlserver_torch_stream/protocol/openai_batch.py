@@ -18,6 +18,7 @@ _PROMPTS = (MESSAGES, PROMPT, _GENERATE_PROMPT)
 _LINE = ("custom_id", "method", "url", "body")
 _ENDPOINTS = {"/v1/chat/completions": MESSAGES, "/v1/completions": PROMPT}
 _ID_PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
+_OUTPUT_LINE = ("id", "custom_id", "response", "error")
 OK = 200
 
 
@@ -80,6 +81,11 @@ def refused_line(
 def lost_line(name: str, custom_id: str, code: str, message: str, place: Mapping[str, Any]) -> dict[str, Any]:
     """The output line of a request that no model was asked."""
     return _line(name, custom_id, place, None, {"code": code, "message": message})
+
+
+def plain_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    """An output line with the keys of OpenAI's lines alone."""
+    return {key: line[key] for key in _OUTPUT_LINE}
 
 
 def is_answered(line: Mapping[str, Any]) -> bool:

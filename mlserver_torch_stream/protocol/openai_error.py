@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlserver_torch_stream.errors import InvalidInput, RequestError, UnknownModel
+from mlserver_torch_stream.errors import InvalidInput, RequestError
 
 BAD_REQUEST = 400
+
+
+def openai_status(status: int) -> int:
+    """Bad input is 400 in OpenAI's API, 422 in V2."""
+    return BAD_REQUEST if status == InvalidInput.status else status
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -18,12 +23,9 @@ def error_object(status: int, message: str, param: str | None = None, code: str 
 
 
 def describe(error: RequestError) -> tuple[int, dict[str, Any]]:
-    """The status and the error object. Bad input is 400 in OpenAI's API, 422 in V2."""
-    if isinstance(error, InvalidInput):
-        return BAD_REQUEST, error_object(BAD_REQUEST, error.message, error.field)
-    if isinstance(error, UnknownModel):
-        return error.status, error_object(error.status, error.message, "model", "model_not_found")
-    return error.status, error_object(error.status, error.message)
+    """The status and the error object."""
+    status = openai_status(error.status)
+    return status, error_object(status, error.message, error.field, error.code)
 
 
 def _kind(status: int) -> str:

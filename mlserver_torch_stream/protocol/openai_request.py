@@ -6,9 +6,10 @@ Knows nothing of endpoints or batches. What is not implemented is refused by nam
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.chat import check_messages, check_tools
 from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters, resolve_sampling
@@ -16,13 +17,13 @@ from mlserver_torch_stream.protocol.request_options import (
     chat_prompt,
     check_echo,
     read_echo,
-    read_priority,
+    read_positive,
     read_stream_mode,
     read_timeout,
     refuse_chat_options,
     require_template,
 )
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"
 # What V2 replies can be told to hold. An OpenAI object has a fixed shape: the other value of each is refused.
@@ -36,26 +37,35 @@ _FIXED = {
 }
 
 
-def decode_body(body: Mapping[str, Any], info: ModelInfo, request_id: str) -> GenerationRequest:
-    """A request that is answered as a whole. Raises InvalidInput.
+def decode_body(
+    body: Mapping[str, Any],
+    info: ModelInfo,
+    request_id: str,
+    *,
+    streaming: bool = False,
+    usage_message: bool = False,
+    client: str = "",
+) -> GenerationRequest:
+    """Raises InvalidInput. ``usage_message``: of its stream, as ``ReplyOptions`` has it.
 
-    Which model it names is the caller's to check.
+    Which model it names, and whether it asks for a stream, is the caller's to read.
     """
     parameters = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, TOOLS)}
     given = merge_parameters({"llm_parameters": parameters}, (), None, info)
     _refuse_reply_options(given)
-    prompt = _chat(body, given, info) if MESSAGES in body else _text(body, given)
+    prompts = (_chat(body, given, info),) if MESSAGES in body else _prompts(body, given, info)
     echo = read_echo(given)
     if echo:
-        check_echo(given, (prompt,), streaming=False)
+        check_echo(given, prompts, streaming=streaming)
     return GenerationRequest(
         request_id=request_id,
-        prompts=(prompt,),
+        prompts=prompts,
         sampling=resolve_sampling(given, info),
-        reply=ReplyOptions(echo_prompt=echo),
+        reply=ReplyOptions(echo_prompt=echo, usage_message=usage_message),
         stream_mode=read_stream_mode(given, streaming=False),
-        priority=read_priority(given),
+        priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
+        client=client,
     )
 
 
@@ -63,17 +73,50 @@ def _chat(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> Prompt:
     require_template(MESSAGES, info)
     tools = body.get(TOOLS)
     checked = None if tools is None else check_tools(TOOLS, tools)
-    return chat_prompt(check_messages(MESSAGES, body[MESSAGES]), checked, given)
+    messages = check_messages(MESSAGES, body[MESSAGES], values.most_checked(info))
+    return chat_prompt(messages, checked, given)
 
 
-def _text(body: Mapping[str, Any], given: Merged) -> Prompt:
-    text = body.get(PROMPT)
-    if not values.is_text(text):
-        raise InvalidInput(PROMPT, f"must be a string, got {values.shown(text)}")
-    if not text:
-        raise InvalidInput(PROMPT, "the prompt is empty")
+def _prompts(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> tuple[Prompt, ...]:
+    """A text, several, the ids of one prompt, or of several."""
+    prompt = body.get(PROMPT)
     refuse_chat_options(body.get(TOOLS) is not None, given)
+    if not isinstance(prompt, list):
+        return (_text(PROMPT, prompt),)
+    if not isinstance(prompt[0], (str, list)):
+        return (_tokens(PROMPT, prompt, info),)
+    most = values.most_elements(info.max_model_len)
+    if len(prompt) > most:
+        raise InvalidInput(PROMPT, f"must have at most {most} elements, got {len(prompt)}")
+    read = _text if isinstance(prompt[0], str) else partial(_tokens, info=info)
+    return tuple(read(f"{PROMPT}[{position}]", each) for position, each in enumerate(prompt))
+
+
+def _text(place: str, text: Any) -> TextPrompt:
+    if not values.is_text(text):
+        raise InvalidInput(place, f"must be a string, got {values.shown(text)}")
+    if not text:
+        raise InvalidInput(place, "the prompt is empty")
     return TextPrompt(str(text))
+
+
+def _tokens(place: str, ids: Any, info: ModelInfo) -> TokensPrompt:
+    """A prompt of ids. One that is longer than the context is refused before its ids are looked at."""
+    if not isinstance(ids, list):
+        raise InvalidInput(place, f"must be a list of token ids, got {values.shown(ids)}")
+    if not ids:
+        raise InvalidInput(place, "the prompt is empty")
+    if len(ids) >= info.max_model_len:
+        raise ContextLengthExceeded(place, len(ids), info.max_model_len)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < info.vocab_size:  # of millions in less than 0.1 s
+        return TokensPrompt(tuple(ids))
+    position = next(at for at, token_id in enumerate(ids) if not _is_id(token_id, info))
+    wrong = values.shown(ids[position])
+    raise InvalidInput(f"{place}[{position}]", f"must be a token id below {info.vocab_size}, got {wrong}")
+
+
+def _is_id(token_id: Any, info: ModelInfo) -> bool:
+    return type(token_id) is int and 0 <= token_id < info.vocab_size
 
 
 def _refuse_reply_options(given: Merged) -> None:

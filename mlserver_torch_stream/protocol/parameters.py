@@ -16,14 +16,15 @@ from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
+LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One request parameter: its spellings, how it is read, where it goes.
+    """One request parameter: its names, how its value is read, and what becomes of the value.
 
-    ``field``: the field of SamplingParameters it fills, None when it is not that simple.
-    ``tensor``: the datatype it has when it comes as an input tensor, None when it cannot.
+    ``field``: the field of SamplingParameters that has the value; None if no field has it as it is.
+    ``tensor``: the datatype of the parameter as an input tensor; None if it cannot be one.
     """
 
     name: str
@@ -70,7 +71,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("top_k", values.top_k, tensor="INT64"),
     _sampling("min_p", values.number(0, 1)),
     _sampling("typical_p", values.number(0, 1, above_low=True)),
-    _sampling("repetition_penalty", values.number(0, 100, above_low=True)),
+    _sampling("repetition_penalty", values.number(LEAST_REPETITION_PENALTY, 100)),
     _sampling("presence_penalty", values.number(-2, 2)),
     _sampling("frequency_penalty", values.number(-2, 2)),
     _sampling("logit_bias", values.logit_bias),
@@ -92,6 +93,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("priority", values.integer(0, 2**31 - 1)),
     Parameter("timeout", values.integer(0, 2**53)),
     Parameter("echo", values.boolean),
+    # Asks for what every reply has: a response with triton_final_response, empty or not.
+    Parameter("triton_enable_empty_final_response", values.boolean),
     _flag("stream"),
     _flag("exclude_input_in_output"),
     _flag("return_finish_reason"),
@@ -109,18 +112,19 @@ TENSORS: Mapping[str, Parameter] = {name: parameter for name, parameter in _BY_S
 
 _SAMPLING = "sampling_parameters"
 _DEFAULTS = "default_sampling"
-_BODIES = ("llm_parameters", "kwargs")
+OPENAI_BODIES = ("llm_parameters", "kwargs")
 SILENT = frozenset({"headers", "content_type", "binary_data_output"})
-# What an OpenAI body may also hold and no token depends on; usage is always sent, so stream_options asks for nothing.
+# Parameters of OpenAI's bodies that change no token: they are accepted and have no effect on sampling.
 SILENT_IN_BODY = frozenset(
-    {"model", "user", "metadata", "store", "stream_options", "safety_identifier", "prompt_cache_key"}
+    {"model", "user", "metadata", "store", "stream_options", "safety_identifier"}
+    | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
 )
 _MEANS_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that was read, with the spelling its sender used."""
+    """A value that was read, and the name by which the request gave it."""
 
     spelling: str
     value: Any
@@ -132,18 +136,18 @@ Merged = Mapping[str, Given]
 def merge_parameters(
     request: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], sampling_tensor: str | None, info: ModelInfo
 ) -> Merged:
-    """All that a request says, by canonical name, the most specific level winning.
+    """The parameters of a request by canonical name. If several levels have one, the most specific level counts.
 
     ``request`` are its parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of the tensor
-    ``sampling_parameters``. Every level is validated, also where a higher one hides it.
+    ``sampling_parameters``. Every level is validated, also where a higher one has the same parameter.
     """
     sampling = [
-        *_object_pairs(_SAMPLING, sampling_tensor, info),
-        *_object_pairs(_SAMPLING, request.get(_SAMPLING), info),
+        *object_pairs(_SAMPLING, sampling_tensor, info),
+        *object_pairs(_SAMPLING, request.get(_SAMPLING), info),
     ]
-    bodies = [pair for name in _BODIES for pair in _object_pairs(name, request.get(name), info)]
-    body = [(key, value) for key, value in bodies if key not in SILENT_IN_BODY]
-    own = [(key, value) for key, value in request.items() if key not in (_SAMPLING, *_BODIES, *SILENT)]
+    bodies = [pair for name in OPENAI_BODIES for pair in object_pairs(name, request.get(name), info)]
+    body = [(key, _as_in_openai(key, value)) for key, value in bodies if key not in SILENT_IN_BODY]
+    own = [(key, value) for key, value in request.items() if key not in (_SAMPLING, *OPENAI_BODIES, *SILENT)]
     _refuse_null(own)
     merged: dict[str, Given] = {}
     for level in (body, own, tensors, sampling):
@@ -152,7 +156,8 @@ def merge_parameters(
 
 
 def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = False) -> SamplingParameters:
-    """What a request asks for, over the model's defaults. ``need_logprobs``: its reply cannot do without them."""
+    """The sampling parameters of a request, or the model's defaults where it gives none. ``need_logprobs``: the reply
+    shows log-probabilities."""
     default = read_defaults(info)
     effective = {**default, **given}
     fields = {
@@ -171,7 +176,7 @@ def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = Fa
 
 
 def check_defaults(info: ModelInfo) -> None:
-    """Raises InvalidInput where a request that says nothing would be refused: for ``load``, before any client asks."""
+    """Raises InvalidInput if a request without parameters would be refused. ``load`` calls it before any client can."""
     try:
         resolve_sampling({}, info)
     except InvalidInput as error:
@@ -194,13 +199,19 @@ def read(parameter: Parameter, spelling: str, value: Any, info: ModelInfo) -> An
         raise InvalidInput(spelling, str(err)) from None
 
 
-def _object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
+def object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
     if value is None:
         return []
     try:
         return list(values.json_object(value, info).items())
     except ValueError as err:
         raise InvalidInput(name, str(err)) from None
+
+
+def _as_in_openai(key: str, value: Any) -> Any:
+    """A string of an OpenAI body as a list of one where lists are read: elsewhere it may be a list, written as JSON."""
+    parameter = _BY_SPELLING.get(key)
+    return [value] if isinstance(value, str) and parameter is not None and parameter.several else value
 
 
 def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
@@ -232,9 +243,9 @@ def _differing(one: str, other: str) -> str:
 
 
 def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
-    """Greedy unless the request, or else the model's default, means sampling by naming one of its parameters.
+    """0, which is greedy, unless the request or the model's defaults have a parameter of sampling.
 
-    ``do_sample`` among the defaults, as a generation config has it, decides for them.
+    If the defaults have ``do_sample``, as a generation config has it, that decides for them.
     """
     if "temperature" in given:
         return float(given["temperature"].value)
@@ -246,7 +257,8 @@ def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
 
 
 def _logprobs(given: Merged, default: Merged, needed: bool) -> tuple[bool, int]:
-    """Whether, and of how many tokens. A request's "no", or its own number, goes for a default ``top_logprobs`` too."""
+    """Whether log-probabilities are given, and of how many alternatives. A request that says no, or that gives a number
+    as its ``logprobs``, overrides a default ``top_logprobs``."""
     both = {**default, **given}
     wanted, counted = both["logprobs"].value if "logprobs" in both else (False, None)
     said_all = "logprobs" in given and "top_logprobs" not in given and (not wanted or counted is not None)

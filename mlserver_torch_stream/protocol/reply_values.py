@@ -10,6 +10,7 @@ from typing import Any
 
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import ChatChoice, finite
+from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.types import (
     FinishReason,
@@ -88,7 +89,7 @@ class StreamProgress:
         if self._request_index is not None:
             target["request_index"] = self._request_index
         if event.error is not None:
-            self.error = target["error"] = _shortened(str(event.error) or type(event.error).__name__)
+            self.error = target["error"] = shortened(str(event.error) or type(event.error).__name__)
         if final:
             target.update(totals(self.usage))
         return final
@@ -108,11 +109,11 @@ def totals(usage: UsageCounter) -> dict[str, int]:
     }
 
 
-def _shortened(message: str) -> str:
+def shortened(message: str) -> str:
     return message if len(message) <= _MOST_ERROR_CHARACTERS else f"{message[: _MOST_ERROR_CHARACTERS - 1]}…"
 
 
-class _CollectedSequence:
+class CollectedSequence:
     """The events of one sequence, joined."""
 
     def __init__(self) -> None:
@@ -121,12 +122,14 @@ class _CollectedSequence:
         self.logprobs: list[TokenLogprob] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
 
     def add(self, event: TokenEvent) -> None:
         self.texts.append(event.text)
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
         self.finish_reason = event.finish_reason
+        self.stop_reason = event.stop_reason
         if event.cumulative_logprob is not None:
             self.cumulative_logprob = event.cumulative_logprob
 
@@ -137,16 +140,16 @@ class CollectedReply:
     def __init__(self, request: GenerationRequest) -> None:
         self.usage = UsageCounter(request)
         self._request = request
-        self._sequences = [_CollectedSequence() for _ in self.usage.unfinished]
+        self.sequences = [CollectedSequence() for _ in self.usage.unfinished]
 
     def add(self, event: TokenEvent) -> None:
         self.usage.note(event)
-        self._sequences[event.index].add(event)
+        self.sequences[event.index].add(event)
 
     def values(self, shown: frozenset[str]) -> dict[str, list[Any]]:
         """The values by name, one element for each sequence or prompt; the ids of all sequences are one list."""
         assert not self.usage.unfinished, "a whole reply is asked for before its last event"
-        sequences = self._sequences
+        sequences = self.sequences
         every: dict[str, list[Any]] = {
             names.TEXT_OUTPUT: self._echoed_texts(),
             names.FINISH_REASON: [each.finish_reason.value for each in sequences if each.finish_reason is not None],
@@ -162,12 +165,12 @@ class CollectedReply:
         """Every sequence as OpenAI's objects name it."""
         wanted = self._request.sampling.logprobs
         return [
-            ChatChoice(index, "".join(each.texts), each.finish_reason, each.logprobs if wanted else None)
-            for index, each in enumerate(self._sequences)
+            ChatChoice(index, text, each.finish_reason, each.logprobs if wanted else None)
+            for index, (text, each) in enumerate(zip(self._echoed_texts(), self.sequences, strict=True))
         ]
 
     def _echoed_texts(self) -> list[str]:
-        texts = ["".join(each.texts) for each in self._sequences]
+        texts = ["".join(each.texts) for each in self.sequences]
         if not self._request.reply.echo_prompt:
             return texts
         prompts = [prompt.text if isinstance(prompt, TextPrompt) else "" for prompt in self._request.prompts]
@@ -175,5 +178,13 @@ class CollectedReply:
 
     def _filled_ids(self) -> list[list[int]]:
         """The ids of each sequence; the shorter ones are filled up with -1."""
-        longest = max(len(each.token_ids) for each in self._sequences)
-        return [[*each.token_ids, *[-1] * (longest - len(each.token_ids))] for each in self._sequences]
+        longest = max(len(each.token_ids) for each in self.sequences)
+        return [[*each.token_ids, *[-1] * (longest - len(each.token_ids))] for each in self.sequences]
+
+
+class WholeReply(CollectedReply):
+    """The values of a whole reply, and what it shows besides."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        super().__init__(request)
+        self._context = context

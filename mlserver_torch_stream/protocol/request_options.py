@@ -6,12 +6,15 @@ Knows nothing of tensors nor of OpenAI's objects. Every function raises InvalidI
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat import check_template_arguments
-from mlserver_torch_stream.protocol.parameters import Merged, resolve_sampling
+from mlserver_torch_stream.protocol.json_schema import check
+from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
+from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
 from mlserver_torch_stream.types import (
     ChatPrompt,
     GenerationRequest,
@@ -23,7 +26,8 @@ from mlserver_torch_stream.types import (
 )
 
 # Every response of a stream repeats the id up to three times, within lines of 48 KiB.
-_MOST_ID_CHARACTERS = 256
+MOST_ID_CHARACTERS = 256
+_STREAM_OPTIONS = "stream_options"
 _CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls")
 
 Objects = tuple[Mapping[str, Any], ...]
@@ -38,31 +42,34 @@ def build_request(
     streaming: bool,
     client: str,
     outputs: frozenset[str] = frozenset(),
+    details: bool = False,
 ) -> GenerationRequest:
-    """The request of its prompts and its parameters. ``outputs``: the values that it names; none: all of them."""
+    """The request of its prompts and its parameters. ``outputs``: the values that it names; none: all of them.
+    ``details``: its reply shows them."""
     mode = read_stream_mode(given, streaming)
     if mode is StreamMode.PROMPT:
         _check_pieces(prompts)
     stream = _read_stream(given, streaming)
-    reply = _reply_options(outputs, given)
+    reply = replace(_reply_options(outputs, given), details=details)
+    need_logprobs = reply.logprobs or reply.cumulative_logprob or details
     if reply.echo_prompt:
         check_echo(given, prompts, streaming=streaming and stream is not False)
     return GenerationRequest(
         request_id=request_id,
         prompts=prompts,
-        sampling=resolve_sampling(given, info, need_logprobs=reply.logprobs or reply.cumulative_logprob),
+        sampling=resolve_sampling(given, info, need_logprobs=need_logprobs),
         reply=reply,
         stream=stream,
         stream_mode=mode,
-        priority=read_priority(given),
+        priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
     )
 
 
 def check_id(request_id: str | None) -> None:
-    if len(request_id or "") > _MOST_ID_CHARACTERS:
-        raise InvalidInput("id", f"must have at most {_MOST_ID_CHARACTERS} characters")
+    if len(request_id or "") > MOST_ID_CHARACTERS:
+        raise InvalidInput("id", f"must have at most {MOST_ID_CHARACTERS} characters")
 
 
 def read_client(headers: Mapping[str, str]) -> str:
@@ -94,14 +101,27 @@ def refuse_chat_options(tools: bool, given: Merged) -> None:
         raise InvalidInput(spellings[0], "only a conversation takes it; send messages")
 
 
-def read_priority(given: Merged) -> int | None:
-    return _positive(given, "priority")
+def read_positive(given: Merged, name: str) -> int | None:
+    """0 asks for the default, as Triton has it."""
+    return int(given[name].value) or None if name in given else None
 
 
 def read_timeout(given: Merged) -> float | None:
     """Seconds; the request gives microseconds."""
-    timeout = _positive(given, "timeout")
+    timeout = read_positive(given, "timeout")
     return None if timeout is None else timeout / 1e6
+
+
+def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, streaming: bool) -> bool:
+    """``stream_options.include_usage`` of an OpenAI body among the request's parameters."""
+    for name in OPENAI_BODIES:
+        options = dict(object_pairs(name, parameters.get(name), info)).get(_STREAM_OPTIONS)
+        if options is not None:
+            check(_STREAM_OPTIONS, options, CHAT_PARAMETERS[_STREAM_OPTIONS].schema)
+            if not streaming:
+                raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
+            return bool(options.get("include_usage"))
+    return False
 
 
 def read_stream_mode(given: Merged, streaming: bool) -> StreamMode:
@@ -129,11 +149,6 @@ def check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> 
         raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")
     if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
         raise InvalidInput(spelling, "only a text prompt can be part of the reply")
-
-
-def _positive(given: Merged, name: str) -> int | None:
-    """0 asks for the default, as Triton has it."""
-    return int(given[name].value) or None if name in given else None
 
 
 def _check_pieces(prompts: tuple[Prompt, ...]) -> None:

@@ -18,13 +18,14 @@ MESSAGE_TENSORS = ("role", "content", "type", "tool_calls", "tool_call_id")
 Columns = Mapping[str, Sequence[str]]
 
 
-def read_messages(columns: Columns) -> tuple[Mapping[str, Any], ...]:
-    """``columns`` maps those of MESSAGE_TENSORS that were sent to their elements; ``role`` must be among them."""
+def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
+    """``columns`` maps those of MESSAGE_TENSORS that were sent to their elements; ``role`` must be among them.
+    ``most``: of messages and parts."""
     roles = columns.get("role", ())
     if not roles:
         raise InvalidInput("role", "is needed beside the other tensors of a conversation")
     rows = [_only_message(columns)] if len(roles) == 1 else _each_message(columns, len(roles))
-    return check_messages("role", [_message(role, row) for role, row in zip(roles, rows, strict=True)])
+    return check_messages("role", [_message(role, row) for role, row in zip(roles, rows, strict=True)], most)
 
 
 def _only_message(columns: Columns) -> Columns:
@@ -46,7 +47,7 @@ def _cell(columns: Columns, name: str, row: int) -> list[str]:
     plain_content = name == "content" and "type" in columns and columns["type"][row] == "text"
     if name in ("role", "tool_call_id") or plain_content or (name == "type" and text == "text"):
         return [text]
-    parts = _json(name, text)
+    parts = read_json(name, text)
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise InvalidInput(name, f"element {row} must be a JSON list of strings, got {shown(text)}")
     return parts
@@ -60,13 +61,14 @@ def _message(role: str, row: Columns) -> dict[str, Any]:
         raise InvalidInput("type", f"names {len(row['type'])} parts, content has {len(row['content'])}")
     message: dict[str, Any] = {"role": role, "content": "".join(row["content"])}
     if row["tool_calls"]:
-        message["tool_calls"] = [_json("tool_calls", call) for call in row["tool_calls"]]
+        message["tool_calls"] = [read_json("tool_calls", call) for call in row["tool_calls"]]
     if row["tool_call_id"]:
         message["tool_call_id"] = row["tool_call_id"][0]
     return message
 
 
-def _json(name: str, text: str) -> Any:
+def read_json(name: str, text: str) -> Any:
+    """The element of a tensor of this name."""
     try:
         return parse_json(text)
     except ValueError as err:

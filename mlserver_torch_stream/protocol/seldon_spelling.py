@@ -1,30 +1,35 @@
 """The spelling of Seldon Core 2's OpenAI translator: a conversation in parallel tensors, OpenAI's objects in one.
 
-Knows nothing of how the conversation is read, which ``seldon_chat`` does, nor of the transport. The translator hands
-the tensor ``output_all`` through unchanged, so that finish reasons and usage reach OpenAI's clients.
+Knows nothing of how the conversation is read, which ``seldon_chat`` does, nor of the transport. Seldon's proxy hands
+the tensor ``output_all`` of every reply to OpenAI's clients, also where the reply is an error, and drops the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
+from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import ChatChoice, ChatCompletion
+from mlserver_torch_stream.protocol.openai_error import error_object
+from mlserver_torch_stream.protocol.openai_stream import failure_message
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, StreamEncoder, WholeEncoder
 from mlserver_torch_stream.protocol.v2_outputs import output
 from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
 from mlserver_torch_stream.protocol.v2_spelling import V2, V2Tensors
-from mlserver_torch_stream.types import GenerationRequest, ReplyOptions, TokenEvent
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, ReplyOptions, TokenEvent
 
 
 class SeldonChat(V2Tensors):
     """V2 tensors, the conversation's among them, and the reply's ``role``, ``content``, ``type`` and ``output_all``."""
 
-    comments = False  # the translator reads every block of a stream as JSON
+    comments = False  # the proxy reads every block of a stream as JSON
     outputs = frozenset({*V2Tensors.outputs, *names.CHAT_OUTPUT_DATATYPES})
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
@@ -38,8 +43,18 @@ class SeldonChat(V2Tensors):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return SeldonUnaryReply(request, context)
 
+    def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
+        """V2's ``error``, and OpenAI's in ``output_all``: the proxy makes a bare 500 of a body without ``outputs``."""
+        status, body = super().refusal(error)
+        message, field = error.message, error.field
+        if field in names.PROMPT_TENSORS:  # OpenAI's client has sent none of them
+            message, field = f"{names.MESSAGES}: {message.removeprefix(f'{field}: ')}", names.MESSAGES
+        described = error_object(status, message, field, error.code)
+        return status, {**body, "outputs": [_output_all({"error": described})]}
+
 
 SELDON = SeldonChat()
+_VERSION = re.compile("_[0-9]+$")
 
 
 def spelling_of(inputs: Iterable[str]) -> V2Tensors:
@@ -51,30 +66,68 @@ def has_message(inputs: Iterable[str]) -> bool:
     return any(name in MESSAGE_TENSORS for name in inputs)
 
 
+def warning_of_name(name: str) -> str | None:
+    """What is to be said of a model's name under which Seldon's proxy refuses every OpenAI request; else None.
+
+    The proxy takes the name to end at the first "_", as Seldon adds "_" and a version to the names of its models.
+    """
+    given = _VERSION.sub("", name)
+    if "_" not in given:
+        return None
+    better = given.replace("_", "-")
+    return f"behind Seldon Core 2, OpenAI clients cannot reach a model with '_' in its name; there, call it '{better}'"
+
+
 class SeldonStreamReply(StreamReply):
-    """V2 responses, each with one chat.completion.chunk."""
+    """V2 responses, each with one chat.completion.chunk, or with the error object of a sequence that has failed."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         super().__init__(request, context)
         self._chat = ChatCompletion(request.request_id, context.model_name, context.created)
-        self._chat_shown = _shown(request.reply)
+        self._message_shown = _shown(request.reply)
         self._logprobs = request.sampling.logprobs
+        self._usage_message = request.reply.usage_message
+        self._reason: FinishReason | None = None  # of the event at hand, in OpenAI's set
         self._begun: set[int] = set()
+
+    def event(self, event: TokenEvent) -> Sequence[JsonObject]:
+        self._reason = event.finish_reason if event.error is None else None
+        bodies: list[JsonObject] = []
+        for part in self._parts(event):
+            bodies += super().event(part)
+        return bodies
+
+    def _parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
+        """The event, or what it says and then its end: a message has room for one chunk, one error or the usage."""
+        if event.finish_reason is None or not (self._ends_in_error(event) or self._ends_in_usage(event)):
+            return (event,)
+        end = TokenEvent(event.index, finish_reason=event.finish_reason, usage=event.usage, error=event.error)
+        return replace(event, finish_reason=None, usage=None, error=None), end
+
+    def _ends_in_error(self, event: TokenEvent) -> bool:
+        return event.error is not None and bool(event.text or event.token_ids)
+
+    def _ends_in_usage(self, event: TokenEvent) -> bool:
+        return self._usage_message and event.error is None and len(self._progress.usage.unfinished) == 1
 
     def _tensors(self, event: TokenEvent, final: bool) -> list[JsonObject]:
         tensors = super()._tensors(event, final)
         behind_text = int(names.TEXT_OUTPUT in self._shown)
-        tensors[behind_text:behind_text] = _message_tensors([event.text], self._chat_shown)
-        if names.OUTPUT_ALL in self._chat_shown:
-            tensors.append(self._chunk(event, final))
+        tensors[behind_text:behind_text] = _message_tensors([event.text], self._message_shown)
+        if names.OUTPUT_ALL in self._message_shown:
+            tensors.append(_output_all(self._openai_message(event, final)))
         self._begun.add(event.index)
         return tensors
 
-    def _chunk(self, event: TokenEvent, final: bool) -> JsonObject:
-        choice = ChatChoice(event.index, event.text, event.finish_reason, event.logprobs if self._logprobs else None)
+    def _openai_message(self, event: TokenEvent, final: bool) -> JsonObject:
+        if event.error is not None:
+            return failure_message(event.error)
+        if final and self._usage_message:
+            return self._chat.usage_chunk(self._progress.usage)
+        choice = ChatChoice(event.index, event.text, self._reason, event.logprobs if self._logprobs else None)
         usage = self._progress.usage if final else None
         chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=usage)
-        return output(names.OUTPUT_ALL, [orjson.dumps(chunk).decode()])
+        return {**chunk, "usage": None} if self._usage_message else chunk
 
 
 class SeldonUnaryReply(UnaryReply):
@@ -82,12 +135,12 @@ class SeldonUnaryReply(UnaryReply):
 
     def _tensors(self) -> list[JsonObject]:
         shown = _shown(self._request.reply)
-        choices = self._collected.choices()
+        choices = self.choices()
         tensors = super()._tensors() + _message_tensors([choice.text for choice in choices], shown)
         if names.OUTPUT_ALL in shown:
             chat = ChatCompletion(self._request.request_id, self._context.model_name, self._context.created)
-            whole = chat.whole(choices, self._collected.usage)
-            tensors.append(output(names.OUTPUT_ALL, [orjson.dumps(whole).decode()]))
+            whole = chat.whole(choices, self.usage)
+            tensors.append(_output_all(whole))
         return tensors
 
 
@@ -99,3 +152,7 @@ def _message_tensors(texts: list[str], shown: frozenset[str]) -> list[JsonObject
     count = len(texts)
     columns = {names.ROLE: ["assistant"] * count, names.CONTENT: texts, names.TYPE: ["text"] * count}
     return [output(name, data) for name, data in columns.items() if name in shown]
+
+
+def _output_all(value: JsonObject) -> JsonObject:
+    return output(names.OUTPUT_ALL, [orjson.dumps(value).decode()])

@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TokenEvent
 
 JsonObject = dict[str, Any]
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,10 @@ class StreamEncoder(Protocol):
     """Writes the messages of one streamed request. An event of ``MOST_PER_EVENT`` is at most 48 KiB in each message."""
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """The messages of one event; the last event's include all that follows it, such as the usage."""
+        """The messages of one event; the last event's include all that follows it, such as the usage.
+
+        Raises RequestError where a sequence has failed and the spelling ends the whole request with it.
+        """
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
         """Ends every sequence that has not ended because of ``error``; no message if all have ended."""
@@ -81,9 +87,13 @@ class Spelling(ABC):
         """True if the body asks for a stream. Asked only where the path leaves that to the body."""
         return body.get("stream") is True
 
-    def request_id(self, body: Mapping[str, Any]) -> str:
-        """The client's own id of the request; empty if there is none."""
+    def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
+        """The client's own id of the request; empty if there is none. ``headers`` are those of HTTP, in lower case."""
         return str(body.get("id") or "")
+
+    def headers(self, request_id: str) -> Mapping[str, str]:
+        """The HTTP headers of every reply in this spelling, also of an error."""
+        return {}
 
     @abstractmethod
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
@@ -99,7 +109,11 @@ class Spelling(ABC):
         """The whole reply as it is sent, and the raw bytes that follow its JSON; None: the reply is JSON alone."""
         return body, None
 
+    def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
+        """Status and body of an error before the first token."""
+        return self.error(error.status, error.message, error.field)
+
     def error(self, status: int, message: str, param: str | None) -> tuple[int, JsonObject]:
-        """Status and body of an error before the first token. ``status`` is that of the error table; ``param`` is the
-        field of the request that is wrong."""
+        """``refusal`` for a spelling that needs no more of an error. ``status`` is that of the error table; ``param``
+        is the field of the request that is wrong."""
         return status, {"error": message}

@@ -1,17 +1,20 @@
-"""Builds OpenAI's text_completion object, or whichever object answers a request.
+"""Builds OpenAI's text_completion objects, or whichever object answers a request.
 
-Knows nothing of how it travels, and no tokenizer: a token is named ``token_id:<id>``, and there is no ``text_offset``.
+Knows nothing of how they travel, and no tokenizer: a token whose bytes are unknown is named ``token_id:<id>``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from mlserver_torch_stream.protocol.chat_completion import (
     ChatChoice,
     ChatCompletion,
     TokenCounts,
+    alternatives,
     finite,
     reason_of,
     token_name,
@@ -21,37 +24,71 @@ from mlserver_torch_stream.types import TokenLogprob
 
 
 def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
-    """The object of an answer that has no id and no time yet."""
-    if chat:
-        return ChatCompletion("", model, 0).whole(choices, counts)
-    return text_completion("", model, 0, choices, counts)
+    """The object of an answer that has no id and no time yet, and does not depend on what a cache had of its prompt."""
+    whole = (ChatCompletion if chat else TextCompletion)("", model, 0).whole(choices, counts)
+    whole["usage"].pop("prompt_tokens_details", None)
+    return whole
 
 
-def text_completion(
-    request_id: str, model: str, created: int, choices: Sequence[ChatChoice], counts: TokenCounts
-) -> dict[str, Any]:
-    """``created`` is in seconds since the epoch."""
+@dataclass(frozen=True, slots=True)
+class TextCompletion:
+    """What all the objects of one request have in common. ``created`` is in seconds since the epoch."""
+
+    request_id: str
+    model: str
+    created: int
+
+    def whole(self, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
+        return {**self._head(), "choices": [_choice(choice, 0) for choice in choices], "usage": usage_of(counts)}
+
+    def chunk(self, choice: ChatChoice, offset: int) -> dict[str, Any]:
+        """``offset``: characters of the tokens that earlier chunks of the choice have shown."""
+        return {**self._head(), "choices": [_choice(choice, offset)]}
+
+    def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
+        """The chunk behind all choices of a stream that is to tell its usage."""
+        return {**self._head(), "choices": [], "usage": usage_of(usage)}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{self.request_id}",
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+def shown_length(entries: Sequence[TokenLogprob]) -> int:
+    """The characters of these tokens, by which ``text_offset`` counts."""
+    return sum(len(_name(entry)) for entry in entries)
+
+
+def _choice(choice: ChatChoice, offset: int) -> dict[str, Any]:
     return {
-        "id": f"cmpl-{request_id}",
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [
-            {
-                "index": choice.index,
-                "text": choice.text,
-                "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
-                "finish_reason": reason_of(choice),
-            }
-            for choice in choices
-        ],
-        "usage": usage_of(counts),
+        "index": choice.index,
+        "text": choice.text,
+        "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs, offset),
+        "finish_reason": reason_of(choice),
     }
 
 
-def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    tokens = [_name(entry) for entry in entries]
+    ends = accumulate(map(len, tokens), initial=offset)
     return {
-        "tokens": [token_name(entry.token_id) for entry in entries],
+        "tokens": tokens,
         "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [{token_name(token): finite(logprob) for token, logprob in entry.top} for entry in entries],
+        "top_logprobs": [dict(_top(entry)) for entry in entries] if any(entry.top for entry in entries) else None,
+        "text_offset": [start for start, _ in zip(ends, tokens, strict=False)],
     }
+
+
+def _top(entry: TokenLogprob) -> Iterator[tuple[str, float]]:
+    """The alternatives and, as OpenAI has it, the chosen token, which may be none of them."""
+    for token_id, logprob, token in alternatives(entry):
+        yield token_name(token_id, token), finite(logprob)
+    yield _name(entry), finite(entry.logprob)
+
+
+def _name(entry: TokenLogprob) -> str:
+    return token_name(entry.token_id, entry.token)

@@ -10,39 +10,49 @@ from typing import Any
 
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.values import printable
 
 # Each with the values that ask for nothing, so that a client which always sends its defaults is served.
 _UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "details": (False,),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
     "lora_name": (),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "triton_enable_empty_final_response": (),
+    "suffix": ("",),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 _UNIMPLEMENTED_PREFIXES = ("guided_", "sequence_", "structured_outputs", "shared_memory_")
 
 
+def harmless_values(key: str) -> tuple[Any, ...]:
+    """The values of a key that is not implemented with which it asks for nothing; beside null, which never does."""
+    return _UNIMPLEMENTED.get(key, ())
+
+
+def refuse_unless_harmless(key: str, value: Any, harmless: Collection[Any]) -> None:
+    """For a key that is not implemented. Raises InvalidInput."""
+    if value is not None and not any(_same(value, each) for each in harmless):
+        raise InvalidInput(printable(key), "is not implemented by this runtime")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """As JSON has it, where 1 is 1.0 but not true."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
 def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter") -> None:
     """Raises InvalidInput for a key that is none of ``known``, unless its value asks for nothing."""
     if key in _UNIMPLEMENTED or key.startswith(_UNIMPLEMENTED_PREFIXES):
-        harmless = value is None or any(
-            type(value) is type(default) and value == default for default in _UNIMPLEMENTED.get(key, ())
-        )
-        if not harmless:
-            raise InvalidInput(_printable(key), "is not implemented by this runtime")
+        refuse_unless_harmless(key, value, harmless_values(key))
         return
-    name = _printable(key)
+    name = printable(key)
     raise InvalidInput(name, f"unknown {what}{did_you_mean(name, known, str)}")
-
-
-def _printable(key: str) -> str:
-    """The start of a key that a client made up, fit for any reply: lone surrogates cannot be sent."""
-    return key[:100].encode("utf-8", "backslashreplace").decode()

@@ -51,6 +51,12 @@ class UsageCounter:
         return sum(self.completion_tokens_each)
 
     @property
+    def cached_tokens(self) -> int:
+        """Of all prompts: tokens that came from the prefix cache."""
+        cached = [usage.num_cached_tokens if usage is not None else 0 for usage in self._usages]
+        return sum(max(cached[start : start + self._per_prompt]) for start in range(0, len(cached), self._per_prompt))
+
+    @property
     def ttft_ms(self) -> int:
         """Until the request's first token, of whichever sequence."""
         return self._earliest([usage.ttft_s for usage in self._usages if usage is not None])

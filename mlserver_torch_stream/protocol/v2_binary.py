@@ -60,21 +60,21 @@ def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str
 
 
 def refuse_left_over(count: int) -> None:
-    """For bytes behind the JSON object that no input claims."""
+    """Raises InvalidInput if bytes are left behind the JSON object that are no input's elements."""
     if count:
         raise InvalidInput("body", f"{count} bytes belong to no input: none has a {SIZE} for them")
 
 
 @dataclass(frozen=True, slots=True)
 class BinaryOutputs:
-    """Which outputs a request wants as raw bytes: what it says of one beats what it says of all."""
+    """Which outputs a request wants as raw bytes. ``chosen`` is by name; ``default`` holds for all other outputs."""
 
     default: bool = False
     chosen: Mapping[str, bool] | None = None
 
     @classmethod
     def wanted_by(cls, body: Any) -> BinaryOutputs:
-        """Raises InvalidInput. What is no V2 request wants none."""
+        """Reads a request. A body that is no V2 request wants no binary outputs. Raises InvalidInput."""
         inputs = body.get("inputs") if isinstance(body, Mapping) else None
         if not isinstance(inputs, list) or not all(isinstance(each, dict) and "datatype" in each for each in inputs):
             return cls()
@@ -88,7 +88,7 @@ class BinaryOutputs:
 
     @property
     def asked(self) -> str | None:
-        """The parameter that asks for any; None if the request does not."""
+        """The name of the parameter that asks for binary outputs; None if no parameter does."""
         if self.default:
             return ALL_BINARY
         return _ONE_BINARY if any((self.chosen or {}).values()) else None
@@ -98,12 +98,10 @@ class BinaryOutputs:
 
 
 def attach_binary(body: dict[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes | None]:
-    """A reply as its request wants it: the object, and the raw bytes behind it; None: the request wants none."""
-    return split_off(body, wanted) if wanted.asked else (body, None)
-
-
-def split_off(body: Mapping[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes]:
-    """A reply's object without the elements of its binary outputs, and these as bytes. Raises GenerationFailed."""
+    """A reply's object without the elements of its binary outputs, and these as bytes, which are None if the request
+    wants no binary output. Raises GenerationFailed."""
+    if not wanted.asked:
+        return body, None
     outputs, parts = [], []
     for output in body["outputs"]:
         if not wanted(output["name"]):
@@ -122,7 +120,7 @@ def _name(tensor: Mapping[str, Any]) -> str:
 
 
 def _size(tensor: Any) -> int | None:
-    """None for a tensor whose elements are in the object, or that is none at all."""
+    """How many bytes the tensor's elements have behind the object; None if they are in the object."""
     parameters = tensor.get("parameters") if isinstance(tensor, dict) else None
     if not isinstance(parameters, dict) or SIZE not in parameters:
         return None
@@ -157,7 +155,7 @@ def _texts(name: str, part: bytes) -> Iterator[bytes]:
 
 
 def _numbers(name: str, datatype: Any, part: bytes, most: int) -> list[Any]:
-    """At most one more than ``most``."""
+    """The numbers, but at most one more than ``most``."""
     if not isinstance(datatype, str) or datatype not in _FORMATS:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
     size = struct.calcsize("<" + _FORMATS[datatype])

@@ -13,7 +13,7 @@ from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import Merged
 from mlserver_torch_stream.protocol.request_options import chat_prompt, refuse_chat_options, require_template
-from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS, read_messages
+from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS, read_json, read_messages
 from mlserver_torch_stream.protocol.v2_tensors import Tensor
 from mlserver_torch_stream.types import ChatPrompt, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
@@ -71,10 +71,11 @@ def _tokens(tensor: Tensor, info: ModelInfo) -> TokensPrompt:
 def _chat(source: str, tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) -> ChatPrompt:
     require_template(source, info)
     if source == names.MESSAGES:
-        messages = chat.check_messages(source, _json(source, tensors[source].require({"BYTES"}).single()))
+        parsed = read_json(source, tensors[source].require({"BYTES"}).single())
+        messages = chat.check_messages(source, parsed, values.most_checked(info))
     else:
         columns = {name: tensors[name].require({"BYTES"}).elements for name in MESSAGE_TENSORS if name in tensors}
-        messages = read_messages(columns)
+        messages = read_messages(columns, values.most_checked(info))
     return chat_prompt(messages, _tools(tensors), given)
 
 
@@ -82,14 +83,7 @@ def _tools(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Any], ...] | Non
     """The tools, as a JSON list in one element or one object in each."""
     if names.TOOLS not in tensors:
         return None
-    tools = [_json(names.TOOLS, text) for text in tensors[names.TOOLS].require({"BYTES"}).elements]
+    tools = [read_json(names.TOOLS, text) for text in tensors[names.TOOLS].require({"BYTES"}).elements]
     if len(tools) == 1 and isinstance(tools[0], list):
         tools = tools[0]
     return chat.check_tools(names.TOOLS, tools)
-
-
-def _json(name: str, text: str) -> Any:
-    try:
-        return values.parse_json(text)
-    except ValueError as err:
-        raise InvalidInput(name, str(err)) from None

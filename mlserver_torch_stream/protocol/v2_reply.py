@@ -13,8 +13,8 @@ import orjson
 
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.reply_values import (
-    CollectedReply,
     StreamProgress,
+    WholeReply,
     event_values,
     shown_values,
     totals,
@@ -57,16 +57,8 @@ class StreamReply:
         return [output(name, _elements(name, value)) for name, value in event_values(event, self._shown).items()]
 
 
-class UnaryReply:
+class UnaryReply(WholeReply):
     """The one response of a request that is answered as a whole."""
-
-    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
-        self._request = request
-        self._context = context
-        self._collected = CollectedReply(request)
-
-    def add(self, event: TokenEvent) -> None:
-        self._collected.add(event)
 
     def body(self) -> JsonObject:
         context, request_id = self._context, self._request.request_id
@@ -74,7 +66,7 @@ class UnaryReply:
             "request_id": request_id,
             "chunk_index": 0,
             "triton_final_response": True,
-            **totals(self._collected.usage),
+            **totals(self.usage),
         }
         if context.request_index is not None:
             parameters["request_index"] = context.request_index
@@ -84,7 +76,7 @@ class UnaryReply:
 
     def _tensors(self) -> list[JsonObject]:
         tensors = []
-        for name, data in self._collected.values(shown_values(self._request.reply)).items():
+        for name, data in self.values(shown_values(self._request.reply)).items():
             if name == names.LOGPROBS:
                 data = [_json(entries) for entries in data]
             tensors.append(output(name, data, self._ids_shape(len(data)) if name == names.TOKEN_IDS else None))

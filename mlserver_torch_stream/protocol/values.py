@@ -19,7 +19,8 @@ Reader = Callable[[Any, ModelInfo], Any]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
-# Whatever the model's context: prompts, messages. Four million would hold the event loop for most of a minute.
+# A request may have this many prompts or messages, however short the model's context is. Four million would hold the
+# event loop for most of a minute.
 _MOST_ELEMENTS = 4096
 _SEED_MODULUS = 2**63  # what torch.Generator.manual_seed takes without wrapping
 
@@ -29,13 +30,23 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def printable(key: str) -> str:
+    """The start of a key that a client made up, fit for any reply: lone surrogates cannot be sent."""
+    return key[:100].encode("utf-8", "backslashreplace").decode() or '""'
+
+
 def most_elements(max_model_len: int) -> int:
     """The most elements that an input may have for a model of this context."""
     return max(max_model_len, _MOST_ELEMENTS)
 
 
+def most_checked(info: ModelInfo) -> int:
+    """The most elements that are looked at in one value of a request: messages and their parts, biases of tokens."""
+    return max(most_elements(info.max_model_len), info.vocab_size)
+
+
 def parse_json(text: str) -> Any:
-    """JSON without NaN, lone surrogates or bottomless nesting."""
+    """Reads JSON. NaN, lone surrogates and bottomless nesting are refused."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as err:
@@ -43,7 +54,7 @@ def parse_json(text: str) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """True for a str that UTF-8 can carry; JSON parsers let lone surrogates through."""
+    """True for a str that UTF-8 can encode. Lone surrogates, which some JSON parsers accept, cannot be encoded."""
     if not isinstance(value, str):
         return False
     try:
@@ -116,7 +127,7 @@ def top_k(value: Any, info: ModelInfo) -> int:
 
 
 def seed(value: Any, info: ModelInfo) -> int:
-    """Any signed or unsigned 64-bit integer, reduced to what a generator takes."""
+    """Any signed or unsigned 64-bit integer, modulo what a generator takes."""
     result = to_integer(value)
     if not -(2**63) <= result < 2**64:
         raise ValueError(f"must fit 64 bits, got {shown(value)}")
@@ -124,11 +135,12 @@ def seed(value: Any, info: ModelInfo) -> int:
 
 
 def row_count(value: Any, info: ModelInfo) -> int:
-    return int(integer(1, info.max_rows)(value, info))
+    return int(integer(1, info.max_num_seqs)(value, info))
 
 
 def logprobs(value: Any, info: ModelInfo) -> tuple[bool, int | None]:
-    """Whether to give log-probabilities, and how many alternatives when a count says so (OpenAI completions)."""
+    """Whether log-probabilities are wanted and, if the value is a number as in OpenAI's completions, of how many
+    alternatives."""
     try:
         return boolean(value, info), None
     except ValueError:
@@ -143,7 +155,7 @@ def token_id(value: Any, info: ModelInfo) -> int:
 
 
 def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
-    """One id or a list of them, which may be written as JSON."""
+    """One id, or a list of ids, which may be written as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value)
     elements = value if isinstance(value, list) else [value]

@@ -1,1 +1,1 @@
-"""How stock MLServer is mended and extended. Never imports torch."""
+"""Mends and extends stock MLServer. Never imports torch."""

@@ -1,8 +1,8 @@
-"""What MLServer makes of gRPC messages, and of their answers, that it cannot convert.
+"""Converts the gRPC messages and replies of our models that MLServer cannot convert.
 
-A message that is no request is refused as the bad input that it is, where MLServer reports a failure of its own; and an
-id that metadata cannot carry fails no answer. Knows nothing of what a request means; other models' messages stay
-MLServer's own affair.
+A message that is no request is refused as bad input, where MLServer reports a failure of its own; an id that metadata
+cannot carry is left out of the reply's metadata. Knows nothing of what a request means. MLServer converts the messages
+for other models.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf.unknown_fields import UnknownFieldSet
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.servicers import InferenceServicer
 from mlserver.types import InferenceRequest, InferenceResponse
@@ -23,25 +24,26 @@ from mlserver_torch_stream.protocol.v2_binary import SIZE
 from mlserver_torch_stream.protocol.v2_request import first_complaint
 from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
 from mlserver_torch_stream.server.cloud_events import as_headers
-from mlserver_torch_stream.server.grpc_parameters import fill_in
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.rest.routes import find_model
 
-_MARK = "_torch_stream_messages"
 _RAW = "raw_input_contents"
+_SHARED_MEMORY = "shared_memory_"
+# Fields of Triton's InferParameter that MLServer's message does not have: their numbers and protobuf's wire types.
+_DOUBLE = (4, 1)
+_UINT64 = (5, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedMessage:
-    """A message on a stream that is refused without a look at its inputs, in the place of that message."""
+    """Stands for a message on a stream that is refused before its inputs are read."""
 
     error: InvalidInput
     id: str
 
 
 def install() -> None:
-    """Wraps the conversion of messages to and answers from our models. Idempotent."""
-    if getattr(InferenceServicer._InsertHeaders, _MARK, False):
-        return
+    """Wraps the conversion of messages to our models and of replies from them. Called once."""
     InferenceServicer._InsertHeaders = _reading(InferenceServicer._InsertHeaders)
     InferenceServicer._SetTrailingMetadata = _closing(InferenceServicer._SetTrailingMetadata)
 
@@ -58,12 +60,13 @@ def _reading(original: Callable[..., InferenceRequest]) -> Callable[..., Inferen
         try:
             _check_raw(request)
             payload = original(servicer, request, context)
-            fill_in(payload, request)
+            for name, parameter in request.parameters.items():
+                if (value := _unknown_value(parameter)) is not None:
+                    setattr(payload.parameters, name, value)
             return payload
         except Exception as error:
             return Unreadable.because(_explain(error), request.id)
 
-    setattr(convert, _MARK, True)
     return convert
 
 
@@ -79,12 +82,15 @@ def _closing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> bool:
-    model = find_model(servicer._data_plane._model_registry, name, version)
-    return bool(getattr(model, "streams_tokens", False))
+    return is_ours(find_model(servicer._data_plane._model_registry, name, version))
 
 
 def _check_raw(request: pb.ModelInferRequest) -> None:
-    """MLServer takes what it needs of the raw contents and drops the rest."""
+    """Refuses raw contents that do not match the inputs: MLServer reads what it needs and drops the rest."""
+    for tensor in request.inputs:
+        for key in tensor.parameters:
+            if key.startswith(_SHARED_MEMORY):  # such a tensor has no contents
+                raise InvalidInput(key, "is not implemented by this runtime")
     given = request.raw_input_contents
     bare = [tensor for tensor in request.inputs if not tensor.contents.ByteSize()]
     if given and len(given) != len(bare):
@@ -93,6 +99,19 @@ def _check_raw(request: pb.ModelInferRequest) -> None:
         said = tensor.parameters[SIZE].int64_param if SIZE in tensor.parameters else len(raw)
         if said != len(raw):
             raise InvalidInput(tensor.name, f"{SIZE} is {said}, its raw contents have {len(raw)} bytes")
+
+
+def _unknown_value(parameter: pb.InferParameter) -> float | int | None:
+    """The fraction or unsigned integer of one of Triton's clients, which protobuf keeps as an unknown field."""
+    if parameter.WhichOneof("parameter_choice") is not None:
+        return None
+    for field in UnknownFieldSet(parameter):
+        kind = (field.field_number, field.wire_type)
+        if kind == _DOUBLE:
+            return float(struct.unpack("<d", struct.pack("<Q", field.data))[0])
+        if kind == _UINT64:
+            return int(field.data)
+    return None
 
 
 def _explain(error: Exception) -> InvalidInput:

@@ -1,8 +1,8 @@
-"""How a refused gRPC call ends: with a status, and without a traceback in the log.
+"""Ends a refused gRPC call with a status, and without a traceback in the log.
 
-MLServer logs one for every error that a method raises, also for a client's mistake, and it fails itself where a stream
-ends without a message or sends bytes that are none. Knows nothing of why a call is refused. What other models raise
-stays MLServer's own affair.
+MLServer logs a traceback for every error that a method raises, also for a client's mistake. It fails itself where a
+stream ends without a message, or sends bytes that are no message. Knows nothing of why a call is refused. MLServer
+handles the errors of other models.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from mlserver.errors import MLServerError, ModelNotFound
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc import model_repository_pb2 as repository_pb
@@ -24,15 +24,16 @@ from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.server.grpc_messages import RefusedMessage
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.rest.routes import find_model
 from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall
 
 
 class _NoMessage(MLServerError):  # type: ignore[misc]
-    """A stream whose first message is missing or cannot be read."""
+    """A message is missing, or its bytes are none."""
 
 
-_MARK = "_torch_stream_refusals"
+M = TypeVar("M", bound=Message)
 # What models of ours raise, and names and versions that no model has.
 _REFUSALS = (RefusedCall, ModelNotLoaded, ModelNotFound, _NoMessage)
 Unary = Callable[[Any, Any, grpc.ServicerContext], Awaitable[Any]]
@@ -42,10 +43,7 @@ Stream = Callable[
 
 
 def install() -> None:
-    """Wraps what MLServer's methods do inside their own handling of errors. Idempotent."""
-    if getattr(InferenceServicer, _MARK, False):
-        return
-    setattr(InferenceServicer, _MARK, True)
+    """Wraps what MLServer's methods do inside their own handling of errors. Called once."""
     for method, response in (
         (InferenceServicer.ModelInfer, pb.ModelInferResponse),
         (InferenceServicer.ModelMetadata, pb.ModelMetadataResponse),
@@ -54,7 +52,7 @@ def install() -> None:
         (ModelRepositoryServicer.RepositoryModelLoad, repository_pb.RepositoryModelLoadResponse),
         (ModelRepositoryServicer.RepositoryModelUnload, repository_pb.RepositoryModelUnloadResponse),
     ):
-        _wrap_inside(method, functools.partial(_unary, response))
+        _wrap_inside(method, functools.partial(answer_refusals, response))
     _wrap_inside(InferenceServicer.ModelStreamInfer, _stream)
 
 
@@ -67,12 +65,14 @@ def _wrap_inside(method: Any, wrap: Callable[[Any], Any]) -> None:
     cell.cell_contents = functools.wraps(cell.cell_contents)(wrap(cell.cell_contents))
 
 
-def _unary(response: Callable[[], Any], original: Unary) -> Unary:
+def answer_refusals(response: Callable[[], Any], original: Unary) -> Unary:
+    """Ends a call that is refused with the status of its error."""
+
     async def answer(servicer: Any, request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return await original(servicer, request, context)
         except _REFUSALS as error:
-            _refuse(context, error)
+            refuse(context, error)
             return response()  # it is not sent beside a status
 
     return answer
@@ -89,37 +89,49 @@ def _stream(original: Stream) -> Stream:
                 async for response in responses:
                     yield response
         except _REFUSALS as error:
-            _refuse(context, error)
+            refuse(context, error)
 
     return answer
 
 
 async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInferRequest:
-    """Raises MLServerError where the stream has none."""
+    """The first message. Raises MLServerError if the stream has none."""
     try:
         return await anext(messages)
     except StopAsyncIteration:
-        error = InvalidInput("inputs", "the stream ended before its first message")
-    except DecodeError as undecoded:
-        error = InvalidInput("inputs", str(undecoded))
-    raise _NoMessage(error.message, error.status)
+        raise _no_message("the stream ended before its first message") from None
+    except DecodeError as error:
+        raise _no_message(str(error)) from None
+
+
+def read_message(kind: type[M], raw: bytes) -> M:
+    """The message of these bytes. Raises MLServerError where they are none."""
+    message: M = kind()
+    try:
+        message.ParseFromString(raw)
+        return message
+    except DecodeError as error:
+        raise _no_message(str(error)) from None
+
+
+def _no_message(why: str) -> _NoMessage:
+    error = InvalidInput("inputs", why)
+    return _NoMessage(error.message, error.status)
 
 
 async def _with_first(
     servicer: InferenceServicer, first: pb.ModelInferRequest, others: AsyncIterator[pb.ModelInferRequest]
 ) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage]:
-    """A later message that is none, or that names another model than the first, is refused alone."""
+    """All messages. A later one that cannot be decoded, or that names another model, is refused alone."""
     yield first
     registry = servicer._data_plane._model_registry
-    ours = bool(getattr(find_model(registry, first.model_name, first.model_version), "streams_tokens", False))
+    ours = is_ours(find_model(registry, first.model_name, first.model_version))
     try:
         async for message in others:
             model = find_model(registry, message.model_name, message.model_version)
             if ours and message.model_name and model is not find_model(registry, first.model_name, first.model_version):
-                other = InvalidInput(
-                    "model_name", "differs from that of the stream's first message, or its version does"
-                )
-                yield RefusedMessage(other, message.id)
+                problem = "differs from that of the stream's first message, or its version does"
+                yield RefusedMessage(InvalidInput("model_name", problem), message.id)
             else:
                 yield message
     except DecodeError as error:
@@ -128,7 +140,7 @@ async def _with_first(
         yield RefusedMessage(InvalidInput("inputs", str(error)), "")
 
 
-def _refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
+def refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
     code = utils._grpc_status_code(error)
     if not isinstance(error, RefusedCall):  # else the request has its line in the log
         logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have lines

@@ -1,4 +1,4 @@
-"""The options of the whole server, read from ``MLSERVER_TORCH_STREAM_*`` in the environment.
+"""Reads the options of the whole server from ``MLSERVER_TORCH_STREAM_*`` in the environment.
 
 Knows nothing of models: ``settings`` has the settings of one model.
 """
@@ -31,7 +31,11 @@ class ServerOptions(BaseModel):
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # of a REST request, after decompression
     sse_ping_interval: float = Field(15.0, ge=0)  # between ": ping" comments on a silent REST stream; 0: none
     stalled_reader_timeout: float = Field(60.0, ge=0)  # then a client that reads nothing is cut off; 0: none
-    piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC; 0: none
+    piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC, or of a file; 0: none
+    # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
+    grpc_port_triton: int = Field(0, ge=0, le=65535)  # Triton's gRPC service for its clients' streams; 0: none
+    batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
+    batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
     log_requests: bool = True  # one line per request, never its prompt
     log_prompts: bool = False  # the prompt and the answer too
     vllm_metric_names: bool = False  # the metrics are exported under vLLM's names too

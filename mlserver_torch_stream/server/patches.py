@@ -18,42 +18,59 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.server import grpc_messages, grpc_refusals
+from mlserver_torch_stream.server.batches.served_rows import ServedRows
+from mlserver_torch_stream.server.batches.service import BatchService
 from mlserver_torch_stream.server.lifecycle import health, ports, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
-from mlserver_torch_stream.server.rest import http1, routes
+from mlserver_torch_stream.server.process_state import CLIENT_LOAD, LIFECYCLE, REGISTRY_LOCK
+from mlserver_torch_stream.server.rest import (
+    batch_routes,
+    http1,
+    model_routes,
+    openai_models,
+    routes,
+    torchserve_routes,
+)
 from mlserver_torch_stream.server.status import ModelNotLoaded, extend_grpc_codes
+from mlserver_torch_stream.server.triton import triton_listener
 
 _MARK = "_torch_stream_patched"
 
 
 def install() -> None:
     """Patches MLServer's classes, and adds our routes when its REST server registers a model of ours. Idempotent."""
+    original = RESTServer.add_custom_handlers
+    if getattr(original, _MARK, False):
+        return
     extend_grpc_codes()
     shutdown.install()
     readiness.install()
     grpc_messages.install()
     grpc_refusals.install()
     registry_lock.install(REGISTRY_LOCK)
-    original = RESTServer.add_custom_handlers
-    if getattr(original, _MARK, False):
-        return
 
     @functools.wraps(original)
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
-        if not getattr(model, "streams_tokens", False):
+        if not readiness.is_ours(model):
             return await original(server, model)
         options = _options()
         if not getattr(server, _MARK, False):
             setattr(server, _MARK, True)
-            ports.check(server)
+            ports.check(server, options)
             routes.install(server)
             http1.install(server)
             telemetry.install(server, options)
-            health.add_routes(server)
+            health.add_routes(server, LIFECYCLE)
+            model_routes.add_routes(server)
+            openai_models.add_routes(server)
+            torchserve_routes.add_routes(server, options, LIFECYCLE)
+            models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)
+            service = BatchService(options.batch_store, models, LIFECYCLE)
+            batch_routes.add_batch_routes(server, service, options)
             shutdown.take_signals()
             warn_of_server_settings(server._settings)
+            await triton_listener.install(server, options, LIFECYCLE)
         routes.add(server, options, model.rest_routes)
         return await original(server, model)
 

@@ -1,4 +1,4 @@
-"""The mutable objects of which a process has one each; no other module of ``server`` creates such an object.
+"""Creates the mutable objects that exist once in a process; no other module of ``server`` creates such an object.
 
 Knows nothing of what they do. They live at module level because nothing else lives long enough: MLServer constructs a
 runtime anew at each load, reloads the module that ``implementation`` names whenever it resolves that name, and gives a
@@ -16,13 +16,13 @@ from __future__ import annotations
 from prometheus_client import REGISTRY
 
 from mlserver_torch_stream.engine.process_resources import PROCESS
+from mlserver_torch_stream.server.batches.client_load import ClientLoad
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.registry_lock import RegistryLock
 from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics
+from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
 from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
 from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
-from mlserver_torch_stream.server.observability.weights_metrics import WeightsMetrics
 
 LIFECYCLE = Lifecycle()
 REGISTRY_LOCK = RegistryLock(LIFECYCLE)
@@ -32,6 +32,7 @@ REQUEST_METRICS = RequestMetrics()
 TOKEN_METRICS = TokenMetrics(ENGINE_METRICS, REQUEST_METRICS)
 WEIGHTS_METRICS = WeightsMetrics(PROCESS)
 REQUEST_SINKS = RequestSinks()
+CLIENT_LOAD = ClientLoad()
 
 # The registry refuses a second collector of the same names, so they are registered where they are created.
 REGISTRY.register(TOKEN_METRICS)

@@ -1,4 +1,4 @@
-"""Our errors as MLServer's errors, with the status that REST and gRPC clients see.
+"""Turns our errors into MLServer's errors, with the status that REST and gRPC clients see.
 
 Knows no route and no servicer.
 """

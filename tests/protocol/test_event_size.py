@@ -35,19 +35,23 @@ _CHARACTERS = st.sampled_from(["\x01", '"', "\\", "\n", "a", "é", "日", "🙂"
 _LOGPROB = -1.2345678901234567e-05
 
 
-def _entry(token_id: int, alternatives: int) -> TokenLogprob:
-    return TokenLogprob(token_id, _LOGPROB, ((token_id, _LOGPROB),) * alternatives)
+# As tokenizers have them: words, parts of characters, control characters, long runs of spaces.
+_TOKENS = st.sampled_from([b" the", b"\xf0", b"\x01" * 8, b" " * 128])
+
+
+def _entry(token_id: int, alternatives: int, token: bytes) -> TokenLogprob:
+    return TokenLogprob(token_id, _LOGPROB, ((token_id, _LOGPROB),) * alternatives, token, (token,) * alternatives)
 
 
 @st.composite
 def _steps(draw: st.DrawFn) -> list[TokenEvent]:
     """What one sequence says step by step; its last event has failed at length."""
     alternatives = draw(st.sampled_from([None, 0, 5, 20]))
-    character = draw(_CHARACTERS)
+    character, token = draw(_CHARACTERS), draw(_TOKENS)
     steps = []
     for number in range(draw(st.integers(1, 400))):
         token_id = 1_000_000 + number
-        logprobs = () if alternatives is None else (_entry(token_id, alternatives),)
+        logprobs = () if alternatives is None else (_entry(token_id, alternatives, token),)
         said = character * draw(st.integers(0, 12))
         steps.append(TokenEvent(0, said, (token_id,), logprobs, None if alternatives is None else -1.5))
     return [
@@ -62,7 +66,9 @@ def _request(steps: list[TokenEvent]) -> GenerationRequest:
         _LONG_ID,
         (TextPrompt("x"),),
         SamplingParameters(logprobs=logprobs),
-        ReplyOptions(cumulative_logprob=logprobs, logprobs=logprobs, token_ids=True),
+        ReplyOptions(
+            cumulative_logprob=logprobs, logprobs=logprobs, token_ids=True, usage_message=logprobs, details=logprobs
+        ),
     )
 
 

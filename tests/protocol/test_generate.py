@@ -101,6 +101,9 @@ def test_its_id_is_the_requests() -> None:
         ({"text_input": "x", "stream": True}, "stream"),
         ({"text_input": "x", "stream_mode": "prompt"}, "stream_mode"),
         ({"text_input": "x", "lora_name": "l"}, "lora_name"),
+        ({"text_input": "x", "details": 1}, "details"),
+        ({"text_input": "x", "parameters": {"details": None}}, "details"),
+        ({"text_input": "x", "details": True, "parameters": {"details": False}}, "details"),
     ],
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], field: str, info: ModelInfo) -> None:
@@ -162,3 +165,62 @@ def test_giving_up_ends_what_is_open_and_says_why() -> None:
     bodies = reply.fail(RuntimeError("broken"))
     assert [(body["index"], body["error"]) for body in bodies] == [(0, "broken"), (2, "broken")]
     assert reply.fail(RuntimeError("again")) == []
+
+
+# --- details ---
+
+_DETAILED = replace(_REQUEST, reply=ReplyOptions(details=True))
+
+
+def _detail(token_id: int, text: str, logprob: float, special: bool = False) -> dict[str, Any]:
+    return {"id": token_id, "text": text, "logprob": logprob, "special": special}
+
+
+def test_details_need_log_probabilities_and_show_no_others(info: ModelInfo) -> None:
+    for body in ({"details": True}, {"parameters": {"details": True}}):
+        request = _decode({"text_input": "x", **body}, info)
+        assert request.reply.details and request.sampling.logprobs and not request.reply.logprobs
+    assert _decode({"text_input": "x", "details": False}, info) == _decode({"text_input": "x"}, info)
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "said"),
+    [
+        (FinishReason.LENGTH, None, "length"),
+        (FinishReason.STOP, None, "eos_token"),
+        (FinishReason.STOP, "!", "stop_sequence"),
+        (FinishReason.STOP, 8, "stop_sequence"),
+        (FinishReason.TIMEOUT, None, "timeout"),
+    ],
+)
+def test_a_whole_reply_has_the_details_of_all_tokens(
+    reason: FinishReason, stop_reason: int | str | None, said: str
+) -> None:
+    entries = (TokenLogprob(7, -0.5, token="hé".encode()), TokenLogprob(8, -1.0, token=b"</s>", special=True))
+    event = TokenEvent(0, "hé", (7, 8), entries, finish_reason=reason, stop_reason=stop_reason)
+    logprobs = [_detail(7, "hé", -0.5), _detail(8, "</s>", -1.0, special=True)]
+    assert _unary(_DETAILED, event)["details"] == {"finish_reason": said, "logprobs": logprobs}
+
+
+def test_of_several_sequences_each_has_its_details() -> None:
+    two = replace(_DETAILED, sampling=SamplingParameters(n=2))
+    events = [TokenEvent(index, finish_reason=FinishReason.LENGTH) for index in range(2)]
+    assert _unary(two, *events)["details"] == [{"finish_reason": "length", "logprobs": []}] * 2
+
+
+def test_with_details_a_stream_has_one_object_for_each_token() -> None:
+    """The text is that of the event, because a token may be a part of a character."""
+    reply = FLAT.stream(_DETAILED, ReplyContext("model"))
+    entries = (TokenLogprob(7, -0.5, token=b"\xc3"), TokenLogprob(8, -1.0, token=b"\xa9"))
+    first, second = map(_read, reply.event(TokenEvent(0, "é", (7, 8), entries)))
+    (last,) = map(_read, reply.event(TokenEvent(0, finish_reason=FinishReason.STOP, usage=Usage(4, 2))))
+    assert first["details"] == {"finish_reason": None, "token": _detail(7, "\\xc3", -0.5)}
+    assert second["details"] == {"finish_reason": None, "token": _detail(8, "\\xa9", -1.0)}
+    assert [each["text_output"] for each in (first, second, last)] == ["", "é", ""]
+    assert [each["chunk_index"] for each in (first, second, last)] == [0, 1, 2]
+    assert last["details"] == {"finish_reason": "eos_token", "token": None} and last["triton_final_response"]
+
+
+def test_a_failure_has_details_too() -> None:
+    (body,) = FLAT.stream(_DETAILED, ReplyContext("model")).fail(RuntimeError("broken"))
+    assert body["details"] == {"finish_reason": "error", "token": None} and body["error"] == "broken"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
-from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, split_off, with_elements
+from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, attach_binary, with_elements
 
 _ALL = BinaryOutputs(True)
 _MOST = 1000
@@ -43,7 +43,7 @@ def _elements(datatype: str) -> st.SearchStrategy[Any]:
 def test_elements_come_back_as_they_were_sent(datatype: str, data: st.DataObject) -> None:
     elements = data.draw(st.lists(_elements(datatype)))
     output = {"name": "a", "datatype": datatype, "shape": [len(elements)], "data": elements}
-    sent, raw = split_off({"id": "x", "outputs": [output]}, _ALL)
+    sent, raw = attach_binary({"id": "x", "outputs": [output]}, _ALL)
     (tensor,) = sent["outputs"]
     assert "data" not in tensor and tensor["parameters"] == {"binary_data_size": len(raw)}
     assert _read(tensor, raw=raw) == [{**output, "parameters": {}}]
@@ -51,7 +51,7 @@ def test_elements_come_back_as_they_were_sent(datatype: str, data: st.DataObject
 
 def test_bytes_are_each_behind_their_length_in_four_little_endian_bytes() -> None:
     body = {"outputs": [{"name": "a", "datatype": "BYTES", "shape": [2], "data": ["ü", b"\xff"]}]}
-    assert split_off(body, _ALL)[1] == b"\x02\0\0\0\xc3\xbc" + b"\x01\0\0\0\xff"
+    assert attach_binary(body, _ALL)[1] == b"\x02\0\0\0\xc3\xbc" + b"\x01\0\0\0\xff"
 
 
 def test_binary_tensors_and_others_stand_in_any_order() -> None:
@@ -127,4 +127,4 @@ def test_a_wish_is_true_or_false(value: Any) -> None:
 def test_elements_that_are_not_of_their_datatype_fail_by_the_outputs_name() -> None:
     for datatype, elements in (("INT32", ["a"]), ("INT32", [2**40]), ("BYTES", [3]), ("ODD", [1]), ("INT32", [[1]])):
         with pytest.raises(GenerationFailed, match="output a: its elements are no"):
-            split_off({"outputs": [{"name": "a", "datatype": datatype, "shape": [1], "data": elements}]}, _ALL)
+            attach_binary({"outputs": [{"name": "a", "datatype": datatype, "shape": [1], "data": elements}]}, _ALL)

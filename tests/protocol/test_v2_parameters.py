@@ -127,7 +127,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour_at_every_level(info:
 @pytest.mark.parametrize(
     "key",
     ["guided_decoding_guide", "guided_decoding_guide_type", "response_format", "lora_name",
-     "details", "sequence_id", "sequence_start", "triton_enable_empty_final_response"],
+     "details", "sequence_id", "sequence_start"],
 )  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(info: ModelInfo, key: str) -> None:
     error = refused(info, **{key: 1})

@@ -5,6 +5,9 @@ Knows no test; a test that disturbs a server for others starts its own.
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,26 +15,39 @@ import grpc
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
-from tests.server.harness import HOST, MODULE_SPELLING, Model, Server, serve
+from tests.server import foreign
+from tests.server.harness import HOST, MODULE_SPELLING, PACKAGE_SPELLING, Model, Server, serve
 from tests.server.otlp import Collector, collector
 
 QUIET = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
 SMALL_BODY = 20_000  # bytes that ``slow`` takes
+TRITON_MESSAGE_BYTES = 100_000  # that ``triton`` takes
+FOREIGN = Model("foreign", None, implementation="foreign.Foreign", version="v1")
+_TRIAL = "tests.server.trial_spelling.TrialRuntime"
+_HANDLER = "def handle(data, context):\n    return None if data is None else ['x']\n"
+
+
+def with_foreign(folder: Path) -> dict[str, str]:
+    """The environment in which MLServer finds ``foreign``."""
+    shutil.copy(foreign.__file__, folder / "foreign.py")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """``tiny`` has a version, ``other`` none and the other spelling of our class, ``narrow`` a queue of one.
 
-    ``tight`` has two rows, and memory for little more than one.
+    ``tight`` has two rows, and memory for little more than one. ``foreign`` is a model of MLServer's own interface.
     """
+    folder = tmp_path_factory.mktemp("server")
     models = [
+        FOREIGN,
         Model("tiny", str(tiny_model), version="v1"),
         Model("other", str(tiny_model), implementation=MODULE_SPELLING),
         Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
         Model("tight", str(tiny_model), extra={"max_num_seqs": 2, "kv_cache_memory": "1MiB"}),
     ]
-    with serve(tmp_path_factory.mktemp("server") / "models", models, settings=QUIET) as running:
+    with serve(folder / "models", models, settings=QUIET, environment=with_foreign(folder)) as running:
         yield running
 
 
@@ -71,6 +87,70 @@ def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="session")
+def triton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With Triton's port, small messages, and decode steps so slow that a client can leave in the middle; ``foreign``
+    is another runtime's model."""
+    folder = tmp_path_factory.mktemp("triton")
+    shutil.copy(foreign.__file__, folder / "foreign.py")
+    models = [
+        Model("tiny", str(tiny_model), version="v1"),
+        Model("other", str(tiny_model)),
+        Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
+        Model("foreign", None, "foreign.Foreign"),
+    ]
+    environment = {
+        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02",
+        "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "1",
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    settings = {**QUIET, "grpc_max_message_length": TRITON_MESSAGE_BYTES}
+    with serve(folder / "models", models, settings=settings, environment=environment, triton=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Each engine's 40th decode step fails, long after the first token was sent, then its third prefill.
+
+    ``trial`` and ``broken`` have an endpoint of their own, ``handler`` is a TorchServe handler.
+    """
+    folder = tmp_path_factory.mktemp("failing")
+    (folder / "handler.py").write_text(_HANDLER)
+    models = [Model(name, str(tiny_model), extra={"max_model_len": 1000 + i}) for i, name in enumerate("abc")]
+    models += [
+        Model("trial", str(tiny_model), implementation=_TRIAL),
+        Model("broken", str(tiny_model), implementation=_TRIAL, extra={"max_model_len": 1003}),
+        Model("handler", f"{folder / 'handler.py'}:handle", implementation="mlserver_torch_stream.TorchServeRuntime"),
+    ]
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01,decode:40:raise,prefill:3:raise",
+    }
+    with serve(folder / "models", models, settings=QUIET, environment=environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An empty folder and MLServer's own defaults (one worker, gzip), as on KServe: the model is in the environment.
+
+    Its log is JSON, with prompts and answers.
+    """
+    environment = {
+        "MLSERVER_MODEL_IMPLEMENTATION": PACKAGE_SPELLING,
+        "MLSERVER_MODEL_NAME": "tiny",
+        "MLSERVER_MODEL_URI": str(tiny_model),
+        "MLSERVER_MODEL_EXTRA": json.dumps({"max_model_len": 256}),
+        "MLSERVER_PARALLEL_WORKERS": "1",
+        "MLSERVER_GZIP_ENABLED": "true",
+        "MLSERVER_USE_STRUCTURED_LOGGING": "true",
+        "MLSERVER_TORCH_STREAM_LOG_PROMPTS": "true",
+    }
+    with serve(tmp_path_factory.mktemp("bare") / "models", [], environment=environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def spans() -> Iterator[Collector]:
     """Where ``observed`` sends its spans."""
     with collector() as collecting:
@@ -91,5 +171,5 @@ def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: 
     }
     settings = {**QUIET, "tracing_server": f"{HOST}:{spans.port}"}
     folder = tmp_path_factory.mktemp("observed") / "models"
-    with serve(folder, models, settings=settings, environment=environment) as running:
+    with serve(folder, models, settings=settings, environment=environment, triton=True) as running:
         yield running

@@ -19,11 +19,15 @@ from typing import Any
 
 import httpx
 
+from tests import plain_http
+
 HOST = "127.0.0.1"
 PACKAGE_SPELLING = "mlserver_torch_stream.TorchStreamRuntime"
 MODULE_SPELLING = "mlserver_torch_stream.runtime.TorchStreamRuntime"
+TRITON_PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON"
 _START_S = 180.0
-_STOP_S = 20.0
+_EXIT_S = 30.0
+_STOP_S = 20.0  # less than the grace of streams in flight: a server without any ends at once
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Server:
     metrics_port: int
     log_path: Path
     process: subprocess.Popen[bytes]
+    triton_port: int = 0  # 0: it has no such port
+
+    @property
+    def triton_target(self) -> str:
+        return f"{HOST}:{self.triton_port}"
 
     @property
     def url(self) -> str:
@@ -69,7 +78,7 @@ class Server:
 
     def counters(self, model: str) -> dict[str, float]:
         """Our metrics of one model, by their name without its prefix."""
-        text = httpx.get(f"http://{HOST}:{self.metrics_port}/metrics", timeout=10).text
+        text = plain_http.get(f"http://{HOST}:{self.metrics_port}/metrics", timeout=10).text
         found = {}
         for line in text.splitlines():
             if line.startswith("torch_stream_") and f'model="{model}"' in line:
@@ -85,8 +94,16 @@ class Server:
         while not condition(counters := self.counters(model)):
             if time.monotonic() > end:
                 raise AssertionError(f"not within {seconds:.0f} s: {counters}")
-            time.sleep(0.02)
+            time.sleep(0.04)  # each look takes some milliseconds of the server
         return counters
+
+
+def exit_code(server: Server) -> int:
+    return server.process.wait(_EXIT_S)
+
+
+def get_ready(server: Server, path: str = "health") -> httpx.Response:
+    return plain_http.get(f"{server.url}/v2/{path}/ready", timeout=5)
 
 
 def free_ports(count: int) -> list[int]:
@@ -105,12 +122,13 @@ def serve(
     settings: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     ready: bool = True,
+    triton: bool = False,
 ) -> Iterator[Server]:
     """Runs ``mlserver start folder``. ``settings`` None: no settings.json, the ports come from the environment.
 
-    ``ready`` false: yields at once, for servers that are expected to fail.
+    ``ready`` false: yields at once, for servers that are expected to fail. ``triton``: with Triton's port.
     """
-    http_port, grpc_port, metrics_port = free_ports(3)
+    http_port, grpc_port, metrics_port, *more = free_ports(4 if triton else 3)
     ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
     folder.mkdir(parents=True, exist_ok=True)
     for model in models:
@@ -119,6 +137,8 @@ def serve(
     if settings is not None:
         (folder / "settings.json").write_text(json.dumps({**settings, **ports}))
     server_environment = {f"MLSERVER_{key.upper()}": str(value) for key, value in ports.items()}
+    if triton:
+        server_environment[TRITON_PORT] = str(more[0])
     log_path = folder.parent / f"{folder.name}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -128,13 +148,13 @@ def serve(
             cwd=folder,
             env={**_clean_environment(), **server_environment, **(environment or {})},
         )
-    server = Server(http_port, grpc_port, metrics_port, log_path, process)
+    server = Server(http_port, grpc_port, metrics_port, log_path, process, *more)
     try:
         if ready:
             _wait_until_ready(server)
         yield server
     finally:
-        _stop(process)
+        _stop(server)
 
 
 def _clean_environment() -> dict[str, str]:
@@ -148,17 +168,19 @@ def _wait_until_ready(server: Server) -> None:
         if server.process.poll() is not None:
             raise AssertionError(f"the server ended with {server.process.returncode}:\n{server.log}")
         with suppress(httpx.TransportError):  # not listening yet
-            models = httpx.post(f"{server.url}/v2/repository/index", json={}, timeout=5).json()
+            models = plain_http.post(f"{server.url}/v2/repository/index", json={}, timeout=5).json()
             if models and all(model["state"] == "READY" for model in models):
                 return
         time.sleep(0.1)
     raise AssertionError(f"the server was not ready within {_START_S:.0f} s:\n{server.log}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+def _stop(server: Server) -> None:
+    server.process.terminate()
     try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(_STOP_S)
+        server.process.wait(_STOP_S)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"the server did not end within {_STOP_S:.0f} s:\n{server.log}") from error
+    finally:
+        server.process.kill()
+        server.process.wait(_STOP_S)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import httpx
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 
@@ -95,7 +95,7 @@ def flights(server: Server) -> Iterator[Flights]:
 
 def rest_unary(server: Server, model: str, **parameters: Any) -> Ending:
     body = v2.rest_body("Hello", **parameters)
-    response = httpx.post(f"{server.url}/v2/models/{model}/infer", json=body, timeout=BOUND_S)
+    response = plain_http.post(f"{server.url}/v2/models/{model}/infer", json=body, timeout=BOUND_S)
     replies = [v2.rest_reply(response.json())] if response.status_code == 200 else []
     return Ending(replies, response.status_code, dict(response.headers))
 
@@ -116,7 +116,9 @@ def grpc_refusal(stub: GRPCInferenceServiceStub, model: str) -> grpc.StatusCode 
 def _rest_stream(server: Server, model: str, parameters: dict[str, Any], begun: Callable[[], None]) -> Ending:
     body = v2.rest_body("Hello", **parameters)
     parser, replies = EventParser(), []
-    with httpx.stream("POST", f"{server.url}/v2/models/{model}/infer_stream", json=body, timeout=BOUND_S) as response:
+    with plain_http.stream(
+        "POST", f"{server.url}/v2/models/{model}/infer_stream", json=body, timeout=BOUND_S
+    ) as response:
         for chunk in response.iter_bytes():
             if response.status_code == 200:
                 replies += [v2.rest_reply(json.loads(event)) for event in parser.feed(chunk)]

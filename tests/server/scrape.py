@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import plain_http
 from tests.server.harness import HOST, Server
 
 
@@ -53,11 +53,11 @@ class Scrape:
 
 
 def on_metrics_port(server: Server) -> Scrape:
-    return Scrape(httpx.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=30).raise_for_status().text)
+    return Scrape(plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=30).raise_for_status().text)
 
 
 def on_rest_port(server: Server) -> Scrape:
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text)
+    return Scrape(plain_http.get(f"{server.url}/metrics", timeout=30).raise_for_status().text)
 
 
 def settled(server: Server, condition: Callable[[Scrape], bool], seconds: float = 30.0) -> Scrape:
@@ -65,5 +65,5 @@ def settled(server: Server, condition: Callable[[Scrape], bool], seconds: float 
     end = time.monotonic() + seconds
     while not condition(scrape := on_rest_port(server)):
         assert time.monotonic() < end, [each for each in scrape.samples if each.name.startswith("torch_stream_")]
-        time.sleep(0.02)
+        time.sleep(0.04)  # each look takes 10 ms of a core
     return scrape

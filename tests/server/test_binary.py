@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import plain_http
 from tests.server import raw, v2
 from tests.server.harness import Server
 
@@ -25,7 +26,7 @@ def _post(server: Server, body: dict[str, Any], raw: bytes = b"", path: str = _I
     content = spelled + raw
     if headers.get("content-encoding") == "gzip":
         content = gzip.compress(content)
-    return httpx.post(
+    return plain_http.post(
         f"{server.url}{path}",
         content=content,
         headers={_LENGTH: str(len(spelled)), **headers},
@@ -127,13 +128,13 @@ def test_one_output_may_be_binary_and_the_other_not(server: Server) -> None:
         (struct.pack("<I", 1) + b"\xff", [1], 5, "text_input: is not valid UTF-8"),
     ],
 )
-@pytest.mark.parametrize("door", ["infer", "infer_stream"])
+@pytest.mark.parametrize("endpoint", ["infer", "infer_stream"])
 def test_sizes_that_do_not_fit_are_422_and_name_the_input(
-    server: Server, door: str, raw: bytes, shape: list[int], size: int, said: str
+    server: Server, endpoint: str, raw: bytes, shape: list[int], size: int, said: str
 ) -> None:
     tensor = _binary("text_input", "BYTES", shape, b"")
     tensor["parameters"]["binary_data_size"] = size
-    response = _post(server, {"inputs": [tensor]}, raw, f"/v2/models/tiny/{door}")
+    response = _post(server, {"inputs": [tensor]}, raw, f"/v2/models/tiny/{endpoint}")
     assert (response.status_code, said in response.json()["error"]) == (422, True), response.text
 
 
@@ -154,26 +155,26 @@ def test_a_length_counts_without_its_zeros_and_white_space(server: Server, spell
 
 def test_a_size_without_bytes_is_422(server: Server) -> None:
     body = {"inputs": [_binary("text_input", "BYTES", [1], _bytes("Hello"))]}
-    response = httpx.post(f"{server.url}{_INFER}", json=body, timeout=v2.TIMEOUT_S)
+    response = plain_http.post(f"{server.url}{_INFER}", json=body, timeout=v2.TIMEOUT_S)
     assert response.status_code == 422 and "text_input" in response.json()["error"]
 
 
-@pytest.mark.parametrize("door", ["infer_stream", "generate_stream"])
-def test_a_stream_refuses_binary_outputs_by_name(server: Server, door: str) -> None:
+@pytest.mark.parametrize("endpoint", ["infer_stream", "generate_stream"])
+def test_a_stream_refuses_binary_outputs_by_name(server: Server, endpoint: str) -> None:
     one = {"outputs": [{"name": "text_output", "parameters": {"binary_data": True}}]}
     for extra, name in ((one, "binary_data"), ({"parameters": {"binary_data_output": True}}, "binary_data_output")):
         body = {**v2.rest_body("Hello"), **extra}
-        response = httpx.post(f"{server.url}/v2/models/tiny/{door}", json=body, timeout=v2.TIMEOUT_S)
+        response = plain_http.post(f"{server.url}/v2/models/tiny/{endpoint}", json=body, timeout=v2.TIMEOUT_S)
         assert response.status_code == 422
         assert response.json()["error"].startswith(f"{name}: a stream of events has no binary outputs")
 
 
-@pytest.mark.parametrize("door", ["generate", "generate_stream"])
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 @pytest.mark.parametrize("nested", [True, False])
-def test_flat_json_refuses_binary_outputs_by_name(server: Server, door: str, nested: bool) -> None:
+def test_flat_json_refuses_binary_outputs_by_name(server: Server, endpoint: str, nested: bool) -> None:
     asked = {"binary_data_output": True}
     body = {"text_input": "Hello", **({"parameters": asked} if nested else asked)}
-    response = httpx.post(f"{server.url}/v2/models/tiny/{door}", json=body, timeout=v2.TIMEOUT_S)
+    response = plain_http.post(f"{server.url}/v2/models/tiny/{endpoint}", json=body, timeout=v2.TIMEOUT_S)
     assert response.status_code == 422 and response.json()["error"].startswith("binary_data_output: flat JSON")
 
 

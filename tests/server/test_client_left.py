@@ -17,10 +17,12 @@ from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.runtime import TorchStreamRuntime
+from mlserver_torch_stream.server.process_state import ENGINE_METRICS
 from tests.server import v2
 from tests.server.harness import PACKAGE_SPELLING
 
 _BOUND_S = 60
+_NAME = "left"
 _LONG = v2.rest_body("Hello", max_tokens=900, ignore_eos=True)
 
 Leave = Callable[[TorchStreamRuntime], Awaitable[None]]
@@ -52,11 +54,11 @@ async def _close_from_another_task(runtime: TorchStreamRuntime) -> None:
 
 
 async def _cancel_while_waiting_for_a_response(runtime: TorchStreamRuntime) -> None:
-    await _cancelled(_read_all(runtime), runtime)
+    await _cancelled(_read_all(runtime))
 
 
 async def _cancel_a_unary_call(runtime: TorchStreamRuntime) -> None:
-    await _cancelled(runtime.predict(InferenceRequest(**_LONG)), runtime)
+    await _cancelled(runtime.predict(InferenceRequest(**_LONG)))
 
 
 async def _read_all(runtime: TorchStreamRuntime) -> None:
@@ -64,30 +66,35 @@ async def _read_all(runtime: TorchStreamRuntime) -> None:
         pass
 
 
-async def _cancelled(call: Awaitable[object], runtime: TorchStreamRuntime) -> None:
+async def _cancelled(call: Awaitable[object]) -> None:
     task = asyncio.ensure_future(call)
-    while _stats(runtime).running_sequences == 0:
+    while _gauges().running_sequences == 0:
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-def _stats(runtime: TorchStreamRuntime) -> EngineStats:
-    stats: EngineStats = runtime._slot.built.engine.stats()
-    return stats
+def _gauges() -> EngineStats:
+    return ENGINE_METRICS.gauges()[_NAME, ""]
+
+
+def _counters() -> EngineStats:
+    """Since the process began."""
+    return ENGINE_METRICS.counters()[_NAME, ""]
 
 
 async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
     """Decode steps from the moment when the stream had been left until nothing was running."""
     await runtime.load()
     try:
+        before = _counters()
         await leave(runtime)
-        left_at = _stats(runtime).decode_steps
-        while _stats(runtime).running_sequences or _stats(runtime).kv_cache_bytes:
+        left_at = _counters().decode_steps
+        while _gauges().running_sequences or _gauges().kv_cache_bytes:
             await asyncio.sleep(0.001)
-        assert _stats(runtime).cancelled_sequences > 0
-        return _stats(runtime).decode_steps - left_at
+        assert _counters().cancelled_sequences > before.cancelled_sequences
+        return _counters().decode_steps - left_at
     finally:
         await runtime.unload()
 
@@ -104,5 +111,5 @@ async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
 )
 def test_rows_are_free_before_the_second_step(tiny_model: Path, leave: Leave) -> None:
     parameters = ModelParameters(uri=str(tiny_model))
-    runtime = TorchStreamRuntime(ModelSettings(name="m", implementation=PACKAGE_SPELLING, parameters=parameters))
+    runtime = TorchStreamRuntime(ModelSettings(name=_NAME, implementation=PACKAGE_SPELLING, parameters=parameters))
     assert asyncio.run(asyncio.wait_for(_steps_after(runtime, leave), _BOUND_S)) <= 1

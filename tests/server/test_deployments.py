@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
-import httpx
-import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from mlserver_torch_stream import client
+from tests import plain_http
 from tests.server import v2
-from tests.server.harness import PACKAGE_SPELLING, Server, serve
-
-
-@pytest.fixture(scope="module")
-def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An empty folder and MLServer's own defaults (one worker, gzip), as on KServe: the model is in the environment."""
-    environment = {
-        "MLSERVER_MODEL_IMPLEMENTATION": PACKAGE_SPELLING,
-        "MLSERVER_MODEL_NAME": "tiny",
-        "MLSERVER_MODEL_URI": str(tiny_model),
-        "MLSERVER_MODEL_EXTRA": json.dumps({"max_model_len": 256}),
-        "MLSERVER_PARALLEL_WORKERS": "1",
-        "MLSERVER_GZIP_ENABLED": "true",
-    }
-    with serve(tmp_path_factory.mktemp("bare") / "models", [], environment=environment) as running:
-        yield running
+from tests.server.harness import Server
 
 
 def test_the_environment_alone_serves_a_model_and_its_settings(bare_server: Server) -> None:
     body = v2.rest_body("Hello", max_tokens=8)
     assert v2.rest_unary(bare_server.url, "/v2/models/tiny/infer", body).outputs["num_output_tokens"] == [8]
-    too_long = httpx.post(f"{bare_server.url}/v2/models/tiny/infer", json=v2.rest_body("fox " * 300), timeout=60)
+    too_long = plain_http.post(f"{bare_server.url}/v2/models/tiny/infer", json=v2.rest_body("fox " * 300), timeout=60)
     assert too_long.status_code == 422 and "256" in too_long.json()["error"]
 
 
@@ -66,7 +47,7 @@ def test_loading_ends_in_one_line_that_says_what_is_where(server: Server) -> Non
 
 def test_reloading_and_unloading_by_the_repository_api(server: Server) -> None:
     def repository(action: str) -> int:
-        return httpx.post(f"{server.url}/v2/repository/models/other/{action}", timeout=120).status_code
+        return plain_http.post(f"{server.url}/v2/repository/models/other/{action}", timeout=120).status_code
 
     def answer() -> str:
         return "".join(map(str, client.stream(server.url, "other", "Hello fox", max_tokens=12)))
@@ -76,7 +57,10 @@ def test_reloading_and_unloading_by_the_repository_api(server: Server) -> None:
     assert answer() == before
     assert repository("unload") == 200
     assert "running_sequences" not in server.counters("other")
-    assert httpx.post(f"{server.url}/v2/models/other/infer", json=v2.rest_body("Hello"), timeout=60).status_code == 404
+    assert (
+        plain_http.post(f"{server.url}/v2/models/other/infer", json=v2.rest_body("Hello"), timeout=60).status_code
+        == 404
+    )
     assert repository("load") == 200
     assert answer() == before
 

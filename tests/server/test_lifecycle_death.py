@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.server.conftest import QUIET
-from tests.server.harness import Model, serve
+from tests.server.harness import Model, exit_code, get_ready, serve
 from tests.server.inflight import flights, rest_unary
-from tests.server.test_lifecycle_drain import exit_code, get_ready
 
 _FATAL = {"max_tokens": 80, "ignore_eos": True}  # gets to the fortieth decode step of an engine
 _SHORT = {"max_tokens": 2, "ignore_eos": True}

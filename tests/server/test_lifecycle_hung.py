@@ -1,4 +1,7 @@
-"""A forward that does not come back: clients are told in time, health tells, and the process ends, for every door."""
+"""A forward that does not come back: clients are told in time, health tells, and the process ends.
+
+The tests use every endpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
+from tests import plain_http
 from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import Model, Server, exit_code, get_ready, serve
 from tests.server.inflight import flights
-from tests.server.test_lifecycle_drain import exit_code, get_ready, wait_until
+from tests.waiting import wait_until
 
 _HUNG_S = 600.0  # longer than any bound here
 _LEAD = 40  # decode steps, slow enough for all streams to begin before the one that hangs
@@ -37,7 +40,7 @@ def hanging(tiny_model: Path, tmp_path: Path, grace: float = 1.0, **extra: Any) 
 
 
 def get_live(server: Server) -> int:
-    return httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code
+    return plain_http.get(f"{server.url}/v2/health/live", timeout=5).status_code
 
 
 def until_it_hangs(server: Server) -> None:
@@ -45,10 +48,15 @@ def until_it_hangs(server: Server) -> None:
     server.wait_for("hung", lambda now: now["decode_steps"] >= _LEAD - 1)
 
 
-def test_clients_are_told_in_time_and_the_server_is_not_ready(tiny_model: Path, tmp_path: Path) -> None:
+def test_clients_are_told_in_time_and_sigterm_ends_the_process_within_the_grace(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The streams of ``other`` wait for the cores that the hung step holds."""
     with hanging(tiny_model, tmp_path, request_timeout=6.0, max_num_seqs=2) as server, flights(server) as start:
         began = time.monotonic()
         held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]
+        waiting = [start.rest_stream("other", **LONG), start.grpc_stream("other", **LONG)]
+        unary = start.rest_unary("other", **LONG)
         until_it_hangs(server)
         behind = [start.rest_unary("hung", **LONG), start.grpc_unary("hung", **LONG)]
         assert [each.end().reason for each in held] == ["timeout"] * 2, "with the text so far"
@@ -60,24 +68,17 @@ def test_clients_are_told_in_time_and_the_server_is_not_ready(tiny_model: Path, 
         assert get_live(server) == 200, "it may still come back"
         assert server.process.poll() is None
 
-
-def test_sigterm_ends_every_stream_and_the_process_within_the_grace(tiny_model: Path, tmp_path: Path) -> None:
-    with hanging(tiny_model, tmp_path, max_num_seqs=2) as server, flights(server) as start:
-        held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]
-        until_it_hangs(server)
-        behind = [start.rest_unary("hung", **LONG), start.rest_unary("other", **LONG)]
-        time.sleep(1.0)  # for those two to arrive, which shows nowhere: the engines do not take them in
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert [each.end().reason for each in held] == ["abort"] * 2
-        assert [each.end().code for each in behind] == [503] * 2, "of another model, which waits for the cores, too"
+        assert [each.end().reason for each in waiting] == ["abort"] * 2
+        assert unary.end().code == 503
         assert exit_code(server) == 0, server.log
         assert time.monotonic() - began < 30
 
 
 def test_a_step_that_is_lost_ends_the_process_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     with (
-        hanging(tiny_model, tmp_path, grace=5.0, step_timeout=3.0) as server,
+        hanging(tiny_model, tmp_path, grace=2.0, step_timeout=3.0) as server,
         flights(server) as start,
         grpc.insecure_channel(server.grpc_target) as channel,
     ):
@@ -87,9 +88,9 @@ def test_a_step_that_is_lost_ends_the_process_with_an_error(tiny_model: Path, tm
         until_it_hangs(server)
         beside = start.rest_unary("other", **LONG)
         assert held.end().reason == "error"
-        wait_until(lambda: get_live(server) == 503, 10)
+        wait_until(lambda: get_live(server) == 503, seconds=10)
         assert not stub.ServerLive(pb.ServerLiveRequest()).live and get_ready(server).status_code == 503
         assert beside.end().code == 503, "it ends with the process, after the grace"
         assert exit_code(server) == 1, server.log
-        line = "the engine of model 'hung' died: the decode step of 1 row has not come back for 3 s (step_timeout)"
+        line = "the engine of model 'hung' died: the decode step of 1 sequence has not come back for 3 s (step_timeout)"
         assert any(line in each and "Giving up" in each for each in server.log.splitlines()), server.log

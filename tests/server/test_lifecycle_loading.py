@@ -1,4 +1,4 @@
-"""A server whose model is still loading: not ready on any door, refusing with the right codes, and easy to stop.
+"""A server whose model is still loading: not ready on any endpoint, refusing with the right codes, and easy to stop.
 
 The load is slow because the model's own code, which ``trust_remote_code`` runs, waits for a file.
 """
@@ -19,12 +19,13 @@ import pytest
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
+from tests import plain_http
 from tests.server import foreign, v2
 from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import Model, Server, exit_code, get_ready, serve
 from tests.server.inflight import grpc_refusal, grpc_unary, rest_unary
 from tests.server.scrape import on_rest_port
-from tests.server.test_lifecycle_drain import exit_code, get_ready, wait_until
+from tests.waiting import wait_until
 
 _CODE = """
 import os, time, torch
@@ -103,22 +104,22 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
             assert "gated" in answer.json()["error"] and "loading" in answer.json()["error"]
         assert not server_ready() and not model_ready("gated")
-        assert httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200
+        assert plain_http.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200
 
         refused = rest_unary(server, "gated")
         assert refused.code == 503 and refused.headers["retry-after"]
         body = v2.rest_body("Hello")
-        for door in ("infer_stream", "generate", "generate_stream"):
-            assert httpx.post(f"{server.url}/v2/models/gated/{door}", json=body, timeout=5).status_code == 503
+        for endpoint in ("infer_stream", "generate", "generate_stream"):
+            assert plain_http.post(f"{server.url}/v2/models/gated/{endpoint}", json=body, timeout=5).status_code == 503
         assert grpc_unary(stub, "gated").code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert grpc_refusal(stub, "gated") is grpc.StatusCode.UNAVAILABLE
         refusals = on_rest_port(server).by("status_code", "torch_stream_request_errors_total", model="gated")
-        assert refusals == {"503": 4 + 2}, "all doors count them"
+        assert refusals == {"503": 4 + 2}, "all endpoints count them"
 
         assert get_ready(server, "models/foreign").status_code == 200 and model_ready("foreign")
-        assert httpx.post(f"{server.url}/v2/models/foreign/infer", json=body, timeout=5).status_code == 200
+        assert plain_http.post(f"{server.url}/v2/models/foreign/infer", json=body, timeout=5).status_code == 200
         assert get_ready(server, "models/never").status_code == 400, "MLServer's own answer"
-        assert httpx.post(f"{server.url}/v2/models/never/infer", json=body, timeout=5).status_code == 400
+        assert plain_http.post(f"{server.url}/v2/models/never/infer", json=body, timeout=5).status_code == 400
         assert get_ready(server, "models/unknown").status_code == 404
 
         gate.touch()
@@ -127,19 +128,15 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
         assert get_ready(server).status_code == 400, "only the foreign model is not ready: MLServer's own answer"
 
 
-def test_a_server_that_still_computes_to_load_can_be_stopped(tiny_model: Path, tmp_path: Path) -> None:
-    """In ``test_a_server_that_is_stopped_while_it_loads_is_never_ready`` it only waits."""
-    with loading_server(tiny_model, tmp_path, wait=_BUSY) as (server, _):
-        server.process.send_signal(signal.SIGTERM)
-        assert exit_code(server) == 0, server.log
-
-
-@pytest.mark.parametrize("loads_meanwhile", [False, True])
+@pytest.mark.parametrize(
+    ("wait", "loads_meanwhile", "sent"), [(_BUSY, False, signal.SIGQUIT), (_IDLE, True, signal.SIGTERM)]
+)
 def test_a_server_that_is_stopped_while_it_loads_is_never_ready(
-    tiny_model: Path, tmp_path: Path, loads_meanwhile: bool
+    tiny_model: Path, tmp_path: Path, wait: str, loads_meanwhile: bool, sent: signal.Signals
 ) -> None:
-    with loading_server(tiny_model, tmp_path, drain_delay=3.0) as (server, gate):
-        server.process.send_signal(signal.SIGTERM)
+    """The load computes until the process ends, or waits and then ends."""
+    with loading_server(tiny_model, tmp_path, drain_delay=1.5, wait=wait) as (server, gate):
+        server.process.send_signal(sent)
         if loads_meanwhile:
             gate.touch()
         answers: list[int] = []

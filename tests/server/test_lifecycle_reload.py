@@ -10,15 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
+from tests import plain_http
 from tests.server.conftest import QUIET
 from tests.server.harness import HOST, Model, Server, serve
 from tests.server.inflight import Ending, flights, rest_unary
-from tests.server.test_lifecycle_drain import SLOW, wait_until
 from tests.server.v2 import joined
+from tests.waiting import wait_until
 
 _ANSWER = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
 _MODEL = "tiny"
@@ -33,7 +33,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     files = shutil.copytree(tiny_model, folder / "tiny-llama")
     models = [Model(_MODEL, str(files)), Model("twin", str(files), version="v1", extra={"max_num_seqs": 2})]
     environment = {
-        "MLSERVER_TORCH_STREAM_FAULTS": SLOW,
+        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02",
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(_GRACE_S),
     }
     with serve(folder / "models", models, settings=QUIET, environment=environment) as running:
@@ -41,12 +41,12 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def figure(server: Server, name: str) -> float:
-    text = httpx.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
+    text = plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"torch_stream_{name} "))
 
 
 def repository(server: Server, what: str, model: str = _MODEL) -> None:
-    response = httpx.post(f"{server.url}/v2/repository/models/{model}/{what}", timeout=60)
+    response = plain_http.post(f"{server.url}/v2/repository/models/{model}/{what}", timeout=60)
     assert response.status_code == 200, response.text
 
 
@@ -109,7 +109,7 @@ def test_other_settings_get_a_second_engine_over_the_same_weights(server: Server
         old = start.rest_stream(_MODEL, **_ANSWER)
         set_extra(server, max_num_seqs=3)
         reload: Future[None] = pool.submit(repository, server, "load")
-        wait_until(lambda: "up to 3 rows" in server.log)
+        wait_until(lambda: "up to 3 sequences" in server.log)
         new = start.rest_stream(_MODEL, **_ANSWER)
         assert answered(old.end()) == answered(new.end()) == expected
         reload.result(60)
@@ -122,11 +122,11 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
         short = start.rest_stream(_MODEL, max_tokens=30, ignore_eos=True)
         long = start.grpc_stream(_MODEL, max_tokens=1000, ignore_eos=True)
         body = {"text_input": "x", "max_tokens": 1000, "ignore_eos": True}
-        whole = pool.submit(httpx.post, f"{server.url}/v2/models/{_MODEL}/generate", json=body, timeout=60)
+        whole = pool.submit(plain_http.post, f"{server.url}/v2/models/{_MODEL}/generate", json=body, timeout=60)
         server.wait_for(_MODEL, lambda now: now["running_sequences"] == 3)
         unload = pool.submit(repository, server, "unload")
         wait_until(lambda: rest_unary(server, _MODEL, max_tokens=1).code == 404)
-        assert httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200, "the loop is not blocked"
+        assert plain_http.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200, "the loop is not blocked"
         assert rest_unary(server, "twin", max_tokens=1).code == 200
         assert not unload.done()
         load = pool.submit(repository, server, "load")
@@ -146,7 +146,7 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
 
 def test_loads_and_unloads_at_once_leave_no_engine_behind(server: Server) -> None:
     def change(what: str) -> int:
-        return httpx.post(f"{server.url}/v2/repository/models/twin/{what}", timeout=60).status_code
+        return plain_http.post(f"{server.url}/v2/repository/models/twin/{what}", timeout=60).status_code
 
     with ThreadPoolExecutor(8) as pool:
         statuses = set(pool.map(change, ["load", "load", "unload", "load", "unload", "unload"] * 10))
@@ -155,7 +155,7 @@ def test_loads_and_unloads_at_once_leave_no_engine_behind(server: Server) -> Non
     assert figure(server, "engines") == 2
     assert figure(server, "loaded_models") == 2
     assert rest_unary(server, "twin", max_tokens=1).code == 200
-    assert httpx.get(f"{server.url}/v2/models/twin/versions/v1/ready", timeout=5).status_code == 200
+    assert plain_http.get(f"{server.url}/v2/models/twin/versions/v1/ready", timeout=5).status_code == 200
 
 
 def test_changed_files_are_loaded_anew(server: Server) -> None:

@@ -7,12 +7,12 @@ from contextlib import closing
 from itertools import pairwise
 
 import grpc
-import httpx
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.server.observability.request_metrics import ERRORS, REQUEST_REASONS
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 from tests.server.scrape import Scrape, on_metrics_port, on_rest_port, settled
@@ -95,9 +95,9 @@ def test_refusals_are_counted_by_their_status(observed: Server, observed_stub: S
     before = on_rest_port(observed)
     wrong = v2.rest_body("Hello", temperature="hot")
     for path in (_INFER, _STREAM):
-        assert httpx.post(f"{observed.url}{path}", json=wrong).status_code == 422
-    assert httpx.post(f"{observed.url}{_INFER}", content=b"{").status_code == 422
-    assert httpx.post(f"{observed.url}{_INFER}", json=v2.rest_body("x" * 70_000)).status_code == 413
+        assert plain_http.post(f"{observed.url}{path}", json=wrong).status_code == 422
+    assert plain_http.post(f"{observed.url}{_INFER}", content=b"{").status_code == 422
+    assert plain_http.post(f"{observed.url}{_INFER}", json=v2.rest_body("x" * 70_000)).status_code == 413
     bad = v2.grpc_request("tiny", "Hello", temperature="hot")
     with pytest.raises(grpc.RpcError):
         observed_stub.ModelInfer(bad, timeout=v2.TIMEOUT_S)
@@ -122,7 +122,7 @@ def test_rejections_are_counted(slow: Server) -> None:
     with queue_filled(slow):
         for _ in range(3):
             body = v2.rest_body("Hello", max_tokens=2)
-            assert httpx.post(f"{slow.url}/v2/models/narrow/infer", json=body).status_code == 429
+            assert plain_http.post(f"{slow.url}/v2/models/narrow/infer", json=body).status_code == 429
         assert on_rest_port(slow).value("torch_stream_waiting_requests", model="narrow") == 1
     after = settled(slow, lambda now: not now.value("torch_stream_running_sequences", model="narrow"))
     assert _growth(_errors(after, "narrow"), _errors(before, "narrow")) == {"429": 3}
@@ -133,7 +133,7 @@ def test_timeouts_are_counted_by_reason_and_if_the_client_saw_nothing_else_by_st
     before = on_rest_port(observed)
     body = v2.rest_body("Hello", max_tokens=4, timeout=1)
     for path in (_INFER, _STREAM):
-        assert httpx.post(f"{observed.url}{path}", json=body, timeout=30).status_code == 504
+        assert plain_http.post(f"{observed.url}{path}", json=body, timeout=30).status_code == 504
     after = _of(observed, before, 2)
     assert _growth(_requests(after), _requests(before)) == {"timeout": 2}
     assert _growth(_errors(after), _errors(before)) == {"504": 2}
@@ -163,9 +163,9 @@ def test_clients_that_leave_are_counted_and_leave_nothing_behind(observed: Serve
 
 def test_nothing_that_a_client_writes_becomes_a_label(observed: Server) -> None:
     body = {**v2.rest_body("evil-prompt", evil_key=1), "id": "evil-id"}
-    httpx.post(f"{observed.url}{_INFER}", json=body, headers={"x-client-id": "evil-client"})
-    httpx.post(f"{observed.url}/v2/models/evil-model/infer", json=v2.rest_body("x"))
-    httpx.post(f"{observed.url}/v2/models/tiny/versions/evil-version/infer", json=v2.rest_body("x"))
+    plain_http.post(f"{observed.url}{_INFER}", json=body, headers={"x-client-id": "evil-client"})
+    plain_http.post(f"{observed.url}/v2/models/evil-model/infer", json=v2.rest_body("x"))
+    plain_http.post(f"{observed.url}/v2/models/tiny/versions/evil-version/infer", json=v2.rest_body("x"))
     allowed = {
         "model": {"tiny", "narrow"},
         "version": {"v1", ""},
@@ -220,7 +220,7 @@ def test_counters_go_on_when_a_model_is_reloaded(server: Server) -> None:
 
     def repository(action: str) -> None:
         url = f"{server.url}/v2/repository/models/other/{action}"
-        httpx.post(url, timeout=v2.TIMEOUT_S).raise_for_status()
+        plain_http.post(url, timeout=v2.TIMEOUT_S).raise_for_status()
 
     def generate() -> None:
         v2.rest_unary(server.url, "/v2/models/other/infer", v2.rest_body("Hello", max_tokens=4, ignore_eos=True))
@@ -241,5 +241,5 @@ def test_counters_go_on_when_a_model_is_reloaded(server: Server) -> None:
 
 
 def test_health_is_readiness(observed: Server) -> None:
-    health = httpx.get(f"{observed.url}/health")
+    health = plain_http.get(f"{observed.url}/health")
     assert (health.status_code, health.json()) == (200, {"ready": True})

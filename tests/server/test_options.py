@@ -11,6 +11,12 @@ def test_options_come_from_the_environment() -> None:
     assert options.drain_grace == 2.5 and options.log_prompts
 
 
+def test_kubernetes_does_not_set_the_port_of_triton() -> None:
+    """It would, for a Service mlserver-torch-stream-triton-grpc, if the variable ended in PORT."""
+    assert read_options({"MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON": "8001"}).grpc_port_triton == 8001
+    assert read_options({"MLSERVER_TORCH_STREAM_TRITON_GRPC_PORT": "tcp://10.0.0.1:8001"}).grpc_port_triton == 0
+
+
 def test_what_others_read_under_the_same_prefix_is_left_alone() -> None:
     assert read_options({"MLSERVER_TORCH_STREAM_CACHE": "somewhere", "PATH": "x"}) == read_options({})
 
@@ -27,6 +33,7 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_option(service: str
         ("MLSERVER_TORCH_STREAM_DRAIN_GRAZE", "1", "did you mean MLSERVER_TORCH_STREAM_DRAIN_GRACE"),
         ("MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL", "soon", "MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL"),
         ("MLSERVER_TORCH_STREAM_MAX_BODY_BYTES", "-1", "greater than 0"),
+        ("MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON", "65536", "less than or equal to 65535"),
     ],
 )
 def test_a_wrong_option_is_named(name: str, value: str, said: str) -> None:

@@ -7,18 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests import plain_http
 from tests.server.conftest import QUIET
-from tests.server.harness import HOST, Model, Server, free_ports, serve
+from tests.server.harness import HOST, Model, Server, exit_code, free_ports, serve
 from tests.server.inflight import flights, rest_unary
-from tests.server.test_lifecycle_drain import exit_code
+from tests.waiting import alive, rank_pids, wait_until
 
 _LONG = {"max_tokens": 900, "ignore_eos": True}
 _SOME = {"max_tokens": 60, "ignore_eos": True}
@@ -28,31 +28,10 @@ def split(folder: Path, name: str = "split") -> Model:
     return Model(name, str(folder), extra={"tensor_parallel_size": 2, "threads": 1})
 
 
-def children(pid: int) -> list[int]:
-    """Ranks that this process has started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for task in tasks for child in task.read_text().split()]
-    return [each for each in pids if b"tensor_parallel.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.05)
-
-
 def test_a_killed_rank_gives_every_stream_an_error_and_the_process_fails(tiny_model: Path, tmp_path: Path) -> None:
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server, flights(server) as start:
         running = [start.rest_stream("split", **_LONG), start.grpc_stream("split", **_LONG)]
-        (rank,) = children(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         os.kill(rank, signal.SIGKILL)
         assert [each.end().reason for each in running] == ["error"] * 2
         assert exit_code(server) == 1, server.log
@@ -63,22 +42,22 @@ def test_a_killed_rank_gives_every_stream_an_error_and_the_process_fails(tiny_mo
 def test_a_signal_to_all_ranks_lets_streams_finish_and_leaves_nobody(tiny_model: Path, tmp_path: Path) -> None:
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server, flights(server) as start:
         running = [start.rest_stream("split", **_SOME), start.grpc_stream("split", **_SOME)]
-        (rank,) = children(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         for pid in (rank, server.process.pid):  # as Ctrl-C in a terminal, or a container's end, may do
             os.kill(pid, signal.SIGTERM)
         assert [each.end().reason for each in running] == ["length"] * 2
         assert exit_code(server) == 0, server.log
-        until(lambda: not alive(rank), "the rank's end")
+        wait_until(lambda: not alive(rank), "the rank's end")
 
 
 @pytest.mark.slow
 def test_a_killed_server_leaves_no_rank(tiny_model: Path, tmp_path: Path) -> None:
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server, flights(server) as start:
         start.rest_stream("split", **_LONG)
-        (rank,) = children(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         server.process.kill()
         server.process.wait(30)
-        until(lambda: not alive(rank), "the rank's end")
+        wait_until(lambda: not alive(rank), "the rank's end")
 
 
 @pytest.mark.slow
@@ -86,26 +65,26 @@ def test_a_stopped_rank_is_lost_after_its_silence(tiny_model: Path, tmp_path: Pa
     """What nobody's socket tells of: a machine that hangs. Idle too."""
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server, flights(server) as start:
         running = start.rest_stream("split", **_LONG)
-        (rank,) = children(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         os.kill(rank, signal.SIGSTOP)
         ending = running.end()
         assert ending.reason == "error"
         assert ".cc" not in repr(ending.replies[-1]), "gloo's message, with the path of its source, is for the log"
         assert exit_code(server) == 1, server.log
-        until(lambda: not alive(rank), "the rank's end")
+        wait_until(lambda: not alive(rank), "the rank's end")
 
 
 @pytest.mark.slow
 def test_a_reload_takes_the_ranks_along_and_an_unload_ends_them(tiny_model: Path, tmp_path: Path) -> None:
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server:
-        (rank,) = children(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         url = f"{server.url}/v2/repository/models/split"
-        assert httpx.post(f"{url}/load", timeout=120).status_code == 200
-        assert children(server.process.pid) == [rank]
+        assert plain_http.post(f"{url}/load", timeout=120).status_code == 200
+        assert rank_pids(server.process.pid) == [rank]
         assert rest_unary(server, "split", **_SOME).code == 200
-        assert httpx.post(f"{url}/unload", timeout=60).status_code == 200
-        until(lambda: not alive(rank), "the rank's end")
-        assert httpx.post(f"{url}/load", timeout=120).status_code == 200
+        assert plain_http.post(f"{url}/unload", timeout=60).status_code == 200
+        wait_until(lambda: not alive(rank), "the rank's end")
+        assert plain_http.post(f"{url}/load", timeout=120).status_code == 200
         assert rest_unary(server, "split", **_SOME).code == 200
 
 
@@ -140,7 +119,7 @@ def launched(folder: Path, model: Model) -> Iterator[Server]:
 def ready(server: Server) -> bool:
     assert server.process.poll() is None, server.log
     try:
-        return httpx.get(f"{server.url}/v2/models/split/ready", timeout=5).status_code == 200
+        return plain_http.get(f"{server.url}/v2/models/split/ready", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -150,7 +129,7 @@ def test_torchrun_starts_the_same_server_and_its_ranks_end_together(tiny_model: 
     with serve(tmp_path / "models", [Model("split", str(tiny_model))], settings=QUIET) as alone:
         expected = rest_unary(alone, "split", **_SOME).replies[-1].text
     with launched(tmp_path / "launched", split(tiny_model)) as server, flights(server) as start:
-        until(lambda: ready(server), "the model", 180)
+        wait_until(lambda: ready(server), "the model", 180)
         assert rest_unary(server, "split", **_SOME).replies[-1].text == expected
         running = start.rest_stream("split", **_SOME)
         server.process.terminate()

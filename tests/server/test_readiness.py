@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import httpx
-import pytest
 from mlserver import ModelSettings
 from mlserver.handlers import DataPlane, ModelRepositoryHandlers
 from mlserver.registry import MultiModelRegistry
@@ -18,36 +17,40 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle import health
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
-from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
-from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from tests.server.harness import PACKAGE_SPELLING
 
 _MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
 
 
 @functools.cache
-def _server() -> RESTServer:
-    """With our routes for health. One for all tests: a process has room for one server's metrics."""
+def _server() -> tuple[RESTServer, list[Any]]:
+    """A server and MLServer's own routes. One for all tests: a process has room for one server's metrics."""
     settings, registry = Settings(debug=False), MultiModelRegistry()
     data_plane = DataPlane(settings, registry)
     server = RESTServer(settings, data_plane, ModelRepositoryHandlers(SchemalessModelRepository(""), registry))
-    health.add_routes(server)
-    return server
+    return server, list(server._app.router.routes)
 
 
-def _client(registry: MultiModelRegistry) -> httpx.AsyncClient:
-    """Of a server with these models."""
-    server = _server()
+def _client(registry: MultiModelRegistry, lifecycle: Lifecycle) -> httpx.AsyncClient:
+    """Of a server with these models and our routes for health."""
+    server, routes = _server()
+    server._app.router.routes[:] = routes
     server._data_plane._model_registry = registry
+    health.add_routes(server, lifecycle)
     return httpx.AsyncClient(transport=httpx.ASGITransport(server._app), base_url="http://server")
 
 
 class Loaded(BaseRuntime):
-    """A model of ours without an engine: all that its readiness depends on is the process's."""
+    """A model of ours without an engine: its readiness depends on the lifecycle alone."""
+
+    def __init__(self, lifecycle: Lifecycle, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self._lifecycle = lifecycle
 
     @property
     def trouble(self) -> str | None:
-        return LIFECYCLE.shutdown_reason
+        return self._lifecycle.shutdown_reason
 
     async def load(self) -> bool:
         return True
@@ -71,43 +74,47 @@ class _Built:
 class LoadedSlowly(BaseRuntime):
     """A model whose engine is built, and whose load has not ended yet."""
 
+    def __init__(self, built: asyncio.Event, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self._built = built
+
     async def load(self) -> bool:
         await self._slot.load(lambda on_death: _Built())
+        self._built.set()
         await asyncio.Event().wait()
         return True
 
 
-def test_no_request_that_meets_the_signal_is_answered_400(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_that_meets_the_signal_is_answered_400() -> None:
     """The signal comes after each number of turns of the event loop that a request may take."""
 
-    async def statuses() -> list[int]:
-        registry = MultiModelRegistry(model_initialiser=Loaded)
+    async def status(path: str, turns: int) -> int:
+        lifecycle = Lifecycle()
+        registry = MultiModelRegistry(model_initialiser=functools.partial(Loaded, lifecycle))
         await registry.load(_MODEL)
-        found = []
-        async with _client(registry) as client:
-            for path, turns in product(("/v2/health/ready", "/v2/models/m/ready"), range(40)):
-                monkeypatch.setattr(LIFECYCLE, "_shutdown_reason", None)
-                request = asyncio.create_task(client.get(path))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                LIFECYCLE.begin_shutdown("the server is shutting down")
-                found.append((await request).status_code)
-        return found
+        async with _client(registry, lifecycle) as client:
+            request = asyncio.create_task(client.get(path))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            lifecycle.begin_shutdown("the server is shutting down")
+            return (await request).status_code
 
-    monkeypatch.setattr(LIFECYCLE, "_shutdown_reason", None)
-    monkeypatch.setattr(LIFECYCLE, "_shutdown_begun", OneTimeEvent())  # else later tests of this process cannot load
-    assert set(asyncio.run(statuses())) == {200, 503}
+    async def statuses() -> set[int]:
+        paths = ("/v2/health/ready", "/v2/models/m/ready")
+        return {await status(path, turns) for path, turns in product(paths, range(40))}
+
+    assert asyncio.run(statuses()) == {200, 503}
 
 
 def test_a_model_whose_engine_is_there_before_its_load_has_ended_is_not_answered_400() -> None:
     """MLServer sets a model ready when its load has ended, which is a moment later."""
 
     async def scenario() -> None:
-        registry = MultiModelRegistry(model_initialiser=LoadedSlowly)
+        built = asyncio.Event()
+        registry = MultiModelRegistry(model_initialiser=functools.partial(LoadedSlowly, built))
         loading = asyncio.create_task(registry.load(_MODEL))
-        async with _client(registry) as client:
-            while registry._models.get("m") is None or (await registry.get_model("m"))._slot.engine is None:
-                await asyncio.sleep(0)
+        await built.wait()
+        async with _client(registry, Lifecycle()) as client:
             for path in ("/v2/health/ready", "/v2/models/m/ready"):
                 answer = await client.get(path)
                 assert (answer.status_code, answer.json()) == (503, {"error": "model 'm': it is loading"})

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from mlserver_torch_stream import client
+from tests import plain_http
 from tests.server import v2
-from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import Server
 from tests.server.scrape import on_metrics_port, on_rest_port
 
 _NAME = "[mlserver_torch_stream.requests]"
@@ -66,7 +63,7 @@ def test_every_message_of_a_grpc_stream_has_its_line(observed: Server) -> None:
 
 
 def test_a_refusal_names_its_field_and_its_status(observed: Server) -> None:
-    httpx.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-3", temperature="hot"))
+    plain_http.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-3", temperature="hot"))
     fields = _line(observed, "log-3")
     assert fields["status"] == "422" and fields["error"] == "InvalidInput" and fields["field"] == "temperature"
     assert (
@@ -76,7 +73,7 @@ def test_a_refusal_names_its_field_and_its_status(observed: Server) -> None:
 
 
 def test_a_client_that_left_is_said_to(observed: Server) -> None:
-    with httpx.stream(
+    with plain_http.stream(
         "POST",
         f"{observed.url}/v2/models/tiny/infer_stream",
         json=_body("log-4", max_tokens=900, ignore_eos=True),
@@ -93,9 +90,9 @@ def test_no_prompt_and_no_answer_is_in_the_log(observed: Server) -> None:
     reply = v2.rest_unary(observed.url, "/v2/models/tiny/infer", _body("log-5", secret, max_tokens=30, ignore_eos=True))
     with closing(client.stream(observed.url, "tiny", messages=[{"role": "user", "content": secret}])) as deltas:
         answer = "".join(map(str, deltas))
-    httpx.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-6", secret, temperature="hot"))
-    httpx.post(f"{observed.url}/v2/models/tiny/infer", json={"inputs": [{"name": secret}], "id": "log-7"})
-    httpx.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-8", f"{secret} " * 400))
+    plain_http.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-6", secret, temperature="hot"))
+    plain_http.post(f"{observed.url}/v2/models/tiny/infer", json={"inputs": [{"name": secret}], "id": "log-7"})
+    plain_http.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-8", f"{secret} " * 400))
     for request_id in ("log-5", "log-6", "log-7", "log-8"):
         _line(observed, request_id)
     assert secret not in observed.log
@@ -123,29 +120,19 @@ def test_a_client_cannot_write_a_line(observed: Server, number: int) -> None:
     assert json.loads(quoted).startswith(request_id[:100])
 
 
-@pytest.fixture(scope="module")
-def talkative(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Lines as JSON, prompts and answers in them, and a worker."""
-    folder = tmp_path_factory.mktemp("talkative") / "models"
-    settings = {**QUIET, "use_structured_logging": True, "parallel_workers": 1}
-    environment = {"MLSERVER_TORCH_STREAM_LOG_PROMPTS": "true"}
-    with serve(folder, [Model("tiny", str(tiny_model))], settings=settings, environment=environment) as running:
-        yield running
-
-
-def test_a_structured_line_is_json_with_the_prompt_if_asked_for(talkative: Server) -> None:
+def test_a_structured_line_is_json_with_the_prompt_if_asked_for(bare_server: Server) -> None:
     prompt = 'He said "no",\nand left \\ slowly: 日本'
-    reply = v2.rest_unary(talkative.url, "/v2/models/tiny/infer", _body("log-11", prompt, max_tokens=4))
-    _line(talkative, "log-11")
-    (line,) = [line for line in talkative.log.splitlines() if "request_id=log-11 " in line]
+    reply = v2.rest_unary(bare_server.url, "/v2/models/tiny/infer", _body("log-11", prompt, max_tokens=4))
+    _line(bare_server, "log-11")
+    (line,) = [line for line in bare_server.log.splitlines() if "request_id=log-11 " in line]
     entry = json.loads(line)
     assert (entry["name"], entry["level"]) == ("mlserver_torch_stream.requests", "INFO")
     prompts, _, outputs = entry["message"].partition(" prompts=")[2].partition(" outputs=")
     assert json.loads(prompts) == [prompt] and json.loads(outputs) == [reply.text]
 
 
-def test_a_server_with_workers_shows_the_same_on_both_ports(talkative: Server) -> None:
+def test_a_server_with_workers_shows_the_same_on_both_ports(bare_server: Server) -> None:
     """MLServer collects its own figures from files then."""
-    for scrape in (on_rest_port(talkative), on_metrics_port(talkative)):
+    for scrape in (on_rest_port(bare_server), on_metrics_port(bare_server)):
         assert scrape.value("torch_stream_requests_total", model="tiny", finish_reason="length") >= 1
         assert scrape.names("model_infer_request_")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from mlserver_torch_stream import client
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 
@@ -19,9 +20,9 @@ _TINY = ("/v2/models/tiny", "/v2/models/tiny/versions/v1", "/v2/models/other")
 
 
 @pytest.mark.parametrize("model", _TINY)
-@pytest.mark.parametrize("door", ["infer", "generate"])
-def test_unary_paths_answer_at_once(server: Server, model: str, door: str) -> None:
-    reply = v2.rest_unary(server.url, f"{model}/{door}", v2.rest_body(_PROMPT, max_tokens=24))
+@pytest.mark.parametrize("endpoint", ["infer", "generate"])
+def test_unary_paths_answer_at_once(server: Server, model: str, endpoint: str) -> None:
+    reply = v2.rest_unary(server.url, f"{model}/{endpoint}", v2.rest_body(_PROMPT, max_tokens=24))
     assert reply.text
     assert reply.finish_reason == "length"
     assert reply.outputs["num_output_tokens"] == [24]
@@ -29,10 +30,10 @@ def test_unary_paths_answer_at_once(server: Server, model: str, door: str) -> No
 
 
 @pytest.mark.parametrize("model", _TINY)
-@pytest.mark.parametrize("door", ["infer_stream", "generate_stream"])
-def test_stream_paths_answer_in_deltas_that_join_to_the_unary_text(server: Server, model: str, door: str) -> None:
+@pytest.mark.parametrize("endpoint", ["infer_stream", "generate_stream"])
+def test_stream_paths_answer_in_deltas_that_join_to_the_unary_text(server: Server, model: str, endpoint: str) -> None:
     body = v2.rest_body(_PROMPT, max_tokens=_ENOUGH)
-    replies = v2.rest_stream(server.url, f"{model}/{door}", body)
+    replies = v2.rest_stream(server.url, f"{model}/{endpoint}", body)
     unary = v2.rest_unary(server.url, f"{model}/infer", body)
     assert len(replies) > 2
     assert v2.joined(replies) == unary.text
@@ -104,7 +105,7 @@ _BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("body", "field"), _BAD, ids=[f"{field}-{i}" for i, (_, field) in enumerate(_BAD)])
 def test_bad_input_is_422_and_names_the_field(server: Server, body: dict[str, Any], field: str) -> None:
-    response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=v2.TIMEOUT_S)
+    response = plain_http.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=v2.TIMEOUT_S)
     assert response.status_code == 422
     assert field in response.json()["error"]
 
@@ -114,17 +115,17 @@ def test_bad_input_disturbs_no_other_stream(server: Server) -> None:
     running = client.stream(server.url, "tiny", _PROMPT, max_tokens=300, ignore_eos=True)
     texts = [next(running).text]
     for body, _ in _BAD:
-        assert httpx.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=v2.TIMEOUT_S).status_code == 422
+        assert plain_http.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=v2.TIMEOUT_S).status_code == 422
     texts += [delta.text for delta in running]
     assert "".join(texts) == alone.text
 
 
 def test_metadata_tells_the_inputs_and_outputs_that_are_served(server: Server) -> None:
-    metadata = httpx.get(f"{server.url}/v2/models/tiny").json()
+    metadata = plain_http.get(f"{server.url}/v2/models/tiny").json()
     inputs = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
     outputs = {tensor["name"]: tensor["datatype"] for tensor in metadata["outputs"]}
     assert inputs["text_input"] == inputs["messages"] == "BYTES" and inputs["input_ids"] == "INT64"
-    reply = httpx.post(f"{server.url}/v2/models/tiny/infer", json=v2.rest_body(_PROMPT, max_tokens=2)).json()
+    reply = plain_http.post(f"{server.url}/v2/models/tiny/infer", json=v2.rest_body(_PROMPT, max_tokens=2)).json()
     assert {tensor["name"]: tensor["datatype"] for tensor in reply["outputs"]}.items() <= outputs.items()
 
 
@@ -140,12 +141,12 @@ _SPELLINGS = {
 @pytest.mark.parametrize("spelling", _SPELLINGS)
 def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
     """Proxies read lines of 64 KiB at most; with all that may be asked for, a token is two kilobytes and more."""
-    door, body = _SPELLINGS[spelling]
+    endpoint, body = _SPELLINGS[spelling]
     before = server.counters("tiny")["generation_tokens"]
     slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
     with (
         httpx.Client(transport=slow, timeout=v2.TIMEOUT_S) as reader,
-        reader.stream("POST", f"{server.url}/v2/models/tiny/{door}", json=body) as response,
+        reader.stream("POST", f"{server.url}/v2/models/tiny/{endpoint}", json=body) as response,
     ):
         server.wait_for("tiny", lambda now: now["generation_tokens"] - before >= 500)
         # All events wait by now; in windows of 4 KiB their bytes would come for 10 s.

@@ -14,22 +14,23 @@ import pytest
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.server.rest.body import ClientLeft, parse_object, read_body
+from tests import plain_http
 from tests.server import raw, v2
 from tests.server.conftest import SMALL_BODY
 from tests.server.harness import Server
 
-_DOORS = ("infer", "generate", "infer_stream", "generate_stream")
+_ENDPOINTS = ("infer", "generate", "infer_stream", "generate_stream")
 _BODY = json.dumps(v2.rest_body("Hello " * 50, max_tokens=2)).encode()
 _BOMB = gzip.compress(b" " * 50_000_000)
 
 
-def _post(server: Server, door: str, content: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+def _post(server: Server, endpoint: str, content: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    url = f"{server.url}/v2/models/tiny/{door}"
-    return httpx.post(url, content=content, headers=named, timeout=v2.TIMEOUT_S)
+    url = f"{server.url}/v2/models/tiny/{endpoint}"
+    return plain_http.post(url, content=content, headers=named, timeout=v2.TIMEOUT_S)
 
 
-@pytest.mark.parametrize("door", _DOORS)
+@pytest.mark.parametrize("endpoint", _ENDPOINTS)
 @pytest.mark.parametrize(
     ("content", "coding", "status", "said"),
     [
@@ -50,9 +51,9 @@ def _post(server: Server, door: str, content: bytes | Iterator[bytes], **headers
     ],
 )
 def test_a_bad_body_has_its_row_of_the_table(
-    slow: Server, door: str, content: bytes, coding: str | None, status: int, said: str
+    slow: Server, endpoint: str, content: bytes, coding: str | None, status: int, said: str
 ) -> None:
-    response = _post(slow, door, content, **({"content_encoding": coding} if coding else {}))
+    response = _post(slow, endpoint, content, **({"content_encoding": coding} if coding else {}))
     assert response.status_code == status, response.text
     assert said in response.json()["error"]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,27 +11,17 @@ import pytest
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
 from tests.server import raw, v2
-from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import Server
 
 _STREAMS = ("infer_stream", "generate_stream")
-_DOORS = ("infer", "generate", *_STREAMS)
+_ENDPOINTS = ("infer", "generate", *_STREAMS)
 _LONG = {"max_tokens": 900, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Each model's 40th decode step fails, long after the first token was sent, then its third prefill."""
-    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01,decode:40:raise,prefill:3:raise"}
-    models = [Model(name, str(tiny_model), extra={"max_model_len": 1000 + i}) for i, name in enumerate("abc")]
-    folder = tmp_path_factory.mktemp("failing") / "models"
-    with serve(folder, models, settings=QUIET, environment=environment) as running:
-        yield running
-
-
 def _post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}/v2/models/{path}", json=body, timeout=v2.TIMEOUT_S)
+    return plain_http.post(f"{server.url}/v2/models/{path}", json=body, timeout=v2.TIMEOUT_S)
 
 
 def _events(content: bytes) -> list[dict[str, Any]]:
@@ -43,26 +31,26 @@ def _events(content: bytes) -> list[dict[str, Any]]:
 # --- the first byte ---
 
 
-@pytest.mark.parametrize("door", _DOORS)
-def test_a_refused_stream_has_a_status_and_json(server: Server, door: str) -> None:
-    response = _post(server, f"tiny/{door}", v2.rest_body("Hello", max_tokenz=3))
+@pytest.mark.parametrize("endpoint", _ENDPOINTS)
+def test_a_refused_stream_has_a_status_and_json(server: Server, endpoint: str) -> None:
+    response = _post(server, f"tiny/{endpoint}", v2.rest_body("Hello", max_tokenz=3))
     assert response.status_code == 422 and "max_tokenz" in response.json()["error"]
     assert response.headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize("door", _STREAMS)
-def test_a_stream_says_that_it_may_not_be_collected(server: Server, door: str) -> None:
-    response = _post(server, f"tiny/{door}", v2.rest_body("Hello", max_tokens=3))
+@pytest.mark.parametrize("endpoint", _STREAMS)
+def test_a_stream_says_that_it_may_not_be_collected(server: Server, endpoint: str) -> None:
+    response = _post(server, f"tiny/{endpoint}", v2.rest_body("Hello", max_tokens=3))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     assert response.headers["x-accel-buffering"] == "no"
     assert b"[DONE]" not in response.content
 
 
-@pytest.mark.parametrize("door", _DOORS)
-def test_time_that_is_over_before_the_first_token_is_504(slow: Server, door: str) -> None:
+@pytest.mark.parametrize("endpoint", _ENDPOINTS)
+def test_time_that_is_over_before_the_first_token_is_504(slow: Server, endpoint: str) -> None:
     body = v2.rest_body(inputs=[v2.bytes_tensor("role", "user"), v2.bytes_tensor("content", "Hi")], timeout=1)
-    response = _post(slow, f"tiny/{door}", body)
+    response = _post(slow, f"tiny/{endpoint}", body)
     assert response.status_code == 504 and response.json()["error"]
 
 
@@ -74,8 +62,8 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(slow: Server) -> None:
         next(running)
         waiting.sendall(raw.post("/v2/models/narrow/infer", v2.rest_body("Hello", **_LONG)))
         slow.wait_for("narrow", lambda now: now["waiting_requests"] == 1)
-        for door in _DOORS:
-            refused = _post(slow, f"narrow/{door}", v2.rest_body("Hello"))
+        for endpoint in _ENDPOINTS:
+            refused = _post(slow, f"narrow/{endpoint}", v2.rest_body("Hello"))
             assert refused.status_code == 429 and refused.json()["error"]
             assert int(refused.headers["retry-after"]) >= 1
     slow.wait_for("narrow", lambda now: now["running_sequences"] == now["waiting_requests"] == 0)
@@ -138,9 +126,9 @@ def test_flat_generate_answers_flat_with_the_text_of_v2(server: Server, model: s
     assert ["finish_reason" in event for event in events] == [False] * (len(events) - 1) + [True]
 
 
-@pytest.mark.parametrize("door", ["infer", "infer_stream"])
-def test_infer_takes_tensors_only(server: Server, door: str) -> None:
-    response = _post(server, f"tiny/{door}", {"text_input": "Hello"})
+@pytest.mark.parametrize("endpoint", ["infer", "infer_stream"])
+def test_infer_takes_tensors_only(server: Server, endpoint: str) -> None:
+    response = _post(server, f"tiny/{endpoint}", {"text_input": "Hello"})
     assert response.status_code == 422 and "inputs" in response.json()["error"]
 
 
@@ -154,10 +142,12 @@ def test_sequences_may_be_several_in_flat_streams_too(server: Server) -> None:
 # --- failures ---
 
 
-@pytest.mark.parametrize(("model", "door", "flat"), [("a", "infer_stream", False), ("b", "generate_stream", True)])
-def test_a_stream_that_fails_says_so_in_its_own_spelling(failing: Server, model: str, door: str, flat: bool) -> None:
+@pytest.mark.parametrize(("model", "endpoint", "flat"), [("a", "infer_stream", False), ("b", "generate_stream", True)])
+def test_a_stream_that_fails_says_so_in_its_own_spelling(
+    failing: Server, model: str, endpoint: str, flat: bool
+) -> None:
     body = {"text_input": "Hello", **_LONG} if flat else v2.rest_body("Hello", **_LONG)
-    response = _post(failing, f"{model}/{door}", body)
+    response = _post(failing, f"{model}/{endpoint}", body)
     assert response.status_code == 200
     *before, last = _events(response.content)
     assert before and last["error"] and not any("error" in event for event in before)
@@ -166,7 +156,7 @@ def test_a_stream_that_fails_says_so_in_its_own_spelling(failing: Server, model:
     else:
         assert (v2.rest_reply(last).finish_reason, v2.rest_reply(last).final) == ("error", True)
     assert v2.rest_unary(failing.url, f"/v2/models/{model}/infer", v2.rest_body("Hello", max_tokens=3)).final
-    refused = _post(failing, f"{model}/{door}", body)  # the third prefill
+    refused = _post(failing, f"{model}/{endpoint}", body)  # the third prefill
     assert refused.status_code == 500 and refused.json()["error"]
     assert v2.rest_unary(failing.url, f"/v2/models/{model}/infer", v2.rest_body("Hello", max_tokens=3)).final
 
@@ -177,37 +167,6 @@ def test_an_answer_at_once_that_fails_is_500(failing: Server) -> None:
 
 
 # --- readers ---
-
-
-def _flat_stream(server: Server) -> bytes:
-    return raw.post("/v2/models/tiny/generate_stream", {"text_input": "Hello", **_LONG})
-
-
-def _unary(server: Server) -> bytes:
-    return raw.post("/v2/models/tiny/infer", v2.rest_body("Hello", **_LONG))
-
-
-def _flat_unary(server: Server) -> bytes:
-    return raw.post("/v2/models/tiny/generate", {"text_input": "Hello", **_LONG})
-
-
-@pytest.mark.parametrize("request_of", [_flat_stream, _unary, _flat_unary])
-def test_a_client_that_leaves_frees_its_row(slow: Server, request_of: Callable[[Server], bytes]) -> None:
-    before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
-    counted = _infer_counts(slow)
-    with raw.connected(slow) as connection:
-        connection.sendall(request_of(slow))
-        slow.wait_for("tiny", lambda now: now["running_sequences"] == 1)
-    after = slow.wait_for("tiny", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 1)
-    assert after["running_sequences"] == 0 and after["kv_cache_bytes"] == before["kv_cache_bytes"]
-    assert after["wasted_tokens"] - before["wasted_tokens"] <= 1
-    assert _infer_counts(slow) == counted  # neither a success nor a failure, as MLServer has it
-
-
-def _infer_counts(server: Server) -> list[str]:
-    text = httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10).text
-    return [line for line in text.splitlines() if line.startswith(("model_infer_request_success_total",
-                                                                   "model_infer_request_failure_total"))]  # fmt: skip
 
 
 def test_a_reader_that_stalls_is_cut_off(slow: Server) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
-import httpx
 import pytest
+from mlserver.settings import Settings
 
+from mlserver_torch_stream.server.lifecycle.ports import port_problem
+from mlserver_torch_stream.server.options import ServerOptions
 from tests.server.conftest import QUIET
-from tests.server.harness import HOST, Model, Server, serve
-from tests.server.inflight import rest_unary
-from tests.server.test_lifecycle_drain import exit_code, get_ready
+from tests.server.harness import HOST, Model, Server, free_ports, serve
 
 _FOREIGN = """
 from mlserver import MLModel
@@ -73,34 +72,23 @@ def test_a_foreign_model_that_cannot_load_is_mlservers_own_affair(tiny_model: Pa
     assert "ValueError: a foreign fault" in log
 
 
-def test_a_load_that_fails_later_ends_nothing_and_the_idle_server_ends_at_once(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Seldon's agent starts servers without models and loads them by the repository API, or models come later.
-
-    The ports are taken by then, by the server itself.
-    """
-    folder = tmp_path / "models"
-    environment = {**foreign(tmp_path), "MLSERVER_TORCH_STREAM_DRAIN_GRACE": "600"}
-    with serve(folder, [Model("fine", None, "foreign_models.Fine")], environment=environment) as server:
-        for name, uri in (("tiny", str(tiny_model)), ("lost", "/nowhere")):
-            (folder / name).mkdir()
-            (folder / name / "model-settings.json").write_text(json.dumps(Model(name, uri).settings()))
-
-        def load(name: str) -> httpx.Response:
-            return httpx.post(f"{server.url}/v2/repository/models/{name}/load", timeout=120)
-
-        failed = load("lost")
-        assert failed.status_code == 500 and "no such file or folder: /nowhere" in failed.json()["error"]
-        assert load("tiny").status_code == 200
-        assert load("lost").status_code == 500
-        assert rest_unary(server, "tiny", max_tokens=1).code == 200
-        assert get_ready(server).status_code == 200
-        server.process.terminate()
-        assert exit_code(server) == 0, server.log
-
-
 @pytest.mark.parametrize("port", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
+    """The gRPC listener has its port by then, if it can have it: it is one of this process's."""
+    with socket.create_server((HOST, 0)) as holder, socket.create_server((HOST, 0)) as own:
+        http, metrics, unused = free_ports(3)
+        ports = {"http_port": http, "metrics_port": metrics, "grpc_port": own.getsockname()[1]}
+        options = ServerOptions()
+        assert port_problem(Settings(host=HOST, **ports), options) is None
+        taken = unused if port == "grpc_port" else holder.getsockname()[1]
+        problem = port_problem(Settings(host=HOST, **{**ports, port: taken}), options)
+    assert problem is not None and problem.startswith(f"port {taken} ({port}) cannot be listened on at {HOST}: ")
+
+
+_SLOW_PORTS = ("http_port", "metrics_port", "torch_stream_grpc_port_triton")
+
+
+@pytest.mark.parametrize("port", ["grpc_port", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_PORTS)])
 def test_a_busy_port_is_named_in_one_line(port: str, tiny_model: Path, tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind((HOST, 0))
@@ -113,5 +101,13 @@ def test_a_busy_port_is_named_in_one_line(port: str, tiny_model: Path, tmp_path:
             status, log = ended(server)
     assert status == 1
     lines = [line for line in log.splitlines() if "The server cannot start" in line]
-    assert len(lines) == 1 and f"port {taken} ({port})" in lines[0]
+    assert len(lines) == 1 and f"port {taken} (" in lines[0] and port.upper() in lines[0].upper()
     assert "Traceback" not in log and "Loaded the weights" not in log
+
+
+@pytest.mark.parametrize("other", ["http_port", "metrics_port"])
+def test_tritons_port_is_none_of_the_others(other: str) -> None:
+    (port,) = free_ports(1)
+    problem = port_problem(Settings(host=HOST, **{other: port}), ServerOptions(grpc_port_triton=port))
+    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON)" in problem
+    assert "another port of this server" in problem

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-import httpx
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 from mlserver.grpc.utils import _grpc_status_code
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, RequestError
 from mlserver_torch_stream.server.status import as_server_error, extend_grpc_codes
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 
@@ -38,7 +38,7 @@ def queue_filled(slow: Server) -> Iterator[Stub]:
 def test_a_full_queue_is_429_and_resource_exhausted(slow: Server) -> None:
     request = v2.grpc_request("narrow", "Hello", max_tokens=2)
     with queue_filled(slow) as stub:
-        rest = httpx.post(f"{slow.url}/v2/models/narrow/infer", json=v2.rest_body("Hello", max_tokens=2))
+        rest = plain_http.post(f"{slow.url}/v2/models/narrow/infer", json=v2.rest_body("Hello", max_tokens=2))
         with pytest.raises(grpc.RpcError) as unary:
             stub.ModelInfer(request, timeout=v2.TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as stream:

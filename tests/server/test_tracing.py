@@ -11,7 +11,8 @@ import httpx
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
-from tests.server import v2
+from tests import plain_http
+from tests.server import triton_wire, v2
 from tests.server.harness import Server
 from tests.server.otlp import Collector, Span
 
@@ -49,7 +50,7 @@ def _rest_stream(server: Server, request_id: str, **parameters: Any) -> None:
 def _rest(server: Server, endpoint: str, request_id: str, parameters: dict[str, Any]) -> None:
     body = {**v2.rest_body("Hello fox", **parameters), "id": request_id}
     headers = {"traceparent": _TRACEPARENT}
-    httpx.post(f"{server.url}/v2/models/tiny/{endpoint}", json=body, headers=headers, timeout=v2.TIMEOUT_S)
+    plain_http.post(f"{server.url}/v2/models/tiny/{endpoint}", json=body, headers=headers, timeout=v2.TIMEOUT_S)
 
 
 def _grpc_unary(server: Server, request_id: str, **parameters: Any) -> None:
@@ -66,7 +67,19 @@ def _grpc_stream(server: Server, request_id: str, **parameters: Any) -> None:
         list(Stub(channel).ModelStreamInfer(iter([request]), timeout=v2.TIMEOUT_S, metadata=metadata))
 
 
-@pytest.mark.parametrize("ask", [_rest_unary, _rest_stream, _grpc_unary, _grpc_stream])
+def _triton_unary(server: Server, request_id: str, **parameters: Any) -> None:
+    request = v2.grpc_request("tiny", "Hello fox", id=request_id, **parameters)
+    with grpc.insecure_channel(server.triton_target) as channel:
+        triton_wire.infer(channel, request, metadata=(("traceparent", _TRACEPARENT),))
+
+
+def _triton_stream(server: Server, request_id: str, **parameters: Any) -> None:
+    request = v2.grpc_request("tiny", "Hello fox", id=request_id, **parameters)
+    with grpc.insecure_channel(server.triton_target) as channel:
+        list(triton_wire.stream(channel, [request], metadata=(("traceparent", _TRACEPARENT),)))
+
+
+@pytest.mark.parametrize("ask", [_rest_unary, _rest_stream, _grpc_unary, _grpc_stream, _triton_unary, _triton_stream])
 def test_a_request_is_one_span_below_the_servers(observed: Server, spans: Collector, ask: Callable[..., None]) -> None:
     request_id = f"trace-{ask.__name__}"
     ask(observed, request_id, max_tokens=6, ignore_eos=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from mlserver.grpc import dataplane_pb2 as pb
 
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
 
 TIMEOUT_S = 60.0
 
@@ -64,13 +64,13 @@ def rest_reply(body: Mapping[str, Any]) -> Reply:
 
 
 def rest_unary(url: str, path: str, body: Mapping[str, Any]) -> Reply:
-    response = httpx.post(f"{url}{path}", json=body, timeout=TIMEOUT_S)
+    response = plain_http.post(f"{url}{path}", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200, response.text
     return rest_reply(response.json())
 
 
 def rest_stream(url: str, path: str, body: Mapping[str, Any]) -> list[Reply]:
-    response = httpx.post(f"{url}{path}", json=body, timeout=TIMEOUT_S)
+    response = plain_http.post(f"{url}{path}", json=body, timeout=TIMEOUT_S)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
     return [rest_reply(json.loads(event)) for event in EventParser().feed(response.content)]

@@ -1,1 +1,1 @@
-"""A model's life in this process: load, readiness, requests in flight, drain and shutdown."""
+"""Manages a model in this process: load, readiness, requests in flight, drain and shutdown."""

@@ -1,37 +1,66 @@
-"""The base of our runtimes: MLServer is patched, readiness has a reason, and a failed load is one line in the log.
+"""The base of our runtimes: patches MLServer, gives readiness a reason, and answers gRPC calls through an opener.
 
-Knows nothing of what a runtime builds, nor of requests.
+Knows nothing of engines, nor of how a request is read: a runtime's opener makes the replies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
-from mlserver import MLModel, ModelSettings
+from mlserver import ModelSettings
 from mlserver.logging import logger
+from mlserver.types import InferenceRequest, InferenceResponse
 
-from mlserver_torch_stream.errors import LoadFailed, NotServing, SettingsError
+from mlserver_torch_stream.errors import LoadFailed, NotServing, RequestError, SettingsError
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
+from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
+
+if TYPE_CHECKING:
+
+    class MLModel:
+        """The part of MLServer's class that our runtimes use: MLServer has no types, so mypy would accept any name."""
+
+        name: str
+        version: str | None
+        settings: ModelSettings
+        inputs: list[Any]
+        outputs: list[Any]
+
+        def __init__(self, settings: ModelSettings) -> None: ...
+else:
+    from mlserver import MLModel
 
 
-class BaseRuntime(MLModel):  # type: ignore[misc]
-    """A runtime derives from it and declares the type of ``_slot``. MLServer reloads their modules only."""
+class BaseRuntime(MLModel, ABC):
+    """A runtime derives from it, declares the type of ``_slot`` and has an opener. MLServer reloads their modules only.
+
+    ``rest_routes``: the rows of the table of paths that a server with this model has.
+    """
 
     streams_tokens = True  # the server's mark of a model of ours
-    rest_routes: Sequence[RestRoute] = REST_ROUTES  # the rows that a server with this model has
+    rest_routes: Sequence[RestRoute] = REST_ROUTES
+    _slot: ModelSlot[Any]
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
         patches.install()
         patches.keep_out_of_workers(settings)
         patches.keep_out_of_the_cache(settings)
-        self._slot: ModelSlot[Any] = ModelSlot(settings.name)
+        self.created = int(time.time())  # seconds since the epoch
+        self._slot = ModelSlot(settings.name)
 
     @property
     def ready(self) -> bool:
@@ -50,6 +79,44 @@ class BaseRuntime(MLModel):  # type: ignore[misc]
     @property
     def inflight(self) -> InflightRequests:
         return self._slot.inflight
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        reply: GrpcReply | None = None
+        try:
+            opener = self.recorded_opener(EndpointKind.GRPC_UNARY, payload.id or "")
+            reply, _ = opener.open(payload, payload.id or str(uuid4()))
+            return as_response(await reply.whole())
+        except RequestError as error:
+            raise as_server_error(error, streaming=False) from None
+        finally:
+            if reply is not None:
+                reply.close()
+
+    async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
+        session: StreamSession | None = None
+        try:
+            opener = self.recorded_opener(EndpointKind.GRPC_STREAM)
+            session = StreamSession(self.name, opener, payloads, self.inflight, read_options().stalled_reader_timeout)
+            async for response in await session.open():
+                yield response
+        except RequestError as error:
+            raise as_server_error(error, streaming=True) from None
+        finally:
+            # Synchronous: this block may run in a task that cannot wait, when the client has disconnected.
+            if session is not None:
+                session.close()
+
+    @abstractmethod
+    def opener(self, endpoint: EndpointKind) -> ReplyOpener:
+        """Opens the replies to gRPC messages. Raises NotServing."""
+
+    def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
+        """Records a request that meets no engine: MLServer's gRPC methods, unlike our REST endpoints, do not."""
+        try:
+            return self.opener(endpoint)
+        except NotServing as error:
+            ModelRequestObservers(self.name, self.version, endpoint).refused(request_id, error)
+            raise
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

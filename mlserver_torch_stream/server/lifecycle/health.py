@@ -1,4 +1,4 @@
-"""Routes for liveness and readiness: JSON, which KServe's client reads, and 503 with the reason where there is one.
+"""Routes for liveness and readiness. They answer in JSON, which KServe's client reads, and 503 with the reason.
 
 Knows nothing of the reasons themselves. MLServer's own routes answer for other models.
 """
@@ -15,9 +15,9 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.readiness import is_ours
-from mlserver_torch_stream.server.process_state import LIFECYCLE
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.rest.routes import all_models, find_model
 
 _NAME = "torch_stream:health"
 _LIVE = "/v2/health/live"
@@ -29,19 +29,20 @@ _PATHS = (
 )
 
 
-def add_routes(server: RESTServer) -> None:
+def add_routes(server: RESTServer, lifecycle: Lifecycle) -> None:
     """Puts our routes for health before MLServer's. Idempotent."""
     routes = server._app.router.routes
     if not any(getattr(route, "name", None) == _NAME for route in routes):
-        routes[:0] = [_HealthRoute(path, server._data_plane) for path in _PATHS]
+        routes[:0] = [_HealthRoute(path, server._data_plane, lifecycle) for path in _PATHS]
 
 
 class _HealthRoute(Route):
     """Answers for the whole server and for models of ours; MLServer's own route answers for other models."""
 
-    def __init__(self, path: str, data_plane: DataPlane) -> None:
+    def __init__(self, path: str, data_plane: DataPlane, lifecycle: Lifecycle) -> None:
         super().__init__(path, self._answer, name=_NAME)
         self._data_plane = data_plane
+        self._lifecycle = lifecycle
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
@@ -52,7 +53,7 @@ class _HealthRoute(Route):
         return Match.NONE, {}
 
     async def _answer(self, request: Request) -> JSONResponse:
-        """MLServer's answer, unless a trouble is known by then: MLServer would answer 400 where it arises meanwhile."""
+        """MLServer's answer, or 503 if there is trouble by then, also if it began while MLServer was asked."""
         path = request.path_params
         healthy = await self._ask_mlserver(path)
         trouble = self._trouble(path)
@@ -71,23 +72,14 @@ class _HealthRoute(Route):
 
     def _trouble(self, path: dict[str, str]) -> str | None:
         if self.path == _LIVE:
-            return LIFECYCLE.failure
-        if "model_name" not in path and LIFECYCLE.shutdown_reason is not None:
-            return LIFECYCLE.shutdown_reason
+            return self._lifecycle.failure
+        if "model_name" not in path and self._lifecycle.shutdown_reason is not None:
+            return self._lifecycle.shutdown_reason
         ours = filter(is_ours, self._models(path))
         return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
 
     def _models(self, path: dict[str, str]) -> list[MLModel]:
         if "model_name" not in path:
-            return _all_models(self._data_plane)
+            return all_models(self._data_plane._model_registry)
         model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))
         return [] if model is None else [model]
-
-
-def _all_models(data_plane: DataPlane) -> list[MLModel]:
-    found: list[MLModel] = []
-    for versions in data_plane._model_registry._models.values():
-        found += versions._versions.values()
-        if versions.default is not None and not versions.default.version:
-            found.append(versions.default)
-    return found

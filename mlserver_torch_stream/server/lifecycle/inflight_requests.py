@@ -1,4 +1,4 @@
-"""The requests that one model is answering, and the two events that end them: refuse new work, abort what runs.
+"""Counts the requests that one model is answering, and holds the two events that end them: refuse, and abort.
 
 Knows nothing of what a request is, nor of the reason for its end.
 """

@@ -1,6 +1,6 @@
-"""From the first load to the end of the process: which models are members, whether requests are wanted, how they drain.
+"""The lifecycle of this process: which models it has, whether it takes requests, and how it drains them.
 
-Knows models only by the ``Member`` protocol, and nothing of MLServer: ``shutdown`` calls it when a signal arrives.
+Knows nothing of how models are loaded, nor of MLServer: ``shutdown`` calls it when a signal arrives.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Protocol
 
 from mlserver.logging import logger
@@ -22,7 +22,7 @@ _ENGINE_STOP_TIMEOUT = 0.5
 
 
 class Drainable(Protocol):
-    """What runs a model's requests, as far as the lifecycle uses it."""
+    """An engine or a pool of workers, as far as the lifecycle uses it."""
 
     @property
     def trouble(self) -> str | None:
@@ -38,21 +38,15 @@ class Drainable(Protocol):
         """Stops the engine. It blocks, so it is called off the event loop."""
 
 
-class Member(Protocol):
+class Member:
     """One model of ours, from before its load until its last request has ended."""
 
-    name: str
-    inflight: InflightRequests
-    settled: OneTimeEvent
-    """Its load has ended, well or not."""
-
-    @property
-    def engine(self) -> Drainable | None:
-        """None before the load has ended."""
-
-    @property
-    def retired(self) -> bool:
-        """True once no new request can reach the model."""
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.inflight = InflightRequests()
+        self.engine: Drainable | None = None  # before the load has ended
+        self.settled = OneTimeEvent()  # the load has ended, well or not
+        self.retired = False  # True: no new request can reach the model
 
 
 class Lifecycle:
@@ -63,13 +57,15 @@ class Lifecycle:
         self._shutdown_reason: str | None = None
         self._shutdown_begun = OneTimeEvent()
         self._grace_skipped = OneTimeEvent()
+        self.refusing = OneTimeEvent()  # the process takes no further request
         self.listeners_closed = OneTimeEvent()  # no client can send a request any more
+        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # the stops of our own, each with its grace
         self.draining = False
         self.failure: str | None = None
 
     @property
     def shutdown_reason(self) -> str | None:
-        """Why no more requests are wanted; None while they are."""
+        """Why the process takes no more requests; None while it takes them."""
         return self._shutdown_reason
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
@@ -100,15 +96,15 @@ class Lifecycle:
     async def unless_shutdown(self, work: Awaitable[Any]) -> None:
         """Waits for ``work`` and raises its exception; returns early, without a result, when a shutdown begins."""
         task = asyncio.ensure_future(work)
-        if await _first(self._shutdown_begun.wait(), until=task):
-            task.cancel()
-        else:
+        if await _is_done(task, self._shutdown_begun):
             task.result()
+        else:
+            task.cancel()
 
     async def delay(self, seconds: float) -> None:
         """Waits while requests are still accepted, so that routers notice the failing readiness."""
-        if seconds:
-            await _at_most(seconds, self._grace_skipped.wait())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._grace_skipped.wait(), seconds)
 
     async def drain(self, members: Collection[Member], grace: float, why: str) -> None:
         """Lets the members' requests finish for ``grace`` seconds, then aborts the rest, each with its final response.
@@ -119,16 +115,15 @@ class Lifecycle:
             if member.engine is not None:
                 member.engine.drain(why)
             member.inflight.refusing.set()
-        all_ended = _all_ended(members)
+        all_ended = asyncio.create_task(_wait_until_empty(members))
         try:
-            await _at_most(grace, self._unless_grace_skipped(all_ended))
-            if all_ended.done():
+            if await _is_done(all_ended, self._grace_skipped, grace):
                 return
             for member in members:
                 member.inflight.aborting.set()
                 if member.engine is not None:
                     member.engine.abort_all(why)
-            await _at_most(_ABORT_TIMEOUT, asyncio.shield(all_ended))
+            await asyncio.wait((all_ended,), timeout=_ABORT_TIMEOUT)
         finally:
             all_ended.cancel()
 
@@ -138,8 +133,9 @@ class Lifecycle:
         if stops:
             await asyncio.wait(stops, timeout=_ENGINE_STOP_TIMEOUT)
 
-    async def _unless_grace_skipped(self, task: asyncio.Future[Any]) -> None:
-        await _first(self._grace_skipped.wait(), until=task)
+    async def stop_listeners(self, grace: float) -> None:
+        """Closes our own listeners; calls that still run have ``grace`` seconds."""
+        await asyncio.gather(*(stop(grace) for stop in self.listeners))
 
     def engine_died(self, model: str, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
         """Ends the process as after a signal, but with an error: this engine cannot be restarted. From any thread."""
@@ -147,31 +143,23 @@ class Lifecycle:
             loop.call_soon_threadsafe(self._fail, f"the engine of model '{model}' died", error)
 
     def _fail(self, why: str, error: BaseException) -> None:
-        logger.error(f"Giving up, so that the process is started anew: {why}: {error}")
+        logger.error(f"Giving up, so that the process is restarted: {why}: {error}")
         self.failure = self.failure or why
         self.begin_shutdown(why)  # clients see this text, so the error, which may name a source file, is not in it
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.raise_signal(signal.SIGTERM)  # MLServer handles it
 
 
-def _all_ended(members: Collection[Member]) -> asyncio.Task[None]:
-    async def wait() -> None:
-        for member in members:
-            await member.inflight.wait_until_empty()
-
-    return asyncio.create_task(wait())
+async def _wait_until_empty(members: Collection[Member]) -> None:
+    for member in members:
+        await member.inflight.wait_until_empty()
 
 
-async def _first(event: Coroutine[Any, Any, Any], *, until: asyncio.Future[Any]) -> bool:
-    """Waits for either; True if the event happened and the task is not done."""
-    waiter = asyncio.create_task(event)
+async def _is_done(task: asyncio.Future[Any], event: OneTimeEvent, timeout: float | None = None) -> bool:
+    """Waits for the task, but no longer than until the event or for ``timeout`` seconds."""
+    waiter = asyncio.create_task(event.wait())
     try:
-        await asyncio.wait((waiter, until), return_when=asyncio.FIRST_COMPLETED)
-        return not until.done()
+        await asyncio.wait((task, waiter), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
     finally:
         waiter.cancel()
-
-
-async def _at_most(seconds: float, work: Awaitable[Any]) -> None:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(work, seconds)

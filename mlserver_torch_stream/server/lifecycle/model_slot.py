@@ -1,4 +1,4 @@
-"""The slot of one model in this process: builds the engine off the event loop, holds it, and drains it at the unload.
+"""The slot of one model in this process: it builds the engine off the event loop, holds it and drains it at unload.
 
 Knows nothing of settings or requests: its caller passes the function that builds an engine.
 """
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.lifecycle import Drainable
+from mlserver_torch_stream.server.lifecycle.lifecycle import Drainable, Member
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
@@ -35,19 +34,12 @@ class BuiltModel(Protocol):
 B = TypeVar("B", bound=BuiltModel)
 
 
-class ModelSlot(Generic[B]):
-    """A ``Member`` of the lifecycle."""
+class ModelSlot(Member, Generic[B]):
+    """Builds, holds and drains the engine of one model."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.inflight = InflightRequests()
-        self.settled = OneTimeEvent()
-        self.retired = False
+        super().__init__(name)
         self._built: B | None = None
-
-    @property
-    def engine(self) -> Drainable | None:
-        return None if self._built is None else self._built.engine
 
     @property
     def built(self) -> B:
@@ -100,7 +92,7 @@ class ModelSlot(Generic[B]):
         why = LIFECYCLE.shutdown_reason or f"model '{self.name}' is being unloaded"
         await LIFECYCLE.drain([self, *LIFECYCLE.members(built.engine)], read_options().drain_grace, why)
         await in_thread(built.shutdown)
-        self._built = None
+        self._built = self.engine = None
         return built
 
     def _take(self, building: asyncio.Future[B]) -> None:
@@ -108,6 +100,6 @@ class ModelSlot(Generic[B]):
             return
         built = building.result()
         if not self.retired and LIFECYCLE.shutdown_reason is None:
-            self._built = built
+            self._built, self.engine = built, built.engine
         elif built.give_back():
             in_thread(built.shutdown)

@@ -1,4 +1,4 @@
-"""The check of MLServer's ports before any model is loaded: one that cannot be listened on is one line in the log.
+"""Checks MLServer's ports before any model is loaded; for a port that cannot be used the log gets one line.
 
 Knows nothing of models. Without it a busy port ends the process with tracebacks, and a busy gRPC port only after all
 models are loaded.
@@ -17,11 +17,13 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle.threads import exit_now
+from mlserver_torch_stream.server.options import ServerOptions
 
+_TRITON = "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON"
 _OWN_FILES = "/proc/self/fd"
 
 
-def check(server: RESTServer) -> None:
+def check(server: RESTServer, options: ServerOptions) -> None:
     """Ends the process with status 1 if the server is starting and one of its listeners cannot have its port.
 
     The process ends at once: it serves nothing yet, and uvicorn's own end would be a traceback for each listener.
@@ -29,7 +31,7 @@ def check(server: RESTServer) -> None:
     listener = getattr(server, "_server", None)
     if listener is None or listener.started:
         return
-    problem = port_problem(server._settings)
+    problem = port_problem(server._settings, options)
     if problem is not None:
         logger.error(f"The server cannot start: {problem}")
         for worker in multiprocessing.active_children():
@@ -37,14 +39,18 @@ def check(server: RESTServer) -> None:
         exit_now(1)
 
 
-def port_problem(settings: Settings) -> str | None:
+def port_problem(settings: Settings, options: ServerOptions) -> str | None:
     """Why MLServer, whose gRPC listener runs by now and whose others are about to start, cannot have all its ports."""
     host = settings.host
     template = "port {} ({}) cannot be listened on at {}: {}"
-    for name in ("http_port", "metrics_port"):
-        port = getattr(settings, name)
-        if name == "metrics_port" and not settings.metrics_endpoint:
-            continue
+    ports = {"http_port": settings.http_port}
+    if settings.metrics_endpoint:
+        ports["metrics_port"] = settings.metrics_port
+    if options.grpc_port_triton:
+        if options.grpc_port_triton in ports.values():
+            return template.format(options.grpc_port_triton, _TRITON, host, "it is another port of this server")
+        ports[_TRITON] = options.grpc_port_triton
+    for name, port in ports.items():
         try:
             _try(host, port)
         except OSError as error:

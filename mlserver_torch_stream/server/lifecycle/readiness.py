@@ -1,6 +1,6 @@
-"""MLServer's health and its entry of requests, patched: our models refuse requests themselves, where MLServer says 400.
+"""Patches MLServer's health and its admission of requests: our models refuse requests themselves, and never with 400.
 
-Knows nothing of why a model is not ready. Health and requests of other models stay MLServer's own.
+Knows nothing of why a model is not ready. MLServer handles the health and the requests of other models.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from mlserver_torch_stream.server.rest.routes import find_model
 
 HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 
-_MARK = "_torch_stream_readiness"
-
 
 def install() -> None:
-    """Passes requests to our models whether they are ready or not: they refuse with a status of their own. Idempotent.
+    """Passes requests to our models whether they are ready or not: they refuse with a status of their own. Called once.
 
-    MLServer refuses with 400, at which Seldon Core 2 loads the model anew; and it has no state for a model that still
-    accepts requests although routers should send no new ones. A process that shuts down is not ready, whatever its
+    MLServer refuses with 400, at which Seldon Core 2 loads the model again; and it has no state for a model that still
+    accepts requests although routers should send no new ones. A process that shuts down is not ready, even if its
     models are. A process that shuts down because an engine died is not live either, so that it is restarted even if
     the shutdown hangs.
     """
     original = DataPlane._infer_contextmanager
-    if getattr(original, _MARK, False):
-        return
 
     @functools.wraps(original)
     @asynccontextmanager
@@ -49,7 +45,6 @@ def install() -> None:
                 yield model
             data_plane._ModelInferRequestSuccess.labels(**labels).inc()
 
-    setattr(enter, _MARK, True)
     DataPlane._infer_contextmanager = enter
     DataPlane.ready = _unless(lambda: LIFECYCLE.shutdown_reason, DataPlane.ready)
     DataPlane.live = _unless(lambda: LIFECYCLE.failure, DataPlane.live)
@@ -76,5 +71,5 @@ def _unless(trouble: Callable[[], str | None], check: HealthCheck) -> HealthChec
     return checked
 
 
-def is_ours(model: MLModel) -> bool:
+def is_ours(model: MLModel | None) -> bool:
     return bool(getattr(model, "streams_tokens", False))

@@ -1,7 +1,8 @@
-"""One load or unload of a name at a time, for names of our models.
+"""Lets one load or unload of a name run at a time, for names of our models.
 
 MLServer's registry does not order them: a load that begins while an unload waits for streams is forgotten when the
-unload ends, and of two concurrent loads the first may unregister the second. Names of other models are left alone.
+unload ends, and of two concurrent loads the first may unregister the second. Knows nothing of what a load does; the
+loads of other models are not ordered.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from mlserver.registry import MultiModelRegistry
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 
-_MARK = "_torch_stream_registry_lock"
 _OURS = "mlserver_torch_stream."
 
 
 class RegistryLock:
-    """The names that are being loaded or unloaded, each with the event of its end."""
+    """Holds the names that are being loaded or unloaded, each with the event of its end."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -49,12 +49,9 @@ class RegistryLock:
 
 
 def install(lock: RegistryLock) -> None:
-    """Wraps the methods that change MLServer's registry. Idempotent."""
-    if getattr(MultiModelRegistry.load, _MARK, False):
-        return
-    MultiModelRegistry.load = _locked(lock, MultiModelRegistry.load)
-    MultiModelRegistry.unload = _locked(lock, MultiModelRegistry.unload)
-    MultiModelRegistry.unload_version = _locked(lock, MultiModelRegistry.unload_version)
+    """Wraps the methods that change MLServer's registry. Called once."""
+    for method in ("load", "unload", "unload_version"):
+        setattr(MultiModelRegistry, method, _locked(lock, getattr(MultiModelRegistry, method)))
 
 
 def _locked(lock: RegistryLock, change: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -65,7 +62,6 @@ def _locked(lock: RegistryLock, change: Callable[..., Awaitable[Any]]) -> Callab
         async with lock.hold(_name_of(subject)):
             return await change(registry, subject, *more, **options)
 
-    setattr(changed, _MARK, True)
     return changed
 
 

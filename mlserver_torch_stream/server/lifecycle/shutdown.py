@@ -1,4 +1,4 @@
-"""The shutdown of an MLServer with models of ours: not ready, then no new work, then aborts, then MLServer's own stop.
+"""Shuts an MLServer with models of ours down: not ready, then no new work, then aborts, then MLServer's own stop.
 
 Knows nothing of engines. A server without our models ends as stock MLServer does.
 """
@@ -22,14 +22,15 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.lifecycle.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
-_MARK = "_torch_stream_shutdown"
 _WHY = "the server is shutting down"
 # Seconds after the aborts for clients that do not read their last response, if the server has our models only.
+_GRPC_GRACE = 5.0  # MLServer's own
 _GRPC_STOP_TIMEOUT = 0.5
 _REST_STOP_TIMEOUT = 0.5
 
@@ -42,10 +43,8 @@ class EndedWithError(Exit):
 
 
 def install() -> None:
-    """Wraps MLServer's stop. Idempotent."""
+    """Wraps MLServer's stop. Called once."""
     original = MLServer.stop
-    if getattr(original, _MARK, False):
-        return
 
     @functools.wraps(original)
     async def stop(server: MLServer, sig: int | None = None) -> None:
@@ -54,7 +53,7 @@ def install() -> None:
                 LIFECYCLE.skip_grace()
             return
         why = None if sig is None else signal.Signals(sig).name
-        if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it, and stops
+        if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
             LIFECYCLE.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM
         if LIFECYCLE.members() or LIFECYCLE.failure is not None:
@@ -62,9 +61,8 @@ def install() -> None:
             if why is not None:
                 LIFECYCLE.draining = True
                 await _drain(server, why)
-        await original(server, sig)
+        await asyncio.gather(original(server, sig), LIFECYCLE.stop_listeners(_GRPC_GRACE))
 
-    setattr(stop, _MARK, True)
     MLServer.stop = stop
     logger.addFilter(_without_our_traceback)
 
@@ -97,27 +95,24 @@ def _handled_by_the_loop(*_: object) -> None:
 async def _drain(server: MLServer, why: str) -> None:
     try:
         options = read_options()
-    except SettingsError:  # it has failed the start
+    except SettingsError:  # this error has failed the start
         options = read_options({})
     members = LIFECYCLE.members()
     LIFECYCLE.begin_shutdown(_WHY)
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")
     await LIFECYCLE.delay(options.drain_delay)
+    LIFECYCLE.refusing.set()
     await LIFECYCLE.drain(members, options.drain_grace, _WHY)
     await LIFECYCLE.stop_engines(members)
     logger.info("Every stream has ended: closing the listeners")
     rest = server._rest_server._server
-    if await _only_ours(server):
+    if all(map(is_ours, await server._model_registry.get_models())):
+        await LIFECYCLE.stop_listeners(_GRPC_STOP_TIMEOUT)
         await server._grpc_server._server.stop(_GRPC_STOP_TIMEOUT)
         rest.config.timeout_graceful_shutdown = _REST_STOP_TIMEOUT
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
     metrics = server._metrics_server
     _wrap_listeners(rest, [] if metrics is None else [metrics._server])
-
-
-async def _only_ours(server: MLServer) -> bool:
-    models = await server._model_registry.get_models()
-    return all(getattr(model, "streams_tokens", False) for model in models)
 
 
 def _wrap_listeners(rest: Any, others: Sequence[Any]) -> None:

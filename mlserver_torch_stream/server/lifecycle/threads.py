@@ -1,4 +1,4 @@
-"""Blocking work in a thread that never keeps the process from ending.
+"""Runs blocking work in a thread that never keeps the process from ending.
 
 Knows nothing of the work. The event loop joins its own threads at exit, even while they load a model for minutes.
 """
@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -25,18 +26,13 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(set_it: Callable[[], None]) -> None:
-        if not future.done():
-            set_it()
-
     def run() -> None:
         try:
-            result = context.run(work)
+            settle = partial(future.set_result, context.run(work))
         except BaseException as error:
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            _post(loop, lambda: settle(lambda: future.set_exception(failure)))
-        else:
-            _post(loop, lambda: settle(lambda: future.set_result(result)))
+            settle = partial(future.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task awaits the future
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
     threading.Thread(target=run, name=_NAME, daemon=True).start()
     return future
@@ -57,8 +53,3 @@ def exit_now(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so no task awaits the future
-        loop.call_soon_threadsafe(action)

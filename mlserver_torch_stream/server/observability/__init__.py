@@ -1,1 +1,1 @@
-"""Metrics, and for each request one log line and one span."""
+"""Exports metrics, and writes one log line and one span for each request."""

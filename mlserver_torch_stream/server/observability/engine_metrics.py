@@ -1,4 +1,4 @@
-"""The counters and gauges of this process's engines, by model and version; a reload does not reset a counter.
+"""Holds the counters and gauges of this process's engines, by model and version; a reload does not reset a counter.
 
 Knows an engine only by its ``stats()``, whose counters begin at 0 with every engine.
 """
@@ -6,23 +6,15 @@ Knows an engine only by its ``stats()``, whose counters begin at 0 with every en
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from threading import Lock
 
-from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.api import COUNTERS, EngineStats
 
 Labels = tuple[str, str]
 """A model's name and its version, which may be empty."""
 
-GAUGES = (
-    "running_sequences",
-    "waiting_requests",
-    "waiting_tokens",
-    "prefilling_requests",
-    "open_prompts",
-    "kv_cache_bytes",
-    "kv_cache_budget",
-    "prefix_cache_bytes",
-)
+_GAUGES = tuple(each.name for each in fields(EngineStats) if each.name not in COUNTERS)
 
 
 class EngineMetrics:
@@ -67,4 +59,4 @@ class EngineMetrics:
 
 
 def _added(parts: list[EngineStats]) -> EngineStats:
-    return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in GAUGES})
+    return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in _GAUGES})

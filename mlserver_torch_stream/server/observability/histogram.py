@@ -1,4 +1,4 @@
-"""A histogram of Prometheus: observations counted by bucket.
+"""Counts observations in the buckets of a Prometheus histogram.
 
 Knows no metric's name. prometheus_client's own histogram takes a lock and walks over all buckets for each observation,
 and writes to a file when MLServer has inference workers; only one thread may write to this one.

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of token models, computed at scrape time.
+"""Exports the Prometheus metrics of token models and of their weights, computed at scrape time.
 
 Knows nothing of scrapers. The labels are a model's name and version from its settings, and a ``finish_reason`` or a
 ``status_code`` from a fixed list: no text of a client becomes a label. Names follow vLLM's where vLLM has the metric.
@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.server.observability import vllm_names
 from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics, Labels
 from mlserver_torch_stream.server.observability.request_metrics import ModelRequests, RequestMetrics
@@ -26,10 +27,7 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "open_prompts": ("Prompts that are being sent in pieces", lambda now: now.open_prompts),
     "kv_cache_bytes": ("Bytes of KV cache that running sequences and prefills reserve", lambda now: now.kv_cache_bytes),
     "kv_cache_budget_bytes": ("Bytes of KV cache that may be reserved", lambda now: now.kv_cache_budget),
-    "prefix_cache_bytes": (
-        "Bytes of the prefix cache",
-        lambda now: now.prefix_cache_bytes,
-    ),
+    "prefix_cache_bytes": ("Bytes of the prefix cache", lambda now: now.prefix_cache_bytes),
     "kv_cache_usage_ratio": (
         "Share of the KV cache's budget that is reserved, from 0 to 1",
         lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
@@ -45,15 +43,9 @@ _ENGINE_COUNTERS = {
     "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",
 }
 _REQUEST_COUNTERS = {
-    "requests": (
-        "finish_reason",
-        "Requests: the gravest finish reason of their sequences, `cancelled` or `refused`",
-    ),
+    "requests": ("finish_reason", "Requests: the gravest finish reason of their sequences, `cancelled` or `refused`"),
     "sequences": ("finish_reason", "Sequences by finish reason; those of a client that disconnected are `abort`"),
-    "request_errors": (
-        "status_code",
-        "Requests that failed, by the REST status of their error, also over gRPC",
-    ),
+    "request_errors": ("status_code", "Requests that failed, by the REST status of their error, also over gRPC"),
 }
 _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": ("first_token", "From a request's start to its first event, tokenizing included"),
@@ -120,3 +112,18 @@ def _of_requests(requests: list[tuple[Labels, ModelRequests]]) -> Iterator[Metri
             observed = getattr(counts, field)
             histogram.add_metric(labels, observed.buckets(), observed.sum)
         yield histogram
+
+
+class WeightsMetrics(Collector):
+    """Exports the counts of the weights and engines that the models of this process share."""
+
+    def __init__(self, resources: ProcessResources) -> None:
+        self._resources = resources
+
+    def collect(self) -> Iterator[Metric]:
+        weights, engines = self._resources.weights, self._resources.engines
+        text = "Copies of weights in memory, each shared by all models that name the same files and devices"
+        yield GaugeMetricFamily(_PREFIX + "loaded_weights", text, value=len(weights))
+        yield GaugeMetricFamily(_PREFIX + "engines", "Engines that take requests", value=len(engines))
+        text = "Weights loaded since the process began; a reload of unchanged files loads none"
+        yield CounterMetricFamily(_PREFIX + "weight_loads", text, value=weights.made)

@@ -1,4 +1,4 @@
-"""One log line per request at its end, as ``key=value`` pairs, in the format of MLServer's own lines.
+"""Writes one log line per request at its end, as ``key=value`` pairs, in the format of MLServer's own lines.
 
 Knows nothing of log handlers. A client's text is quoted as JSON, so that it can forge no line and no terminal command.
 Prompts, answers and error messages, which may quote them, are left out unless the operator asks for them.

@@ -6,16 +6,18 @@ Knows nothing of spellings and transports. All of it runs on the event loop's th
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from mlserver.errors import MLServerError, ModelNotReady
 from opentelemetry.trace import Span
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
+from mlserver_torch_stream.generation import RequestObserver, RequestObservers
 from mlserver_torch_stream.server.observability import tracing
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
 from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
-from mlserver_torch_stream.server.process_state import REQUEST_METRICS, REQUEST_SINKS
+from mlserver_torch_stream.server.process_state import CLIENT_LOAD, REQUEST_METRICS, REQUEST_SINKS
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
 # The outcome of a request whose sequences ended differently is the first of these.
@@ -29,7 +31,7 @@ _GRAVEST = (
 )
 
 
-class ModelRequestObservers:
+class ModelRequestObservers(RequestObservers):
     """Makes the observers of the requests to one model through one kind of endpoint."""
 
     def __init__(self, model: str, version: str | None, endpoint: EndpointKind) -> None:
@@ -42,25 +44,65 @@ class ModelRequestObservers:
         return ServerRequestObserver(self._record(request.request_id, request), streaming=streaming)
 
     def refused(self, request_id: str, error: BaseException) -> None:
-        """Reports a request that could not be decoded, or that met no engine."""
         ServerRequestObserver(self._record(request_id, None), streaming=self._endpoint.streams).failed(error)
 
     def _record(self, request_id: str, request: GenerationRequest | None) -> RequestRecord:
         return RequestRecord(request_id, self._model, self._version, self._endpoint, request)
 
 
-class ServerRequestObserver:
+class TimedRequest(ABC):
+    """Measures one request, and reports it once. A subclass says in ``count`` which counters of the model grow."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.metrics: ModelRequests = REQUEST_METRICS.of(record.model, record.version)
+        self.ended = False
+        self._began = time.monotonic()
+
+    def closed(self) -> None:
+        """The reply is closed. Before the request's end, and without an error, the client has disconnected."""
+        if self.record.error is None and not self.ended:
+            self.record.status = CLIENT_CLOSED_REQUEST
+        self.end()
+
+    def failed(self, error: BaseException) -> None:
+        """The request ends with this error, which its client gets."""
+        self.record.error = self.record.error or error
+        self.end()
+
+    def first_event(self, now: float) -> None:
+        self.record.ttft_s = now - self._began
+        self.metrics.first_token.observe(self.record.ttft_s)
+
+    def end(self) -> None:
+        """Idempotent."""
+        if self.ended:
+            return
+        self.ended = True
+        record = self.record
+        record.e2e_s = time.monotonic() - self._began
+        if record.error is not None:
+            record.status = status_of(record.error)
+            self.metrics.count_error(record.status)
+        self.count()
+        if REQUEST_SINKS.log is not None:
+            REQUEST_SINKS.log.write(record)
+
+    @abstractmethod
+    def count(self) -> None:
+        """Called once, when the record is complete."""
+
+
+class ServerRequestObserver(TimedRequest, RequestObserver):
     """Observes one request. ``streaming``: events before an error were sent already, so the error does not fail it."""
 
     def __init__(self, record: RequestRecord, *, streaming: bool) -> None:
-        self._record = record
+        super().__init__(record)
         self._streaming = streaming
-        self._began = time.monotonic()
-        self._metrics: ModelRequests = REQUEST_METRICS.of(record.model, record.version)
         self._unfinished = record.sequences
         self._accepted = False
+        self._prompted = False
         self._seen = False
-        self._ended = False
         self._last: dict[int, float] = {}  # by sequence: the time of its last tokens
         self._keeps_text = REQUEST_SINKS.log is not None and REQUEST_SINKS.log.prompts
         self._span: Span | None = None
@@ -68,51 +110,40 @@ class ServerRequestObserver:
             self._span = tracing.start_span(REQUEST_SINKS.tracer, record)
 
     def accepted(self) -> None:
-        """The engine has accepted the request."""
         self._accepted = True
 
     def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None:
-        """The prompts are complete."""
-        self._record.prompts = tuple(prompts)
-        self._record.prompt_tokens = tokens
+        self.record.prompts = tuple(prompts)
+        self.record.prompt_tokens = tokens
+        if not self.ended:
+            self._prompted = True
+            CLIENT_LOAD.prompted(self.record.model, self.record.sequences)
 
     def event(self, event: TokenEvent) -> None:
-        """Called for every event, so it must be cheap."""
         count = len(event.token_ids)
         if count:
             now = time.monotonic()
             last = self._last.get(event.index)
             if last is not None:
-                self._metrics.inter_token.observe((now - last) / count, count)
-            elif self._record.ttft_s is None:
-                self._first_token(now)
+                self.metrics.inter_token.observe((now - last) / count, count)
+            elif self.record.ttft_s is None:
+                self.first_event(now)
             self._last[event.index] = now
-            self._record.completion_tokens += count
+            self.record.completion_tokens += count
         if self._keeps_text:
-            self._record.texts.setdefault(event.index, []).append(event.text)
+            self.record.texts.setdefault(event.index, []).append(event.text)
         if event.finish_reason is not None:
             self._finished(event, event.finish_reason)
         self._seen = True
 
-    def failed(self, error: BaseException) -> None:
-        """The request ends with this error, which its client gets."""
-        self._record.error = self._record.error or error
-        self._end()
-
-    def closed(self) -> None:
-        """The reply is closed. Before the request's end, and without an error, the client has disconnected."""
-        if self._record.error is None and not self._ended:
-            self._record.status = CLIENT_CLOSED_REQUEST
-        self._end()
-
-    def _first_token(self, now: float) -> None:
-        self._record.ttft_s = now - self._began
-        self._metrics.first_token.observe(self._record.ttft_s)
+    def first_event(self, now: float) -> None:
+        super().first_event(now)
+        CLIENT_LOAD.first_token()
         if self._span is not None:
             self._span.add_event(tracing.FIRST_TOKEN)
 
     def _finished(self, event: TokenEvent, reason: FinishReason) -> None:
-        record = self._record
+        record = self.record
         record.reasons.append(reason)
         if event.usage is not None:
             record.queue_s = max(record.queue_s or 0.0, event.usage.queue_s)
@@ -120,27 +151,15 @@ class ServerRequestObserver:
             record.error = record.error or event.error
         self._unfinished -= 1
         if not self._unfinished:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        record = self._record
-        record.e2e_s = time.monotonic() - self._began
-        if record.error is not None:
-            record.status = status_of(record.error)
-        self._count()
+    def count(self) -> None:
+        record, metrics = self.record, self.metrics
+        if self._prompted:
+            CLIENT_LOAD.ended(record.model, record.sequences, answered=record.ttft_s is not None)
         if self._span is not None:
             tracing.end_span(self._span, record)
-        if REQUEST_SINKS.log is not None:
-            REQUEST_SINKS.log.write(record)
-
-    def _count(self) -> None:
-        record, metrics = self._record, self._metrics
-        metrics.requests[self._outcome()] += 1
-        if record.error is not None:
-            metrics.count_error(record.status)
+        metrics.ended(self._outcome(), record.e2e_s, record.queue_s or 0.0, record.sequences)
         if not self._accepted:
             return
         for reason in record.reasons:
@@ -152,7 +171,7 @@ class ServerRequestObserver:
             metrics.request.observe(record.e2e_s)
 
     def _outcome(self) -> str:
-        record = self._record
+        record = self.record
         if record.client_disconnected:
             return CANCELLED
         if not self._accepted:

@@ -1,4 +1,4 @@
-"""The record of one request, from which its log line and its span are written.
+"""Defines the record of one request, from which its log line and its span are written.
 
 Knows nothing of their formats.
 """

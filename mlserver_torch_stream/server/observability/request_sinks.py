@@ -1,4 +1,4 @@
-"""The log and the tracer that get every request at its end, besides the metrics.
+"""Holds the log and the tracer that get every request at its end, besides the metrics.
 
 Knows nothing of requests. ``telemetry.install`` sets both once the server's settings are known.
 """

@@ -1,11 +1,12 @@
-"""Adds metrics and a plain health check to the REST port, and switches the log of requests and the trace on.
+"""Adds metrics and a plain health check to the REST port, and switches the log of requests and tracing on.
 
-Knows nothing of requests. Called when MLServer registers a model of ours: its settings cannot be read earlier.
+Knows nothing of requests. It is installed when MLServer registers a model of ours: MLServer's settings cannot be read
+earlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 
 from mlserver.metrics.prometheus import PrometheusEndpoint
 from mlserver.rest.server import RESTServer
@@ -36,9 +37,9 @@ def install(
     settings = server._settings
     metrics.vllm_names = options.vllm_metric_names
     PrometheusEndpoint._registry = property(lambda endpoint: _registry(endpoint._settings, metrics))
-    routes = [Route(_HEALTH, _health(server))]
+    routes = [Route(_HEALTH, partial(_health, server))]
     if settings.metrics_endpoint:
-        routes.append(Route(settings.metrics_endpoint, _metrics_endpoint(settings, metrics)))
+        routes.append(Route(settings.metrics_endpoint, partial(_scrape, settings, metrics)))
     server._app.router.routes[:0] = routes
     join_mlservers_log()
     structured = settings.use_structured_logging
@@ -56,16 +57,11 @@ def _registry(settings: Settings, metrics: TokenMetrics) -> CollectorRegistry:
     return registry
 
 
-def _metrics_endpoint(settings: Settings, metrics: TokenMetrics) -> Callable[[Request], Response]:
-    def scrape(request: Request) -> Response:  # not a coroutine, so starlette runs it in a thread
-        return Response(generate_latest(_registry(settings, metrics)), media_type=CONTENT_TYPE_LATEST)
-
-    return scrape
+def _scrape(settings: Settings, metrics: TokenMetrics, request: Request) -> Response:
+    """No coroutine, so that starlette runs it in a thread."""
+    return Response(generate_latest(_registry(settings, metrics)), media_type=CONTENT_TYPE_LATEST)
 
 
-def _health(server: RESTServer) -> Callable[[Request], Awaitable[Response]]:
-    async def health(request: Request) -> Response:
-        is_ready = bool(await server._data_plane.ready())
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
-
-    return health
+async def _health(server: RESTServer, request: Request) -> Response:
+    is_ready = bool(await server._data_plane.ready())
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)

@@ -1,4 +1,4 @@
-"""One OpenTelemetry span per request, a child of the server span of MLServer's instrumentation.
+"""Writes one OpenTelemetry span per request, a child of the server span of MLServer's instrumentation.
 
 Knows nothing of metrics and logs. The attributes are those of the GenAI semantic conventions (repository
 open-telemetry/semantic-conventions-genai, in development). They have no attribute for the time in the queue, which has

@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names, for routers that read those.
+"""Exports our metrics under vLLM's names, for routers that read those.
 
 Knows no router. The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use
 of the cache, and newer ones ``num_requests_running`` (docs/proposals/003-model-server-protocol in
@@ -36,8 +36,10 @@ _HISTOGRAMS = {
     "request_queue_time_seconds": "queue",
     "e2e_request_latency_seconds": "request",
 }
-
-
+_QUEUES: dict[str, Callable[[EngineStats], float]] = {
+    "num_requests_running": lambda stats: stats.running_sequences + stats.prefilling_requests,
+    "num_requests_waiting": lambda stats: stats.waiting_requests,
+}
 _TOKENS: dict[str, Callable[[EngineStats], float]] = {
     "prompt_tokens": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
     "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
@@ -49,44 +51,31 @@ _TOKENS: dict[str, Callable[[EngineStats], float]] = {
 def families(
     gauges: dict[Labels, EngineStats], counters: dict[Labels, EngineStats], requests: list[tuple[Labels, ModelRequests]]
 ) -> Iterator[Metric]:
-    yield from _gauges(gauges)
-    for name, count in _TOKENS.items():
-        yield _counter(name, _by_name({labels: count(stats) for labels, stats in counters.items()}))
+    used = _by_name(gauges, lambda stats: stats.kv_cache_bytes)
+    budget = _by_name(gauges, lambda stats: stats.kv_cache_budget)
+    usage = {name: used[name] / budget[name] if budget[name] else 0.0 for name in used}
+    for name, read in _QUEUES.items():
+        yield _family(GaugeMetricFamily, name, _by_name(gauges, read))
+    yield _family(GaugeMetricFamily, "kv_cache_usage_perc", usage)
+    yield _family(GaugeMetricFamily, "gpu_cache_usage_perc", usage)
+    for name, read in _TOKENS.items():
+        yield _family(CounterMetricFamily, name, _by_name(counters, read))
     yield _request_success(requests)
     for name, field in _HISTOGRAMS.items():
         yield _histogram(name, field, requests)
 
 
-def _gauges(gauges: dict[Labels, EngineStats]) -> Iterator[Metric]:
-    running = _by_name(
-        {labels: stats.running_sequences + stats.prefilling_requests for labels, stats in gauges.items()}
-    )
-    waiting = _by_name({labels: stats.waiting_requests for labels, stats in gauges.items()})
-    used = _by_name({labels: stats.kv_cache_bytes for labels, stats in gauges.items()})
-    budget = _by_name({labels: stats.kv_cache_budget for labels, stats in gauges.items()})
-    use = {name: used[name] / budget[name] if budget[name] else 0.0 for name in used}
-    yield _gauge("num_requests_running", running)
-    yield _gauge("num_requests_waiting", waiting)
-    yield _gauge("kv_cache_usage_perc", use)
-    yield _gauge("gpu_cache_usage_perc", use)
-
-
-def _by_name(values: dict[Labels, float]) -> dict[str, float]:
+def _by_name(stats: dict[Labels, EngineStats], read: Callable[[EngineStats], float]) -> dict[str, float]:
     totals: dict[str, float] = {}
-    for (model, _), value in values.items():
-        totals[model] = totals.get(model, 0) + value
+    for (model, _), of_version in stats.items():
+        totals[model] = totals.get(model, 0) + read(of_version)
     return totals
 
 
-def _gauge(name: str, values: dict[str, float]) -> Metric:
-    family = GaugeMetricFamily(_PREFIX + name, _help(name), labels=(_LABEL,))
-    for model, value in values.items():
-        family.add_metric((model,), value)
-    return family
-
-
-def _counter(name: str, values: dict[str, float]) -> Metric:
-    family = CounterMetricFamily(_PREFIX + name, _help(name), labels=(_LABEL,))
+def _family(
+    kind: Callable[..., GaugeMetricFamily | CounterMetricFamily], name: str, values: dict[str, float]
+) -> Metric:
+    family = kind(_PREFIX + name, _help(name), labels=(_LABEL,))
     for model, value in values.items():
         family.add_metric((model,), value)
     return family

@@ -48,6 +48,21 @@ def abort(scope: Scope) -> None:
         transport.abort()
 
 
+async def break_off(scope: Scope, receive: Receive, most_s: float) -> None:
+    """Closes the connection within a response, once its client has read what was sent, or after ``most_s`` seconds.
+
+    The end of a body in chunks is missing then, so that the client knows.
+    """
+    transport = scope.get(_KEY)
+    if transport is None:
+        return
+    transport.close()
+    try:
+        await asyncio.wait_for(_watch(receive, lambda: None), most_s)
+    except asyncio.TimeoutError:
+        abort(scope)
+
+
 def _set_option(scope: Scope, level: int, option: int, value: int | bytes) -> None:
     transport = scope.get(_KEY)
     connection = transport.get_extra_info("socket") if transport is not None else None

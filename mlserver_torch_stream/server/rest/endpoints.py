@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 from uuid import uuid4
@@ -25,7 +25,7 @@ from mlserver.utils import extract_headers
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
+from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
@@ -35,7 +35,7 @@ from mlserver_torch_stream.server.observability.request_record import EndpointKi
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_whole
+from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
@@ -139,6 +139,7 @@ class _EndpointRequest:
         self._send = send
 
     async def serve(self) -> None:
+        self._request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
         if "model_name" in self._path:
             await self._find(*self._spelling.model(self._path, {}))  # an unknown model is 404 whatever the body is
         posted = self._posted(await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes))
@@ -152,32 +153,39 @@ class _EndpointRequest:
         if self._model is not None and not self._opened:
             observers = ModelRequestObservers(self._model.name, self._model.version, self._entrance)
             observers.refused(self._request_id, error)
-        refusal = as_refusal(error)
-        status, body = self._spelling.error(refusal.status, refusal.message, refusal.field)
-        await replace(refusal, status=status).send(self._send, orjson.dumps(body))
+        refused = as_refusal(error)
+        status, body = self._spelling.refusal(refused)
+        await send_refusal(self._send, status, orjson.dumps(body), refused.retry_after, self._spelling_headers())
 
     @property
     def _entrance(self) -> EndpointKind:
         return EndpointKind.REST_STREAM if self._streaming else EndpointKind.REST_UNARY
 
+    def _spelling_headers(self) -> EncodedHeaders:
+        """The headers that the spelling has in every reply."""
+        self._request_id = self._request_id or str(uuid4())
+        headers = self._spelling.headers(self._request_id)
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
+
     async def _find(self, name: str, version: str | None) -> None:
         """Only a name that a model of ours has becomes the label of a metric."""
         model = await self._endpoint.data_plane._model_registry.get_model(name, version)
-        if not getattr(model, "streams_tokens", False):
+        if getattr(model, "streams_tokens", False):
+            self._model, self.name, self._version = model, name, version
+        elif "model_name" in self._path:
             raise ModelNotFound(name, version)
-        self._model, self.name, self._version = model, name, version
+        if "model_name" not in self._path and not hasattr(self._model, "generator"):
+            raise InvalidInput("model", f"{name} generates no tokens, it takes no request on this path")
 
     async def _choose(self, body: JsonObject) -> None:
         """Finds the spelling, the model and the kind of reply that the body asks for."""
         route = self._endpoint.route
         self._spelling = next(spelling for spelling in route.spellings if spelling.accepts(body))
-        self._request_id = self._spelling.request_id(body)
+        self._request_id = self._spelling.request_id(body, self._headers)
         if route.streaming is None:
             self._streaming = self._spelling.streams(body)
         if self._model is None:
             await self._find(*self._spelling.model(self._path, body))
-            if hasattr(self._model, "open_reply"):
-                raise InvalidInput("model", f"{self.name} generates no tokens, it takes no request on this path")
 
     def _posted(self, whole: bytes) -> PostedBody:
         """A JSON object, or what a model that reads bodies itself makes of it. Raises RequestError."""
@@ -198,6 +206,7 @@ class _EndpointRequest:
             reply.close()
         attributes = as_headers(self._cloud_events(model, reply.request_id))
         headers = [(name.encode(), value.encode()) for name, value in attributes.items()]
+        headers += self._spelling_headers()
         if raw is None:
             await send_json(self._send, 200, orjson.dumps(whole), headers)
         else:
@@ -223,8 +232,8 @@ class _EndpointRequest:
             self._opened = True
             return own
         generator = model.generator(self._entrance)
-        request_id = self._request_id or str(uuid4())
-        request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=request_id)
+        self._request_id = self._request_id or str(uuid4())
+        request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=self._request_id)
         self._opened = True
         start = partial(generator.start, request)
         return TokenReply(request, self._spelling, context(request.request_id), start, posted)
@@ -241,6 +250,7 @@ class _EndpointRequest:
             keep_alive=options.sse_ping_interval if reply.comments else 0.0,
             stalled_after=options.stalled_reader_timeout,
             stalled=partial(self._stalled, reply),
+            headers=self._spelling_headers(),
         )
 
     async def _send_all(self, reply: EndpointReply, events: EventStream) -> None:
@@ -251,7 +261,7 @@ class _EndpointRequest:
         except Exception as error:
             if not events.started:
                 raise
-            reply.error = GenerationFailed(as_refusal(error).message)
+            reply.error = as_refusal(error)
             for body in reply.failure(reply.error):
                 await events.send(orjson.dumps(body))
         end = reply.end()

@@ -6,44 +6,35 @@ Core 2's agent takes those as "model not loaded" and reloads the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mlserver.errors import MLServerError, ModelNotFound, ModelNotReady
 from mlserver.logging import logger
 from starlette.types import Send
 
-from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError, UnknownModel
 
 EncodedHeaders = list[tuple[bytes, bytes]]
 _INTERNAL = "internal server error"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The reply to a request that is refused. ``field``: the part of the request that is wrong."""
-
-    status: int
-    message: str
-    retry_after: int | None = None
-    field: str | None = None
-
-    async def send(self, send: Send, body: bytes) -> None:
-        headers = [(b"retry-after", str(self.retry_after).encode())] if self.retry_after is not None else []
-        await send_json(send, self.status, body, headers)
-
-
-def as_refusal(error: Exception) -> Refusal:
-    """Any exception, with its row of the error table. One that is not in it is a bug, and logged with its traceback."""
-    if isinstance(error, ModelNotReady):
-        error = NotServing(str(error))
+def as_refusal(error: Exception) -> RequestError:
+    """Any exception as an error of the error table. One that is not in it is a bug, and logged with its traceback."""
     if isinstance(error, RequestError):
-        return Refusal(error.status, error.message, getattr(error, "retry_after", None), getattr(error, "field", None))
-    if isinstance(error, ModelNotFound):
-        return Refusal(404, str(error))
+        return error
+    if isinstance(error, ModelNotReady):
+        return NotServing(str(error))
     if isinstance(error, MLServerError):
-        return Refusal(int(error.status_code), str(error))
+        refused = RequestError(str(error))
+        refused.status = int(error.status_code)
+        if isinstance(error, ModelNotFound):
+            refused.field, refused.code = UnknownModel.field, UnknownModel.code
+        return refused
     logger.error("A request failed", exc_info=error)
-    return Refusal(GenerationFailed.status, _INTERNAL)
+    return GenerationFailed(_INTERNAL)
+
+
+async def send_refusal(send: Send, status: int, body: bytes, retry_after: int | None, headers: EncodedHeaders) -> None:
+    again = [(b"retry-after", str(retry_after).encode())] if retry_after is not None else []
+    await send_json(send, status, body, [*headers, *again])
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:

@@ -45,6 +45,16 @@ def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> 
     return None if versions is None else versions._find_model(version)
 
 
+def all_models(registry: MultiModelRegistry) -> list[MLModel]:
+    """Every version of every model."""
+    found: list[MLModel] = []
+    for versions in registry._models.values():
+        found += versions._versions.values()
+        if versions.default is not None and not versions.default.version:
+            found.append(versions.default)
+    return found
+
+
 class _OurRoute(Route):
     """Matches like any route of its path, but no path that names another's model."""
 
@@ -53,13 +63,12 @@ class _OurRoute(Route):
         self._registry = registry
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """A path that is ours whatever its model answers 405 to another method; others leave that to MLServer."""
         match, child = super().matches(scope)
-        if match is Match.FULL and self._is_ours(child["path_params"]):
+        if "model_name" not in self.param_convertors or (match is Match.FULL and self._is_ours(child["path_params"])):
             return match, child
         return Match.NONE, {}
 
     def _is_ours(self, path: dict[str, str]) -> bool:
-        if "model_name" not in path:
-            return True
         model = find_model(self._registry, path["model_name"], path.get("model_version"))
         return model is None or bool(getattr(model, "streams_tokens", False))

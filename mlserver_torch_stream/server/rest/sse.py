@@ -1,6 +1,6 @@
-"""One response of server-sent events: begun as late as possible, kept alive in silence, given up when nobody reads.
+"""One response of server-sent events, kept alive in silence.
 
-Knows nothing of what an event says, nor of what is to be done when the reader has stalled: it is told whom to call.
+Knows nothing of what an event says.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from types import TracebackType
 
 from starlette.types import Send
 
+from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
+from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -19,30 +22,27 @@ _HEADERS = [
 _PING = b": ping\n\n"
 
 
-class EventStream:
+class EventStream(ChunkStream):
     """``send`` events inside ``async with``, then ``end``; the status line goes out with the first event or ping.
 
-    ``keep_alive``: seconds of silence before a ping, 0 for none. ``stalled_after``: seconds that a send may wait for
-    the reader before ``stalled`` is called, which has to make it return; 0 for ever.
+    ``keep_alive``: seconds of silence before a ping, 0 for none. ``headers``: beside those of every stream of events.
     """
 
-    def __init__(self, send: Send, *, keep_alive: float, stalled_after: float, stalled: Callable[[], None]) -> None:
-        self.started = False
-        self.headers = list(_HEADERS)
-        self._send = send
+    def __init__(
+        self,
+        send: Send,
+        *,
+        keep_alive: float,
+        stalled_after: float,
+        stalled: Callable[[], None],
+        headers: EncodedHeaders,
+    ) -> None:
+        super().__init__(send, stalled_after=stalled_after, stalled=stalled, headers=[*_HEADERS, *headers])
         self._keep_alive = keep_alive
-        self._stalled_after = stalled_after
-        self._stalled = stalled
-        self._loop = asyncio.get_running_loop()
-        self._turn = asyncio.Lock()  # between events and pings
-        self._sending_since: float | None = None
-        self._sent_at = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
         self._pings: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EventStream:
-        if self._stalled_after:
-            self._timer = self._loop.call_later(self._stalled_after, self._check_reader)
+        await super().__aenter__()
         if self._keep_alive:
             self._pings = asyncio.create_task(self._ping())
         return self
@@ -50,30 +50,17 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        await super().__aexit__(kind, error, traceback)
         if self._pings is not None:
             self._pings.cancel()
             await asyncio.wait((self._pings,))
 
     async def send(self, data: bytes) -> None:
         """One event; ``data`` has no line break."""
-        await self._write(b"data: %b\n\n" % data)
+        await self.write(b"data: %b\n\n" % data)
 
     async def end(self) -> None:
-        await self._write(b"", more=False)
-
-    async def _write(self, chunk: bytes, more: bool = True) -> None:
-        async with self._turn:
-            self._sending_since = self._loop.time()
-            try:
-                if not self.started:
-                    self.started = True
-                    await self._send({"type": "http.response.start", "status": 200, "headers": self.headers})
-                await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
-            finally:
-                self._sending_since = None
-            self._sent_at = self._loop.time()
+        await self.write(b"", more=False)
 
     async def _ping(self) -> None:
         """Runs until it is cancelled."""
@@ -82,11 +69,4 @@ class EventStream:
             if silence < self._keep_alive:
                 await asyncio.sleep(self._keep_alive - silence)
             else:
-                await self._write(_PING)
-
-    def _check_reader(self) -> None:
-        blocked = 0.0 if self._sending_since is None else self._loop.time() - self._sending_since
-        if blocked >= self._stalled_after:
-            self._stalled()
-        else:
-            self._timer = self._loop.call_later(self._stalled_after - blocked, self._check_reader)
+                await self.write(_PING)

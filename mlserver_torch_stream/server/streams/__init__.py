@@ -1,1 +1,1 @@
-"""Messages of one stream, and the V2 answers to them."""
+"""Answers the messages of gRPC streams."""

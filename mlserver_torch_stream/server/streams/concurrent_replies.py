@@ -1,6 +1,6 @@
-"""Answers every message of one stream concurrently, and merges the replies in the order in which they are made.
+"""Answers the messages of one stream concurrently, and merges the replies in the order in which they are made.
 
-Knows neither what a message is nor how one is answered: it is given a callable that opens a reply.
+Knows neither what a message is nor how one is answered: a callable opens the reply to a message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MessageReply(Protocol[Body_co]):
     def bodies(self) -> AsyncIterator[Body_co]: ...
 
     def failure(self, error: Exception) -> Sequence[Body_co]:
-        """The last bodies of a reply that failed beside others that go on."""
+        """The last bodies of a reply that failed while others go on."""
 
     def close(self) -> None:
         """Cancels the work for this reply. Synchronous and idempotent."""
@@ -30,9 +30,9 @@ class MessageReply(Protocol[Body_co]):
 class ConcurrentReplies(Generic[Message, Body, Response]):
     """Reads messages, opens at most ``most_open`` replies at a time, and yields the bodies of all, converted.
 
-    One task reads and one task per message answers, each held here until it has ended. They meet in an outbox of
-    one place, so a reader that lags makes them wait and its token streams merge their events meanwhile. ``close``
-    is synchronous because clean-up may run in a task that is not allowed to wait.
+    One task reads and one task per message answers; each is held here until it has ended. The tasks share an outbox for
+    one item, so they wait for a reader that lags, and token streams merge their events meanwhile. ``close`` is
+    synchronous because clean-up may run in a task that cannot wait.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         self._answer = answer
         self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
-        self._outbox: asyncio.Queue[Response | _Failure | None] = asyncio.Queue(1)
+        self._outbox: asyncio.Queue[Response | Exception | None] = asyncio.Queue(1)
         self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False
@@ -60,8 +60,8 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         item = await self._outbox.get()
         if item is None:
             raise StopAsyncIteration
-        if isinstance(item, _Failure):
-            raise item.error
+        if isinstance(item, Exception):
+            raise item
         return item
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
                 await asyncio.wait(self._open)
             await self._outbox.put(None)
         except Exception as error:
-            if not self._closed:  # else no reader takes it, and the task would never end
-                await self._outbox.put(_Failure(error))
+            if not self._closed:  # else no reader takes the item, and the task would never end
+                await self._outbox.put(error)
 
     def _start(self, answer: MessageReply[Body], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -110,17 +110,11 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
             answer.close()
 
     async def _fail(self, answer: MessageReply[Body], error: Exception) -> None:
-        """An only message that fails before its first reply fails the stream; any other fails alone."""
+        """If the stream's only message fails before its first reply, the stream fails; otherwise the message alone."""
         if self._closed:
             return
-        alone = self._received == 1 and not self._replied
-        if alone:
-            await self._outbox.put(_Failure(error))
+        if self._received == 1 and not self._replied:
+            await self._outbox.put(error)
             return
         for body in answer.failure(error):
             await self._outbox.put(self._convert(body))
-
-
-class _Failure:
-    def __init__(self, error: Exception) -> None:
-        self.error = error

@@ -1,7 +1,7 @@
 """Ends a stream whose reader stalls: the reader must ask for the next item within a time limit.
 
-Knows nothing of the items, nor of how a stream ends: it calls a function. The limit works for readers that ask for the
-next item once the last one has been sent, as gRPC's reader does.
+Knows nothing of the items, nor of how a stream ends: it calls a function. The limit suits readers that ask for the next
+item when the last one has been sent, as gRPC's reader does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class ReadTimeout(Generic[T]):
-    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``; asking raises."""
+    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``, then raises."""
 
     def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:
         self._items = items
         self._seconds = seconds
         self._stalled = stalled
-        self._watching = seconds > 0
+        self._limited = seconds > 0
         self._given_up = False
         self._loop = asyncio.get_running_loop()
         self._given_at: float | None = None  # while the reader has an item
@@ -37,18 +37,18 @@ class ReadTimeout(Generic[T]):
             raise TimedOut(f"nothing was read for {self._seconds:g} s")
         item = await anext(self._items)
         self._given_at = self._loop.time()
-        if self._watching and self._timer is None:
+        if self._limited and self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._check)
         return item
 
     def close(self) -> None:
-        """Nobody watches any more. Idempotent."""
-        self._watching = False
+        """Switches the limit off. Idempotent."""
+        self._limited = False
         if self._timer is not None:
             self._timer.cancel()
 
     def _check(self) -> None:
-        """One timer for many items: it looks when it was set for the oldest, and again if a later one is out."""
+        """Ends the stream if the reader has held its item for too long. Many items share one timer."""
         self._timer = None
         if self._given_at is None:
             return

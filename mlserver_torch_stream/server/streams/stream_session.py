@@ -1,6 +1,6 @@
-"""One call of ``predict_stream`` of either runtime: its messages in, the responses to all of them out.
+"""Serves one gRPC stream of either runtime: reads its messages and yields the responses to all of them.
 
-Knows MLServer's messages; nothing of how a reply to one is made, which an opener does.
+Knows MLServer's messages. Knows nothing of how the reply to a message is made: an opener makes it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,40 @@ from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
 BodyReply = MessageReply[JsonObject]
 
 
+class GrpcReply(MessageReply[JsonObject], Protocol):
+    """The reply to one request over gRPC, which is read once: as a stream of bodies or as a whole."""
+
+    async def whole(self) -> JsonObject:
+        """Raises RequestError."""
+
+
 class ReplyOpener(Protocol):
-    """Opens the replies to the messages of one stream; at most ``most_open`` are open at once."""
+    """Opens the replies to gRPC messages; of those of one stream, at most ``most_open`` are open at once."""
 
     most_open: int
 
-    def first(
-        self, payload: InferenceRequest, request_id: str, following: AsyncIterator[InferenceRequest]
-    ) -> tuple[BodyReply, bool]:
-        """The reply to the first message. True: it reads ``following``, all further messages, itself. Raises
-        RequestError."""
+    def open(
+        self,
+        payload: InferenceRequest,
+        request_id: str,
+        index: int | None = None,
+        following: AsyncIterator[InferenceRequest] | None = None,
+    ) -> tuple[GrpcReply, bool]:
+        """The reply to a message; True if it reads ``following``, all further messages of the stream, itself.
 
-    def further(self, payload: InferenceRequest, request_id: str, index: int) -> BodyReply:
-        """The reply to a later message. Raises RequestError."""
+        ``index`` numbers the requests of a stream; None stands for a unary call. Raises RequestError.
+        """
 
     def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
         """Writes the responses to a message that could not be read."""
 
 
 class StreamSession:
-    """Further messages are requests of their own, or belong to the first, as its reply says.
+    """The opener decides whether further messages are requests of their own or belong to the first one.
 
-    MLServer gives all messages of a stream the first one's id, so each further request gets one of its own here. The
+    MLServer gives all messages of a stream the id of the first one, so each further request gets a new id here. The
     next message is read when fewer than ``most_open`` requests run. The stream of a reader that takes no response for
-    ``stalled_after`` seconds (0: no bound) is cut.
+    ``stalled_after`` seconds (0: no limit) is cut.
     """
 
     def __init__(
@@ -53,13 +63,13 @@ class StreamSession:
         name: str,
         opener: ReplyOpener,
         payloads: AsyncIterator[InferenceRequest],
-        visits: InflightRequests,
-        stalled_after: float = 0.0,
+        inflight: InflightRequests,
+        stalled_after: float,
     ) -> None:
         self._name = name
         self._opener = opener
         self._payloads = payloads
-        self._visits = visits
+        self._inflight = inflight
         self._stalled_after = stalled_after
         self._request_id = ""
         self._replies: ConcurrentReplies[InferenceRequest | None, JsonObject, InferenceResponse] | None = None
@@ -71,8 +81,8 @@ class StreamSession:
         if first is None:
             raise InvalidInput("inputs", "the stream ended before its first message")
         self._request_id = first.id or str(uuid4())
-        following = until(self._visits.aborting, self._payloads)
-        reply, reads_all = self._opener.first(first, self._request_id, following)
+        following = until(self._inflight.aborting, self._payloads)
+        reply, reads_all = self._opener.open(first, self._request_id, 0, following)
 
         def answer(message: InferenceRequest | None, index: int) -> BodyReply:
             return reply if message is None else self._further(message, index)
@@ -93,13 +103,14 @@ class StreamSession:
         """None stands for the first message, which has been read."""
         yield None
         if not only_first:
-            async for payload in until(self._visits.refusing, self._payloads):
+            async for payload in until(self._inflight.refusing, self._payloads):
                 yield payload
 
     def _further(self, payload: InferenceRequest, index: int) -> BodyReply:
         request_id = f"{self._request_id}-{index}"
         try:
-            return self._opener.further(payload, request_id, index)
+            reply, _ = self._opener.open(payload, request_id, index)
+            return reply
         except InvalidInput as error:
             return _RefusedReply(error, self._opener.refused(request_id, index))
 

@@ -1,6 +1,7 @@
-"""Opens the replies to the messages of one gRPC stream of a token model.
+"""Opens the replies to the gRPC messages for a token model.
 
-Knows what several messages mean, which the first one says; nothing of how they arrive or of how replies are merged.
+Knows what several messages on one stream mean: the first message names the mode. Knows nothing of how messages arrive
+or of how replies are merged.
 """
 
 from __future__ import annotations
@@ -16,73 +17,50 @@ from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.v2_pieces import decode_piece
-from mlserver_torch_stream.protocol.v2_spelling import V2, V2Tensors
+from mlserver_torch_stream.protocol.v2_spelling import V2
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
-from mlserver_torch_stream.types import GenerationRequest, Prompt, StreamMode, TextPrompt
+from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt
+
+_NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
 
 
 class TokenOpener:
-    """At most as many requests are open at once as a batch has rows. ``piece_timeout``: seconds between the pieces of a
-    prompt (0: no bound)."""
+    """At most as many requests are open at once as a batch has rows."""
 
-    def __init__(self, generator: Generator, name: str, version: str | None, piece_timeout: float = 0.0) -> None:
-        self.most_open = generator.info.max_rows
+    def __init__(self, generator: Generator, name: str, version: str | None) -> None:
+        self.most_open = generator.info.max_num_seqs
         self._generator = generator
         self._name = name
         self._version = version
-        self._piece_timeout = piece_timeout
 
-    def unary(self, payload: InferenceRequest, request_id: str) -> TokenReply:
-        request, spelling = self._decode(payload, request_id, streaming=False)
-        return TokenReply(request, spelling, self._context(None), partial(self._generator.start, request))
-
-    def first(
-        self, payload: InferenceRequest, request_id: str, following: AsyncIterator[InferenceRequest]
+    def open(
+        self,
+        payload: InferenceRequest,
+        request_id: str,
+        index: int | None = None,
+        following: AsyncIterator[InferenceRequest] | None = None,
     ) -> tuple[TokenReply, bool]:
-        request, spelling = self._decode(payload, request_id)
-        if request.stream_mode is not StreamMode.PROMPT:
-            return self._reply(request, spelling, 0), False
-        start = partial(self._assemble, request, following)
-        return TokenReply(request, spelling, self._context(0), start), True
-
-    def further(self, payload: InferenceRequest, request_id: str, index: int) -> TokenReply:
+        info = self._generator.info
         with self._generator.decoding(request_id):
-            request, spelling = self._read(payload, request_id, streaming=True)
-            if request.stream_mode is not StreamMode.EACH:
-                raise InvalidInput("stream_mode", "differs from that of the stream's first message")
-        return self._reply(request, spelling, index)
+            spelling = spelling_of(tensor.name for tensor in payload.inputs)
+            request = spelling.decode_message(payload, info, streaming=index is not None, request_id=request_id)
+            if index is not None and following is None and request.stream_mode is not StreamMode.EACH:
+                raise InvalidInput("stream_mode", _NOT_FIRST)
+        context = self._context(index)
+        if following is None or request.stream_mode is not StreamMode.PROMPT:
+            return TokenReply(request, spelling, context, partial(self._generator.start, request)), False
+        return TokenReply(request, spelling, context, partial(self._assemble, request, following)), True
 
     def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
         placeholder = GenerationRequest(request_id, (TextPrompt(""),))
         return V2.stream(placeholder, self._context(index)).fail
 
-    def _reply(self, request: GenerationRequest, spelling: V2Tensors, index: int) -> TokenReply:
-        return TokenReply(request, spelling, self._context(index), partial(self._generator.start, request))
-
     def _context(self, index: int | None) -> ReplyContext:
         return ReplyContext(self._name, self._version, int(time.time()), index)
-
-    def _decode(
-        self, payload: InferenceRequest, request_id: str, *, streaming: bool = True
-    ) -> tuple[GenerationRequest, V2Tensors]:
-        with self._generator.decoding(request_id):
-            return self._read(payload, request_id, streaming=streaming)
-
-    def _read(
-        self, payload: InferenceRequest, request_id: str, *, streaming: bool
-    ) -> tuple[GenerationRequest, V2Tensors]:
-        spelling = spelling_of(tensor.name for tensor in payload.inputs)
-        info = self._generator.info
-        return spelling.decode_message(payload, info, streaming=streaming, request_id=request_id), spelling
 
     async def _assemble(
         self, request: GenerationRequest, following: AsyncIterator[InferenceRequest], opened: Opened
     ) -> None:
-        pieces = self._pieces(request, following)
-        await self._generator.assemble(request, pieces, opened, timeout=self._piece_timeout)
-
-    async def _pieces(
-        self, request: GenerationRequest, following: AsyncIterator[InferenceRequest]
-    ) -> AsyncIterator[Prompt]:
-        async for payload in following:
-            yield decode_piece(payload, request, self._generator.info)
+        pieces = (decode_piece(payload, request, self._generator.info) async for payload in following)
+        await self._generator.assemble(request, pieces, opened, timeout=read_options().piece_timeout)

@@ -1,7 +1,6 @@
-"""The reply to one request for tokens: reads its token stream and writes it in the request's spelling.
+"""Replies to one request for tokens: reads its token stream and writes it in the request's spelling.
 
-Knows nothing of other requests on the same stream, nor of how a token stream is started: it is given a callable that
-starts one.
+Knows nothing of other requests on the same stream, nor of how a token stream is started: a callable starts it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from mlserver_torch_stream.engine.api import TokenStream
-from mlserver_torch_stream.errors import GenerationFailed, RequestError
+from mlserver_torch_stream.errors import GenerationFailed, as_request_error
 from mlserver_torch_stream.generation import Opened
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent
@@ -41,7 +40,7 @@ class TokenReply:
         self._closed = False
         self._begun = False
         self._encoder = spelling.stream(request, context)
-        self.error: Exception | None = None  # of the first sequence that failed after the reply had begun
+        self.error: Exception | None = None  # the error of the first sequence that failed after the reply had begun
 
     @property
     def request_id(self) -> str:
@@ -74,7 +73,7 @@ class TokenReply:
         encoder = self._spelling.whole(self._request, self._context)
         async for event in self._events():
             if event.error is not None:
-                raise _as_request_error(event.error)
+                raise as_request_error(event.error)
             encoder.add(event)
         return encoder.body()
 
@@ -84,7 +83,7 @@ class TokenReply:
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The last messages of the sequences that have none, which say why."""
+        """The last messages, with the error, of the sequences that have not ended."""
         return self._encoder.fail(error)
 
     def end(self) -> bytes | None:
@@ -96,7 +95,7 @@ class TokenReply:
         unfinished = len(self._request.prompts) * self._request.sampling.n
         async for event in self._stream:
             if event.error is not None and not self._begun:
-                raise _as_request_error(event.error)
+                raise as_request_error(event.error)
             unfinished -= event.finish_reason is not None
             yield event
         if unfinished and self._closed:
@@ -108,7 +107,3 @@ class TokenReply:
         self._stream = stream
         if self._closed:
             stream.close()
-
-
-def _as_request_error(error: Exception) -> RequestError:
-    return error if isinstance(error, RequestError) else GenerationFailed(str(error) or type(error).__name__)

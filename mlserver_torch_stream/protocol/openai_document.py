@@ -1,0 +1,186 @@
+"""Builds the OpenAPI document of the paths below ``/v1``: the requests out of the table that the decoder reads.
+
+Knows nothing of models: it says what every model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlserver_torch_stream.protocol.json_schema import Schema
+from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
+from mlserver_torch_stream.protocol.openai_parameters import (
+    CHAT_PARAMETERS,
+    COMPLETION_PARAMETERS,
+    BodyParameter,
+    Table,
+    Treatment,
+)
+from mlserver_torch_stream.protocol.openapi_parts import (
+    COUNT,
+    NULLABLE_STRING,
+    REQUEST_ID,
+    STRING,
+    JsonObject,
+    answered,
+    object_schema,
+    reference,
+    response,
+)
+from mlserver_torch_stream.version import __version__
+
+_DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
+A parameter that is not listed is refused with status 400 and its name, and so is a value that the schema excludes."""
+_NOT_TAKEN = {
+    Treatment.IGNORED: "Ignored: no answer depends on it.",
+    Treatment.REFUSED: "Not implemented: only values that ask for nothing are accepted.",
+}
+_NUMBER: Schema = {"type": "number"}
+_FINISH_REASON: Schema = {"enum": ["stop", "length", None]}
+_ERRORS = {
+    "400": "Bad input: `param` names the parameter.",
+    "404": "No model has this name or version; no file or batch has this id, or the server keeps none.",
+    "413": "The body is too large.",
+    "415": "The body is packed otherwise than with gzip.",
+    "429": "The queue is full.",
+    "500": "The generation failed.",
+    "503": "The model is loading, or the server shuts down.",
+    "507": "The store of files and batches is full.",
+    "504": "The time of the request was over before its first token.",
+}
+_RETRY_AFTER: JsonObject = {"description": "Seconds; with 429 and 503.", "schema": COUNT}
+
+
+def openai_document() -> JsonObject:
+    """An OpenAPI document, version 3.1."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlserver-torch-stream", "version": __version__, "description": _DESCRIPTION},
+        "servers": [{"url": "/"}, {"url": "/openai"}],
+        "paths": {
+            "/v1/chat/completions": _generating("createChatCompletion", "Answers a conversation.", "ChatCompletion"),
+            "/v1/completions": _generating("createCompletion", "Continues texts.", "Completion"),
+            "/v1/models": _reading("listModels", "The models that generate tokens.", "ModelList"),
+            "/v1/models/{model}": {
+                "parameters": [{"name": "model", "in": "path", "required": True, "schema": STRING}],
+                **_reading("retrieveModel", "One model.", "Model", "404"),
+            },
+            **batch_paths(),
+        },
+        "components": {"schemas": _schemas(), "responses": {status: _error(status) for status in _ERRORS}},
+    }
+
+
+def _generating(operation: str, summary: str, name: str) -> JsonObject:
+    whole = {"schema": reference(name)}
+    data = {"type": "string", "description": f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
+    events = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
+    summary_of_both = "The whole answer, or its events if `stream` is true."
+    both = answered(summary_of_both, {"application/json": whole, "text/event-stream": events})
+    body = {"required": True, "content": {"application/json": {"schema": reference(f"{name}Request")}}}
+    responses = {"200": both, **{status: response(status) for status in _ERRORS}}
+    return {"post": {"operationId": operation, "summary": summary, "requestBody": body, "responses": responses}}
+
+
+def _reading(operation: str, summary: str, name: str, *errors: str) -> JsonObject:
+    whole = answered(summary, {"application/json": {"schema": reference(name)}})
+    responses = {"200": whole, **{status: response(status) for status in errors}}
+    return {"get": {"operationId": operation, "summary": summary, "responses": responses}}
+
+
+def _error(status: str) -> JsonObject:
+    return {
+        "description": _ERRORS[status],
+        "headers": {"x-request-id": REQUEST_ID, "retry-after": _RETRY_AFTER},
+        "content": {"application/json": {"schema": reference("Error")}},
+    }
+
+
+def _schemas() -> JsonObject:
+    return {
+        "ChatCompletionRequest": _request(CHAT_PARAMETERS),
+        "CompletionRequest": _request(COMPLETION_PARAMETERS),
+        "ChatCompletion": _answer("chat.completion", message=reference("Message"), usage=True),
+        "ChatCompletionChunk": _answer("chat.completion.chunk", delta=reference("Delta"), usage=False),
+        "Completion": _answer("text_completion", text=STRING, usage=True),
+        "CompletionChunk": _answer("text_completion", text=STRING, usage=False),
+        "Message": object_schema(role={"enum": ["assistant"]}, content=STRING, refusal={"type": "null"}),
+        "Delta": {"type": "object", "properties": {"role": {"enum": ["assistant"]}, "content": STRING}},
+        "Usage": object_schema(
+            prompt_tokens=COUNT,
+            completion_tokens=COUNT,
+            total_tokens=COUNT,
+            prompt_tokens_details=object_schema(cached_tokens=COUNT),
+        ),
+        "Model": {
+            **object_schema(id=STRING, object={"enum": ["model"]}, created=COUNT, owned_by=STRING),
+            "description": "`max_model_len`: the tokens of its context, once it is loaded.",
+        },
+        "ModelList": object_schema(object={"enum": ["list"]}, data={"type": "array", "items": reference("Model")}),
+        **batch_schemas(),
+        "Error": object_schema(
+            error=object_schema(message=STRING, type=STRING, param=NULLABLE_STRING, code=NULLABLE_STRING),
+        ),
+    }
+
+
+def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
+    """``text``: what a choice has of its answer. A chunk has a usage where ``stream_options`` ask for it."""
+    choice = object_schema(index=COUNT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH_REASON, **text)
+    told: Schema = reference("Usage") if usage else {"anyOf": [reference("Usage"), {"type": "null"}]}
+    described = object_schema(
+        id=STRING,
+        object={"enum": [kind]},
+        created=COUNT,
+        model=STRING,
+        choices={"type": "array", "items": choice},
+        usage=told,
+    )
+    return (
+        described if usage else {**described, "required": [name for name in described["required"] if name != "usage"]}
+    )
+
+
+def _request(table: Table) -> JsonObject:
+    return {
+        "type": "object",
+        "required": [name for name, parameter in table.items() if parameter.required],
+        "properties": {name: _parameter(parameter) for name, parameter in table.items()},
+        "additionalProperties": False,
+    }
+
+
+def _parameter(parameter: BodyParameter) -> JsonObject:
+    refused = parameter.treatment is Treatment.REFUSED
+    schema = _one_of(parameter.harmless) if refused else dict(parameter.schema)
+    if parameter.treatment is not Treatment.TAKEN:
+        schema["description"] = _NOT_TAKEN[parameter.treatment]
+    if parameter.required:
+        return schema
+    if "enum" in schema:
+        schema["enum"] = [*schema["enum"], None]
+    if "type" in schema:
+        types = schema["type"]
+        schema["type"] = [*([types] if isinstance(types, str) else types), "null"]
+    return schema
+
+
+def _one_of(values: Sequence[Any]) -> JsonObject:
+    """Several plain values, or one of any kind; generators of clients understand no ``enum`` of lists or objects."""
+    if not values:
+        return {"type": []}
+    return _exactly(values[0]) if isinstance(values[0], (list, dict)) else {"enum": list(values)}
+
+
+def _exactly(value: Any) -> JsonObject:
+    """A list has one element or none."""
+    if isinstance(value, list):
+        items = _exactly(value[0]) if value else {}
+        return {"type": "array", "minItems": len(value), "maxItems": len(value), "items": items}
+    if isinstance(value, dict):
+        return {
+            **object_schema(**{name: _exactly(each) for name, each in value.items()}),
+            "additionalProperties": False,
+        }
+    return {"enum": [value]}

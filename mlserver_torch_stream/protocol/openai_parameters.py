@@ -1,0 +1,223 @@
+"""The table of what a body of OpenAI's API may hold, and what is done with it: taken, ignored, or refused by name.
+
+Knows nothing of what a value comes to mean. The decoder and the OpenAPI document both read this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
+from mlserver_torch_stream.protocol.parameters import LEAST_REPETITION_PENALTY, MAX_BAD_WORDS, MAX_STOP_STRINGS
+from mlserver_torch_stream.protocol.unsupported import harmless_values, refuse, refuse_unless_harmless
+
+
+class Treatment(str, Enum):
+    TAKEN = "taken"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyParameter:
+    """``schema``: of the values that are accepted, beside null, which means "not given" unless it is ``required``."""
+
+    name: str
+    treatment: Treatment
+    schema: Schema
+    required: bool = False
+
+    @property
+    def harmless(self) -> tuple[Any, ...]:
+        """Of a refused parameter: the values with which it asks for nothing."""
+        return tuple(self.schema.get("enum", ()))
+
+
+_STRING: Schema = {"type": "string"}
+_BOOLEAN: Schema = {"type": "boolean"}
+_OBJECT: Schema = {"type": "object"}
+_TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
+_TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
+_OPTIONAL_STRING: Schema = {"type": ["string", "null"]}
+_ABSENT: Schema = {"type": "null"}
+_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {
+        "type": {"type": "string", "enum": ["text"], "description": "only parts of text are implemented"},
+        "text": _STRING,
+    },
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {"type": ["string", "array", "null"], "items": _PART},
+        "name": _OPTIONAL_STRING,
+        "tool_calls": {"type": ["array", "null"], "items": _OBJECT},
+        "tool_call_id": _OPTIONAL_STRING,
+        "refusal": _OPTIONAL_STRING,
+        "reasoning": _OPTIONAL_STRING,
+        "reasoning_content": _OPTIONAL_STRING,
+        # Of an answer that a client sends back as the SDK has dumped it.
+        "annotations": {"type": ["array", "null"], "items": {"type": "object"}},
+        "audio": _ABSENT,
+        "function_call": _ABSENT,
+    },
+    "additionalProperties": False,
+}
+_PROMPT: Schema = {
+    "type": ["string", "array"],
+    "minLength": 1,
+    "minItems": 1,
+    "items": {
+        "type": ["string", "integer", "array"],
+        "minLength": 1,
+        "minimum": 0,
+        "minItems": 1,
+        "items": _TOKEN_ID,
+    },
+    "description": "a text, several texts, the ids of tokens, or several lists of them",
+}
+_STREAM_OPTIONS: Schema = {
+    "type": "object",
+    "properties": {
+        "include_usage": {"type": ["boolean", "null"]},
+        "include_obfuscation": {"type": ["boolean", "null"]},
+    },
+    "additionalProperties": False,
+}
+
+
+def _integer(low: int, high: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})}
+
+
+def _number(low: float, high: float) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _positive(high: float) -> Schema:
+    return {"type": "number", "exclusiveMinimum": 0, "maximum": high}
+
+
+def _strings(most: int) -> Schema:
+    return {
+        "type": ["string", "array"],
+        "minLength": 1,
+        "maxItems": most,
+        "items": {"type": "string", "minLength": 1},
+    }
+
+
+def _needed(name: str, schema: Schema) -> BodyParameter:
+    return BodyParameter(name, Treatment.TAKEN, schema, required=True)
+
+
+def _taken(name: str, schema: Schema) -> BodyParameter:
+    return BodyParameter(name, Treatment.TAKEN, schema)
+
+
+def _ignored(name: str, schema: Schema) -> BodyParameter:
+    return BodyParameter(name, Treatment.IGNORED, schema)
+
+
+def _refused(name: str, *harmless: Any) -> BodyParameter:
+    return BodyParameter(name, Treatment.REFUSED, {"enum": list(harmless or harmless_values(name))})
+
+
+_OF_BOTH = (
+    _needed("model", {"type": "string", "minLength": 1}),
+    _taken("stream", _BOOLEAN),
+    _taken("stream_options", _STREAM_OPTIONS),
+    _taken("max_tokens", _integer(1)),
+    _taken("temperature", _number(0, 100)),
+    _taken("top_p", _positive(1)),
+    _taken("n", _integer(1)),
+    _taken("stop", _strings(MAX_STOP_STRINGS)),
+    _taken("seed", _integer(-(2**63), 2**64 - 1)),
+    _taken("presence_penalty", _number(-2, 2)),
+    _taken("frequency_penalty", _number(-2, 2)),
+    _taken("logit_bias", {"type": "object", "additionalProperties": _number(-100, 100)}),
+    _ignored("user", _STRING),
+    # What vLLM's clients send beside OpenAI's own.
+    _taken("top_k", _integer(-1)),
+    _taken("min_p", _number(0, 1)),
+    _taken("typical_p", _positive(1)),
+    _taken("repetition_penalty", _number(LEAST_REPETITION_PENALTY, 100)),
+    _taken("min_tokens", _integer(0)),
+    _taken("stop_token_ids", _TOKEN_IDS),
+    _taken("ignore_eos", _BOOLEAN),
+    _taken("include_stop_str_in_output", _BOOLEAN),
+    _taken("skip_special_tokens", _BOOLEAN),
+    _taken("bad_words", _strings(MAX_BAD_WORDS)),
+    _taken("priority", _integer(0, 2**31 - 1)),
+    # Of this runtime alone.
+    _taken("timeout", _integer(0, 2**53)),
+    _taken("model_version", {"type": "string", "minLength": 1}),
+)
+_OF_CHATS = (
+    _needed("messages", {"type": "array", "minItems": 1, "items": _MESSAGE}),
+    _taken("max_completion_tokens", _integer(1)),
+    _taken("logprobs", _BOOLEAN),
+    _taken("top_logprobs", _integer(0, 20)),
+    _taken("chat_template_kwargs", _OBJECT),
+    _ignored("metadata", _OBJECT),
+    _ignored("store", _BOOLEAN),
+    _ignored("safety_identifier", _STRING),
+    _ignored("prompt_cache_key", _STRING),
+    _ignored("prompt_cache_options", _OBJECT),
+    _ignored("prompt_cache_retention", _STRING),
+    _ignored("parallel_tool_calls", _BOOLEAN),
+    _refused("audio"),
+    _refused("function_call", "none", "auto"),
+    _refused("functions"),
+    _refused("modalities"),
+    _refused("moderation"),
+    _refused("prediction"),
+    _refused("reasoning_effort"),
+    _refused("response_format"),
+    _refused("service_tier"),
+    _refused("tool_choice", "none", "auto"),
+    _refused("tools", []),
+    _refused("verbosity"),
+    _refused("web_search_options"),
+)
+_OF_PROMPTS = (
+    _needed("prompt", _PROMPT),
+    _taken("echo", _BOOLEAN),
+    _taken("logprobs", _integer(0, 20)),
+    _refused("best_of"),
+    _refused("suffix"),
+)
+
+Table = Mapping[str, BodyParameter]
+CHAT_PARAMETERS: Table = {each.name: each for each in (*_OF_CHATS, *_OF_BOTH)}
+COMPLETION_PARAMETERS: Table = {each.name: each for each in (*_OF_PROMPTS, *_OF_BOTH)}
+
+
+def taken_values(body: Mapping[str, Any], table: Table, most_elements: int) -> dict[str, Any]:
+    """What a body asks for. Raises InvalidInput, which names what is missing, wrong, unknown or not implemented.
+
+    ``most_elements``: of one parameter.
+    """
+    taken = {}
+    for key, value in body.items():
+        parameter = table.get(key)
+        if parameter is None:
+            refuse(key, value, table)
+        elif parameter.treatment is Treatment.REFUSED:
+            refuse_unless_harmless(key, value, parameter.harmless)
+        elif value is not None:
+            check(key, value, parameter.schema, ElementBudget(most_elements))
+            if parameter.treatment is Treatment.TAKEN:
+                taken[key] = value
+    for name, parameter in table.items():
+        if parameter.required and name not in taken:
+            raise InvalidInput(name, "is needed")
+    return taken

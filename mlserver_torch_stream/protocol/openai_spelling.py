@@ -1,0 +1,133 @@
+"""The spelling of OpenAI's API: chat completions and completions, streamed or whole, with OpenAI's errors and end.
+
+Knows nothing of how objects are built, which ``openai_stream`` does, nor of the transport beyond its headers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.chat_completion import ChatCompletion
+from mlserver_torch_stream.protocol.json_schema import check
+from mlserver_torch_stream.protocol.openai_error import error_object, openai_status
+from mlserver_torch_stream.protocol.openai_parameters import (
+    CHAT_PARAMETERS,
+    COMPLETION_PARAMETERS,
+    Table,
+    taken_values,
+)
+from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT, decode_body
+from mlserver_torch_stream.protocol.openai_stream import ChatStream, CompletionStream, OpenAIWhole
+from mlserver_torch_stream.protocol.request_options import MOST_ID_CHARACTERS, read_client
+from mlserver_torch_stream.protocol.spelling import (
+    NO_HEADERS,
+    JsonObject,
+    PostedBody,
+    ReplyContext,
+    Spelling,
+    StreamEncoder,
+    WholeEncoder,
+)
+from mlserver_torch_stream.protocol.text_completion import TextCompletion
+from mlserver_torch_stream.protocol.v2_binary import refuse_left_over
+from mlserver_torch_stream.protocol.values import most_checked
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+
+REQUEST_ID = "x-request-id"
+_MODEL = "model"
+_MODEL_VERSION = "model_version"
+_STREAM = "stream"
+_STREAM_OPTIONS = "stream_options"
+_READ_HERE = (_MODEL, _MODEL_VERSION, _STREAM, _STREAM_OPTIONS)
+
+
+class OpenAISpelling(Spelling):
+    """What both endpoints have in common. ``prompt``: the parameter that holds the prompt."""
+
+    prompt: str
+    parameters: Table
+
+    def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
+        for name in (_MODEL, _MODEL_VERSION):
+            if body.get(name) is not None:
+                check(name, body[name], self.parameters[name].schema)
+        if body.get(_MODEL) is None:
+            raise InvalidInput(_MODEL, "is needed")
+        return body[_MODEL], body.get(_MODEL_VERSION)
+
+    def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
+        """The header ``X-Request-Id``, where a reply's header can repeat it."""
+        given = headers.get(REQUEST_ID, "")
+        return given if len(given) <= MOST_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
+
+    def headers(self, request_id: str) -> Mapping[str, str]:
+        return {REQUEST_ID: request_id}
+
+    def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        refuse_left_over(len(posted.raw))
+        taken = taken_values(posted.json, self.parameters, most_checked(info))
+        if _STREAM_OPTIONS in taken and not streaming:
+            raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
+        self._check(taken)
+        return decode_body(
+            {name: value for name, value in taken.items() if name not in _READ_HERE},
+            info,
+            request_id,
+            streaming=streaming,
+            usage_message=bool(taken.get(_STREAM_OPTIONS, {}).get("include_usage")),
+            client=read_client(posted.headers),
+        )
+
+    def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
+        """An engine knows a prompt under its V2 name."""
+        message, field = error.message, error.field
+        if field == names.TEXT_INPUT:
+            message, field = message.replace(names.TEXT_INPUT, self.prompt, 1), self.prompt
+        status = openai_status(error.status)
+        return status, {"error": error_object(status, message, field, error.code)}
+
+    @abstractmethod
+    def _check(self, taken: Mapping[str, Any]) -> None:
+        """Refuses what a schema cannot: parameters that do not go together."""
+
+
+class OpenAIChat(OpenAISpelling):
+    prompt = MESSAGES
+    parameters = CHAT_PARAMETERS
+
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
+        return ChatStream(request, context)
+
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
+        return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
+
+    def _check(self, taken: Mapping[str, Any]) -> None:
+        if "top_logprobs" in taken and not taken.get("logprobs"):
+            raise InvalidInput("top_logprobs", "needs logprobs: true")
+
+
+class OpenAICompletions(OpenAISpelling):
+    prompt = PROMPT
+    parameters = COMPLETION_PARAMETERS
+
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
+        return CompletionStream(request, context)
+
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
+        return OpenAIWhole(request, TextCompletion(request.request_id, context.model_name, context.created))
+
+    def _check(self, taken: Mapping[str, Any]) -> None:
+        if taken.get("echo") and "logprobs" in taken:
+            raise InvalidInput("echo", "log-probabilities of the prompt are not implemented, leave logprobs out")
+
+
+OPENAI_CHAT = OpenAIChat()
+OPENAI_COMPLETIONS = OpenAICompletions()
+OPENAI_SPELLINGS: Mapping[str, OpenAISpelling] = {
+    "/v1/chat/completions": OPENAI_CHAT,
+    "/v1/completions": OPENAI_COMPLETIONS,
+}

@@ -1,0 +1,136 @@
+"""Writes token events as the messages of OpenAI's API: chunks of a stream, or one whole object.
+
+Knows nothing of how a request was read. A sequence that fails ends the whole request: OpenAI's objects have no finish
+reason for it, and its clients stop at the first error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from mlserver_torch_stream.errors import GenerationFailed, as_request_error
+from mlserver_torch_stream.protocol.chat_completion import ChatChoice, ChatCompletion
+from mlserver_torch_stream.protocol.openai_error import describe
+from mlserver_torch_stream.protocol.reply_values import CollectedReply, shortened
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.text_completion import TextCompletion, shown_length
+from mlserver_torch_stream.protocol.usage import UsageCounter
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, TokenEvent
+
+_DONE = b"[DONE]"
+_BROKEN = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
+
+
+class OpenAIStream(ABC):
+    """The chunks of one streamed request."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._usage = UsageCounter(request)
+        self._logprobs = request.sampling.logprobs
+        self._usage_message = request.reply.usage_message
+        self._failed = False
+
+    def event(self, event: TokenEvent) -> Sequence[JsonObject]:
+        """Raises RequestError where the event says that its sequence has failed."""
+        _raise_failure(event)
+        last = self._usage.note(event)
+        chunks = self._chunks(event)
+        if not self._usage_message:
+            return chunks
+        chunks = [{**chunk, "usage": None} for chunk in chunks]
+        return [*chunks, self._usage_chunk()] if last else chunks
+
+    def fail(self, error: Exception) -> Sequence[JsonObject]:
+        if not self._usage.unfinished:
+            return ()
+        self._failed = True
+        return (failure_message(error),)
+
+    def end(self) -> bytes | None:
+        return None if self._failed else _DONE
+
+    def _choice(self, event: TokenEvent) -> ChatChoice | None:
+        """None: the event has nothing to show."""
+        logprobs = event.logprobs if self._logprobs and event.logprobs else None
+        if not event.text and logprobs is None and event.finish_reason is None:
+            return None
+        return ChatChoice(event.index, event.text, event.finish_reason, logprobs)
+
+    @abstractmethod
+    def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]: ...
+
+    @abstractmethod
+    def _usage_chunk(self) -> JsonObject: ...
+
+
+class ChatStream(OpenAIStream):
+    """Each choice begins with a chunk that says its role."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        super().__init__(request)
+        self._chat = ChatCompletion(request.request_id, context.model_name, context.created)
+        self._begun: set[int] = set()
+
+    def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]:
+        choice = self._choice(event)
+        if choice is None:
+            return ()
+        chunk = self._chat.chunk(choice, first=False, usage=None)
+        if event.index in self._begun:
+            return (chunk,)
+        self._begun.add(event.index)
+        return (self._chat.chunk(ChatChoice(event.index, "", None), first=True, usage=None), chunk)
+
+    def _usage_chunk(self) -> JsonObject:
+        return self._chat.usage_chunk(self._usage)
+
+
+class CompletionStream(OpenAIStream):
+    """Counts the characters of each choice's tokens, for ``text_offset``."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        super().__init__(request)
+        self._completion = TextCompletion(request.request_id, context.model_name, context.created)
+        self._offsets = [0] * len(self._usage.unfinished)
+
+    def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]:
+        choice = self._choice(event)
+        if choice is None:
+            return ()
+        chunk = self._completion.chunk(choice, self._offsets[event.index])
+        if choice.logprobs is not None:
+            self._offsets[event.index] += shown_length(choice.logprobs)
+        return (chunk,)
+
+    def _usage_chunk(self) -> JsonObject:
+        return self._completion.usage_chunk(self._usage)
+
+
+class OpenAIWhole:
+    """The one object of a request that is not streamed."""
+
+    def __init__(self, request: GenerationRequest, builder: ChatCompletion | TextCompletion) -> None:
+        self._collected = CollectedReply(request)
+        self._builder = builder
+
+    def add(self, event: TokenEvent) -> None:
+        """Raises RequestError where the event says that its sequence has failed."""
+        _raise_failure(event)
+        self._collected.add(event)
+
+    def body(self) -> JsonObject:
+        return self._builder.whole(self._collected.choices(), self._collected.usage)
+
+
+def failure_message(error: Exception) -> JsonObject:
+    """The message of a stream that has failed."""
+    _, described = describe(as_request_error(error))
+    return {"error": {**described, "message": shortened(described["message"])}}
+
+
+def _raise_failure(event: TokenEvent) -> None:
+    if event.error is not None:
+        raise as_request_error(event.error)
+    if event.finish_reason in _BROKEN:
+        raise GenerationFailed(f"the generation ended with {event.finish_reason.value}")

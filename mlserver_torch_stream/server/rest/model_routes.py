@@ -1,0 +1,97 @@
+"""Routes that Triton's clients ask for over REST: models' configuration and statistics, and the index without a body.
+
+Knows nothing of what they say. MLServer has no such routes: paths of other runtimes' models are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from mlserver.errors import MLServerError
+from mlserver.handlers import DataPlane, ModelRepositoryHandlers
+from mlserver.rest.server import RESTServer
+from mlserver.types import RepositoryIndexRequest
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.triton.model_config import read_config
+from mlserver_torch_stream.server.triton.model_statistics import read_statistics
+
+Read = Callable[[DataPlane, str, str | None], Awaitable[JsonObject]]
+_ALL_STATISTICS = "/v2/models/stats"
+
+
+async def _statistics(data_plane: DataPlane, name: str, version: str | None) -> JsonObject:
+    return await read_statistics(data_plane._model_registry, name, version)
+
+
+_PATHS: dict[str, Read] = {
+    _ALL_STATISTICS: _statistics,
+    "/v2/models/{model_name}/stats": _statistics,
+    "/v2/models/{model_name}/versions/{model_version}/stats": _statistics,
+    "/v2/models/{model_name}/config": read_config,
+    "/v2/models/{model_name}/versions/{model_version}/config": read_config,
+}
+
+
+def add_routes(server: RESTServer) -> None:
+    """Called once for a server, when its first model of ours is registered."""
+    routes = [_ModelRoute(path, server._data_plane, read) for path, read in _PATHS.items()]
+    server._app.router.routes[:0] = [*routes, _IndexRoute(server._model_repository_handlers)]
+
+
+class _ModelRoute(Route):
+    """Answers for models of ours, and for names that no model has."""
+
+    def __init__(self, path: str, data_plane: DataPlane, read: Read) -> None:
+        super().__init__(path, self._answer, name=f"torch_stream:{path}")
+        self._data_plane = data_plane
+        self._read = read
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is Match.FULL and self._is_ours(child["path_params"]):
+            return match, child
+        return Match.NONE, {}
+
+    def _is_ours(self, path: dict[str, str]) -> bool:
+        name = path.get("model_name", "stats")  # the path of all statistics may be that of a model of this name
+        model = find_model(self._data_plane._model_registry, name, path.get("model_version"))
+        return model is None or ("model_name" in path and is_ours(model))
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        path = request.path_params
+        try:
+            return JSONResponse(
+                await self._read(self._data_plane, path.get("model_name", ""), path.get("model_version"))
+            )
+        except MLServerError as error:
+            refusal = as_refusal(error)
+            return JSONResponse({"error": refusal.message}, refusal.status)
+
+
+class _IndexRoute(Route):
+    """The index of models for a request without a body, which MLServer's own route refuses."""
+
+    def __init__(self, handlers: ModelRepositoryHandlers) -> None:
+        super().__init__("/v2/repository/index", self._answer, methods=["POST"], name="torch_stream:index")
+        self._handlers = handlers
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is Match.FULL:
+            headers = Headers(scope=scope)
+            if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+                return match, child
+        return Match.NONE, {}
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        index = await self._handlers.index(RepositoryIndexRequest())
+        return JSONResponse(index.model_dump(mode="json", exclude_none=True))

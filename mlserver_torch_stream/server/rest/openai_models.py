@@ -1,0 +1,81 @@
+"""OpenAI's list of models, its object of one of them, the OpenAPI document of what they take, and what is not served.
+
+Knows nothing of how a model is asked. Models of other runtimes, and handlers, which generate no tokens, are not listed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from mlserver import MLModel
+from mlserver.handlers import DataPlane
+from mlserver.rest.server import RESTServer
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from mlserver_torch_stream.errors import NotServing, UnknownModel
+from mlserver_torch_stream.protocol.openai_document import openai_document
+from mlserver_torch_stream.protocol.openai_error import error_object
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
+from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+
+_NAME = "torch_stream:models"
+_OWNER = "mlserver-torch-stream"
+
+
+def add_routes(server: RESTServer) -> None:
+    """Puts the routes before MLServer's. Called once for a server."""
+    models = OpenAIModels(server._data_plane)
+    for prefix in OPENAI_PREFIXES:
+        server._app.router.routes[:0] = [
+            Route(f"{prefix}/responses", _not_implemented, methods=["POST"], name=_NAME),
+            Route(f"{prefix}/openapi.json", _document, methods=["GET"], name=_NAME),
+            Route(f"{prefix}/models", models.listed, methods=["GET"], name=_NAME),
+            Route(f"{prefix}/models/{{model_name:path}}", models.one, methods=["GET"], name=_NAME),
+        ]
+
+
+class OpenAIModels:
+    """Answers from MLServer's registry, as it is at the moment. Of each name it shows the newest version."""
+
+    def __init__(self, data_plane: DataPlane) -> None:
+        self._data_plane = data_plane
+
+    async def listed(self, request: Request) -> JSONResponse:
+        return _answer(request, 200, {"object": "list", "data": [_shown(model) for model in self._models().values()]})
+
+    async def one(self, request: Request) -> JSONResponse:
+        name = request.path_params["model_name"]
+        model = self._models().get(name)
+        if model is None:
+            return _answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
+        return _answer(request, 200, _shown(model))
+
+    def _models(self) -> dict[str, MLModel]:
+        named = {name: each.default for name, each in self._data_plane._model_registry._models.items()}
+        return {name: model for name, model in sorted(named.items()) if hasattr(model, "generator")}
+
+
+async def _not_implemented(request: Request) -> JSONResponse:
+    message = f"{request.url.path} is not implemented by this runtime; use /v1/chat/completions"
+    return _answer(request, 404, {"error": error_object(404, message, code="unknown_url")})
+
+
+async def _document(request: Request) -> JSONResponse:
+    return _answer(request, 200, openai_document())
+
+
+def _shown(model: MLModel) -> dict[str, Any]:
+    shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
+    with suppress(NotServing):
+        shown["max_model_len"] = model.generator(EndpointKind.REST_UNARY).info.max_model_len
+    return shown
+
+
+def _answer(request: Request, status: int, body: dict[str, Any]) -> JSONResponse:
+    request_id = OPENAI_CHAT.request_id({}, request.headers) or str(uuid4())
+    return JSONResponse(body, status, dict(OPENAI_CHAT.headers(request_id)))

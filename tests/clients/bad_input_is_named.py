@@ -1,0 +1,18 @@
+"""A check for schemathesis: a reply of status 400 has OpenAI's error object, which names what is wrong.
+
+Runs inside schemathesis, in its own environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+
+
+@schemathesis.check
+def bad_input_is_named(context: Any, response: Any, case: Any) -> None:
+    if response.status_code == 400:
+        error = response.json()["error"]
+        assert error["param"] and error["message"].startswith(error["param"]), error
+        assert error["type"] == "invalid_request_error"

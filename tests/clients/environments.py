@@ -1,0 +1,32 @@
+"""Virtual environments in which clients run that have dependencies of their own.
+
+Knows nothing of what a client does. The packages are pinned here and come from PyPI.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+# Of each environment: what is installed beside the dependencies that these packages ask for.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "openai": ("openai==3.54.0",),
+    "langchain-openai": ("langchain-openai==1.7.3", "openai==3.54.0"),
+    "litellm": ("litellm==1.106.2", "openai==2.54.0"),
+    "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
+    "openapi-python-client": ("openapi-python-client==0.29.1",),
+    "kserve": ("kserve==0.21.0",),
+    "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),
+}
+_INSTALL_S = 900
+
+
+def make_environment(folder: Path, name: str) -> Path:
+    """The interpreter of a new environment below ``folder``."""
+    environment = folder / name
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=_INSTALL_S)
+    python = environment / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
+    subprocess.run([*pip, *PACKAGES[name]], check=True, timeout=_INSTALL_S)
+    return python

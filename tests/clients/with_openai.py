@@ -1,0 +1,169 @@
+"""What the openai SDK does against a server.
+
+Knows nothing of the server beyond its models ``tiny`` and ``narrow``, which has one row and one place in its queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import typing
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+from features import QUESTION, feature, main
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+
+_ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "seed": 5, "temperature": 0.8}
+_IGNORE_EOS = {"ignore_eos": True}
+# Ends with "stop" at the sixth token: the helper raises at the end of an answer that has no other end than its length.
+_ENDS: dict[str, Any] = {**_ASKED, "logit_bias": {"1": 100}, "extra_body": {"min_tokens": 5}}
+
+
+def _client(url: str, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", **{"max_retries": 0, **options})
+
+
+def _chat(url: str, **more: Any) -> Any:
+    return _client(url).chat.completions.create(messages=QUESTION, extra_body=_IGNORE_EOS, **{**_ASKED, **more})
+
+
+@feature("chat")
+def chat(url: str) -> None:
+    answer = _chat(url)
+    assert answer.choices[0].message.role == "assistant" and answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length" and answer.model == "tiny"
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 0
+    assert len(_chat(url, n=3).choices) == 3
+
+
+@feature("chat, streamed")
+def chat_streamed(url: str) -> None:
+    *chunks, last = _chat(url, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage.completion_tokens == 12
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == _chat(url).choices[0].message.content
+
+
+@feature("stream helper")
+def stream_helper(url: str) -> None:
+    completions = _client(url).chat.completions
+    helper = completions.stream(messages=QUESTION, logprobs=True, top_logprobs=2, n=2, **_ENDS)
+    with helper as stream:
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta", "logprobs.content.done"} <= kinds, kinds
+    whole = completions.create(messages=QUESTION, n=2, **_ENDS)
+    assert [choice.message.content for choice in answer.choices] == [choice.message.content for choice in whole.choices]
+    assert len(answer.choices[0].logprobs.content) == 6
+
+
+@feature("completions")
+def completions(url: str) -> None:
+    client = _client(url)
+    whole = client.completions.create(prompt=["Hello", "Bye"], logprobs=2, extra_body=_IGNORE_EOS, **_ASKED)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert len(whole.choices[0].logprobs.tokens) == len(whole.choices[0].logprobs.text_offset) == 12
+    chunks = client.completions.create(prompt="Hello", stream=True, extra_body=_IGNORE_EOS, **_ASKED)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+@feature("log-probabilities")
+def logprobs(url: str) -> None:
+    entries = _chat(url, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 3 and bytes(entry.bytes) for entry in entries)
+
+
+@feature("asyncio")
+def asynchronous(url: str) -> None:
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{url}/openai/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(
+                messages=QUESTION, stream=True, extra_body=_IGNORE_EOS, **_ASKED
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(ask()) == _chat(url).choices[0].message.content
+
+
+@feature("models")
+def models(url: str) -> None:
+    client = _client(url)
+    assert [model.id for model in client.models.list()] == ["narrow", "tiny"]
+    assert client.models.retrieve("tiny").owned_by
+
+
+@feature("errors")
+def errors(url: str) -> None:
+    for more, kind, param, code in (
+        ({"model": "nobody"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"n": 10**9}, openai.BadRequestError, "n", None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", None),
+        ({"messages": [{"role": "user", "content": "a " * 5000}]}, openai.BadRequestError, "messages",
+         "context_length_exceeded"),
+    ):  # fmt: skip
+        for stream in (False, True):
+            try:
+                _client(url).chat.completions.create(**{"messages": QUESTION, **_ASKED, **more}, stream=stream)
+            except kind as error:
+                assert (error.param, error.code) == (param, code), error
+                assert error.request_id and (param in str(error) or code), error
+            else:
+                raise AssertionError(f"{more} was accepted")
+
+
+@feature("errors in a stream")
+def errors_in_a_stream(url: str) -> None:
+    client, seen = _client(url), 0
+    extra = {"timeout": 1_500_000, **_IGNORE_EOS}
+    try:
+        for chunk in client.chat.completions.create(
+            model="tiny", messages=QUESTION, max_tokens=900, stream=True, extra_body=extra
+        ):
+            seen += bool(chunk.choices[0].delta.content)
+    except openai.APIError as error:
+        assert seen and error.type == "server_error" and "long" in error.message, error
+    else:
+        raise AssertionError("the stream ended well")
+
+
+@feature("retries after 429")
+def retries(url: str) -> None:
+    """Three long answers, where one runs and one waits: whoever is refused comes back when the server says."""
+    options: dict[str, Any] = {"model": "narrow", "messages": QUESTION, "max_tokens": 60, "extra_body": _IGNORE_EOS}
+    client = _client(url, max_retries=50)
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(client.chat.completions.with_raw_response.create, **options) for _ in range(4)]
+        answers = [each.result(120) for each in sent]
+    assert all(answer.parse().usage.completion_tokens == 60 for answer in answers)
+    assert any(answer.retries_taken for answer in answers)
+
+
+@feature("the parameters of its types")
+def parameters(url: str) -> None:
+    """Every parameter that the SDK has is in the server's own document, and every one of the document is the SDK's or
+    one of the known extensions."""
+    document = _client(url).get("/openapi.json", cast_to=dict[str, Any])
+    extensions = {
+        "bad_words", "chat_template_kwargs", "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens",
+        "model_version", "priority", "repetition_penalty", "skip_special_tokens", "stop_token_ids", "timeout", "top_k",
+        "typical_p",
+    }  # fmt: skip
+    for schema, module, method in (
+        ("ChatCompletionRequest", chat_params, openai.resources.chat.completions.Completions.create),
+        ("CompletionRequest", text_params, openai.resources.completions.Completions.create),
+    ):
+        said = set(document["components"]["schemas"][schema]["properties"])
+        known = set(typing.get_type_hints(module.CompletionCreateParamsStreaming))
+        known |= set(typing.get_type_hints(module.CompletionCreateParamsNonStreaming))
+        own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+        assert known == set(inspect.signature(method).parameters) - own
+        assert known <= said, known - said
+        assert said - known <= extensions, said - known - extensions
+
+
+main()

@@ -1,0 +1,111 @@
+"""What the openai SDK does through Seldon Core 2's proxy.
+
+Knows nothing of the server beyond its models ``tiny`` and ``narrow``, which has one row and one place in its queue.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+from features import QUESTION, feature, main
+
+_ASKED: dict[str, Any] = {"max_tokens": 12, "seed": 5, "temperature": 0.8}
+_IGNORE_EOS = {"ignore_eos": True}
+_ENDS: dict[str, Any] = {**_ASKED, "logit_bias": {"1": 100}, "extra_body": {"min_tokens": 5}}  # with "stop"
+
+
+def _completions(url: str, endpoint: str, model: str, **options: Any) -> Any:
+    base = f"{url}/v2/models/{model}/{endpoint}"
+    return openai.OpenAI(base_url=base, api_key="none", **{"max_retries": 0, **options}).chat.completions
+
+
+def _once(url: str, *, model: str = "tiny", options: Any = None, **more: Any) -> Any:
+    asked = {"messages": QUESTION, "extra_body": _IGNORE_EOS, **_ASKED, **more}
+    return _completions(url, "infer", model, **(options or {})).create(model=model, **asked)
+
+
+def _streamed(url: str, **more: Any) -> Any:
+    asked = {"messages": QUESTION, "extra_body": _IGNORE_EOS, **_ASKED, **more}
+    return _completions(url, "infer_stream", "tiny").create(model="tiny", stream=True, **asked)
+
+
+@feature("chat")
+def chat(url: str) -> None:
+    answer = _once(url, n=3)
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
+    assert answer.usage.completion_tokens == 36 and answer.choices[0].message.content
+
+
+@feature("chat, streamed")
+def chat_streamed(url: str) -> None:
+    *chunks, last = _streamed(url, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage.completion_tokens == 12
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == _once(url).choices[0].message.content
+
+
+@feature("stream helper")
+def stream_helper(url: str) -> None:
+    helper = _completions(url, "infer_stream", "tiny").stream(
+        model="tiny", messages=QUESTION, logprobs=True, top_logprobs=2, n=2, **_ENDS
+    )
+    with helper as stream:
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion()
+    assert {"content.delta", "content.done", "logprobs.content.delta", "logprobs.content.done"} <= kinds, kinds
+    whole = _completions(url, "infer", "tiny").create(model="tiny", messages=QUESTION, n=2, **_ENDS)
+    assert [each.message.content for each in answer.choices] == [each.message.content for each in whole.choices]
+
+
+@feature("log-probabilities")
+def log_probabilities(url: str) -> None:
+    body = {"ignore_eos": True, "skip_special_tokens": False}
+    [choice] = _once(url, logprobs=True, top_logprobs=2, extra_body=body).choices
+    joined = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+    broken = re.compile("\ufffd+")  # of bytes that are no character, how many such characters stand for them differs
+    assert broken.sub("", joined.decode("utf-8", "replace")) == broken.sub("", choice.message.content)
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+
+
+@feature("errors")
+def errors(url: str) -> None:
+    for ask in (_once, _streamed):
+        try:
+            ask(url, temperature=-1)
+        except openai.UnprocessableEntityError as error:
+            assert (error.param, error.type) == ("temperature", "invalid_request_error"), error.body
+        else:
+            raise AssertionError("it was accepted")
+    try:
+        _once(url, model="nobody")
+    except openai.NotFoundError as error:
+        assert (error.param, error.code) == ("model", "model_not_found"), error.body
+    else:
+        raise AssertionError("it was found")
+
+
+@feature("retries after Retry-After")
+def retries(url: str) -> None:
+    """More requests than fit are refused with 429; the SDK waits as it is told, and gets its answers."""
+    refused = 0
+
+    def ask(retries: int) -> str:
+        nonlocal refused
+        try:
+            answer = _once(url, model="narrow", options={"max_retries": retries}, max_tokens=40)
+            return str(answer.choices[0].message.content)
+        except openai.RateLimitError as error:
+            assert int(error.response.headers["retry-after"]) >= 1
+            refused += 1
+            return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, [0] * 4))
+        assert refused > 0, "the queue was never full"
+        assert all(pool.map(ask, [30] * 4))
+
+
+main()

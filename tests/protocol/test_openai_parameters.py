@@ -1,0 +1,269 @@
+"""One table says what a body of OpenAI's API may hold: the decoder, the OpenAPI document and the page agree on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.openai_document import openai_document
+from mlserver_torch_stream.protocol.openai_parameters import (
+    CHAT_PARAMETERS,
+    COMPLETION_PARAMETERS,
+    Table,
+    Treatment,
+    taken_values,
+)
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_COMPLETIONS, OpenAISpelling
+from mlserver_torch_stream.protocol.spelling import PostedBody
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+from tests import markdown
+from tests.protocol.test_v2_fuzz import any_text, json_value
+
+_INFO = ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
+_LEAST: dict[str, dict[str, Any]] = {
+    "chat": {"model": "m", "messages": [{"role": "user", "content": "Hello"}]},
+    "completions": {"model": "m", "prompt": "Hello"},
+}
+_SPELLINGS: dict[str, OpenAISpelling] = {"chat": OPENAI_CHAT, "completions": OPENAI_COMPLETIONS}
+_SCHEMAS = {"chat": "ChatCompletionRequest", "completions": "CompletionRequest"}
+_endpoints = pytest.mark.parametrize("endpoint", _SPELLINGS)
+
+# Every kind of value at least near what some parameter takes.
+_text = st.text(max_size=4)
+_value = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 200) | st.floats(-3, 3) | _text | st.sampled_from(["auto", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["include_usage", "type", "text", "role", "content", "7"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def _bodies(endpoint: str) -> st.SearchStrategy[dict[str, Any]]:
+    names = st.sampled_from(sorted(_SPELLINGS[endpoint].parameters))
+    return st.dictionaries(names, _value, max_size=4).map(lambda given: {**_LEAST[endpoint], **given})
+
+
+def _validator(endpoint: str) -> jsonschema.Draft202012Validator:
+    schema: Mapping[str, Any] = openai_document()["components"]["schemas"][_SCHEMAS[endpoint]]
+    return jsonschema.Draft202012Validator(schema)
+
+
+def _refusal(body: Mapping[str, Any], table: Table) -> InvalidInput | None:
+    try:
+        taken_values(body, table, 4096)
+    except InvalidInput as refused:
+        return refused
+    return None
+
+
+@_endpoints
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_the_document_accepts_a_body_exactly_where_the_table_does(endpoint: str, data: st.DataObject) -> None:
+    body = data.draw(_bodies(endpoint))
+    refused = _refusal(body, _SPELLINGS[endpoint].parameters)
+    assert (refused is None) == _validator(endpoint).is_valid(body), refused
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [
+        ({"stop": ["x"] * 16}, True),
+        ({"stop": ["x"] * 17}, False),
+        ({"stop": [""]}, False),
+        ({"n": 1.0}, True),
+        ({"n": True}, False),
+        ({"n": 0}, False),
+        ({"best_of": 1.0}, True),
+        ({"best_of": True}, False),
+        ({"top_p": 0}, False),
+        ({"top_p": 1}, True),
+        ({"logprobs": 20}, True),
+        ({"logprobs": 21}, False),
+        ({"prompt": []}, False),
+        ({"prompt": [-1]}, False),
+        ({"prompt": [[]]}, False),
+        ({"stream_options": {"include_usage": None}}, True),
+        ({"stream_options": {"x": 1}}, False),
+        ({"prompt": None}, False),
+    ],
+    ids=str,
+)
+def test_they_agree_at_the_bounds(given: dict[str, Any], accepted: bool) -> None:
+    body = {**_LEAST["completions"], **given}
+    assert (_refusal(body, COMPLETION_PARAMETERS) is None) == accepted
+    assert _validator("completions").is_valid(body) == accepted
+
+
+@_endpoints
+@settings(max_examples=500, deadline=None)
+@given(data=st.data(), value=json_value | _value, streaming=st.booleans())
+def test_any_value_of_any_parameter_is_understood_or_refused_by_its_name(
+    endpoint: str, data: st.DataObject, value: Any, streaming: bool
+) -> None:
+    name = data.draw(st.sampled_from(sorted(_SPELLINGS[endpoint].parameters)))
+    outcome = _outcome(endpoint, {**_LEAST[endpoint], name: value}, streaming)
+    if isinstance(outcome, InvalidInput):
+        assert outcome.field.startswith(name) and len(outcome.message.encode()) < 2000
+
+
+@_endpoints
+@settings(max_examples=200, deadline=None)
+@given(
+    body=json_value.filter(lambda value: isinstance(value, dict)) | st.dictionaries(any_text, json_value, max_size=3)
+)
+def test_any_object_is_understood_or_refused(endpoint: str, body: dict[str, Any]) -> None:
+    refused = _outcome(endpoint, body, False)
+    assert isinstance(refused, InvalidInput)
+    json.dumps(OPENAI_CHAT.refusal(refused), ensure_ascii=False).encode()
+
+
+def _outcome(endpoint: str, body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidInput:
+    try:
+        return _SPELLINGS[endpoint].decode(PostedBody(body), _INFO, streaming=streaming, request_id="r")
+    except InvalidInput as refused:
+        return refused
+
+
+@_endpoints
+def test_null_is_as_good_as_nothing(endpoint: str) -> None:
+    spelling = _SPELLINGS[endpoint]
+    optional = {name: None for name, parameter in spelling.parameters.items() if not parameter.required}
+    assert _outcome(endpoint, {**_LEAST[endpoint], **optional}, False) == _outcome(endpoint, _LEAST[endpoint], False)
+
+
+@_endpoints
+def test_what_is_ignored_changes_nothing_and_what_is_refused_has_harmless_values(endpoint: str) -> None:
+    alone = _outcome(endpoint, _LEAST[endpoint], False)
+    ignored = {"string": "x", "object": {"a": "b"}, "boolean": False}
+    for name, parameter in _SPELLINGS[endpoint].parameters.items():
+        if parameter.treatment is Treatment.IGNORED:
+            value = ignored[parameter.schema["type"]]
+            assert _outcome(endpoint, {**_LEAST[endpoint], name: value}, False) == alone, name
+        for value in parameter.harmless if parameter.treatment is Treatment.REFUSED else ():
+            assert _outcome(endpoint, {**_LEAST[endpoint], name: value}, False) == alone, name
+
+
+def test_a_conversation_may_hold_an_answer_as_the_sdk_has_dumped_it() -> None:
+    optional = ("refusal", "annotations", "audio", "function_call", "tool_calls", "name", "reasoning_content")
+    dumped = [{"role": "assistant", "content": "b", **dict.fromkeys(optional)}, {"role": "user", "content": "c"}]
+    request = _outcome("chat", {**_LEAST["chat"], "messages": dumped}, False)
+    assert isinstance(request, GenerationRequest), request
+    # A chat template asks whether a message has tool calls, not whether they are null.
+    assert request.prompts[0].messages[0] == {"role": "assistant", "content": "b"}  # type: ignore[union-attr]
+    told = _outcome("chat", {**_LEAST["chat"], "messages": [{**dumped[0], "annotations": []}]}, False)
+    assert isinstance(told, GenerationRequest)
+
+
+_MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("completions", {"prompt": ["a"] * _MANY}),
+        ("completions", {"prompt": [[1]] * _MANY}),
+        ("completions", {"prompt": [1] * _MANY}),
+        ("completions", {"prompt": [[1] * (_MANY // 100)] * 100}),
+        ("chat", {"messages": [{"role": "user", "content": "a"}] * _MANY}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * _MANY}]}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * (_MANY // 100)}),
+        ("chat", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}] * _MANY}]}),
+        ("chat", {"stop_token_ids": [1] * _MANY}),
+        ("chat", {"stop_token_ids": [1.0] * _MANY}),
+        ("chat", {"logit_bias": {str(token): 1 for token in range(_MANY)}}),
+    ],
+)
+def test_a_value_of_too_many_elements_is_refused_before_python_has_looked_at_each(
+    endpoint: str, body: dict[str, Any]
+) -> None:
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        refused = _outcome(endpoint, {**_LEAST[endpoint], **body}, False)
+    finally:
+        sys.setprofile(None)
+    assert isinstance(refused, InvalidInput) and refused.field.startswith(next(iter(body)))
+    assert calls < _MANY / 2
+
+
+def test_ids_beyond_the_context_have_the_code_that_clients_know() -> None:
+    refused = _outcome("completions", {**_LEAST["completions"], "prompt": [1] * 10_000}, False)
+    assert isinstance(refused, InvalidInput) and refused.code == "context_length_exceeded"
+
+
+def test_a_request_says_what_was_asked_for() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}
+    asked = {**_LEAST["chat"], **body, "stop": '["x"]', "n": 2, "top_k": 5, "priority": 3, "logprobs": True}
+    request = _outcome("chat", {**asked, "stream_options": {"include_usage": True}}, True)
+    assert isinstance(request, GenerationRequest)
+    assert request.prompts[0].messages == ({"role": "user", "content": "ab"},)  # type: ignore[union-attr]
+    assert request.sampling.stop == ('["x"]',)  # a text, which elsewhere may be a list as JSON
+    assert (request.sampling.n, request.sampling.top_k, request.priority) == (2, 5, 3)
+    assert request.sampling.logprobs and request.reply.usage_message
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"stop": ["x"] * 1_000_000}, "stop"),
+        ({"logit_bias": {str(i): 1 for i in range(1000)}}, "logit_bias"),
+        ({"n": 1_000_000_000}, "n"),
+        ({"prompt": ["x"] * 1_000_000}, "prompt"),
+        ({"prompt": [1] * 1_000_000}, "prompt"),
+        ({"stop_token_ids": [1] * 100_000}, "stop_token_ids"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"x" * 1_000_000: 1}, "x" * 100),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:20],
+)
+def test_what_is_too_much_is_refused_by_its_name(body: dict[str, Any], field: str) -> None:
+    refused = _outcome("completions", {**_LEAST["completions"], **body}, False)
+    assert isinstance(refused, InvalidInput) and refused.field == field and len(refused.message) < 500
+
+
+def test_every_list_of_the_document_names_its_items() -> None:
+    """Generators of clients leave out a path whose body has a list without ``items``."""
+
+    def lists(schema: Any) -> Iterator[Any]:
+        if isinstance(schema, dict):
+            kinds = schema.get("type")
+            if kinds == "array" or (isinstance(kinds, list) and "array" in kinds):
+                yield schema
+        inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+        for each in inner:
+            yield from lists(each)
+
+    found = list(lists(openai_document()))
+    assert found and all("items" in each for each in found)
+
+
+def test_the_page_has_a_row_for_every_parameter_and_no_other() -> None:
+    rows = markdown.table("docs/openai.md", "Parameters")
+    said = {}
+    for names, endpoints, treatment, *_ in rows:
+        for name in markdown.code_spans(names):
+            assert name not in said, name
+            said[name] = (endpoints, treatment)
+    tables = {"chat": CHAT_PARAMETERS, "completions": COMPLETION_PARAMETERS}
+    for name, (endpoints, treatment) in said.items():
+        for endpoint, table in tables.items():
+            listed = endpoints in ("both", endpoint) or (endpoints == "each" and name in table)
+            assert (name in table) == listed, f"{name}: {endpoint}"
+            assert name not in table or table[name].treatment.value == treatment, name
+    assert said.keys() == {*CHAT_PARAMETERS, *COMPLETION_PARAMETERS}
