@@ -1,1 +1,1 @@
-"""The decode loop: token ids, tensors, devices. Knows nothing of HTTP, gRPC or MLServer."""
+"""Generates tokens: schedules, batches and runs a model on its devices. Knows nothing of HTTP, gRPC or MLServer."""

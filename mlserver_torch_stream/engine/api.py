@@ -114,14 +114,14 @@ class Engine(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why new requests had better go elsewhere; None if they need not.
+        """Why new requests should go to another engine; None if this one is fine.
 
-        The engine is dead, does not come back from a step, or waits for a device that such an engine holds.
+        The engine is dead, does not return from a step, or waits for a device that such an engine holds.
         """
 
     @property
     def overdue(self) -> str | None:
-        """Which step of the engine itself does not come back; None if there is none."""
+        """Which step of the engine itself does not return; None if there is none."""
 
     def drain(self, why: str) -> None:
         """Makes ``submit`` raise NotServing with the reason ``why`` from now on. Submitted requests go on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.batching.batcher import Batcher, DeadBatcher
+from mlserver_torch_stream.engine.batching.batcher import Batcher, BatcherReplacement, DeadBatcher
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.event_delivery import end_for_readers, post_events
 from mlserver_torch_stream.engine.inbox import Inbox
@@ -32,10 +33,6 @@ from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, ModelInfo
 
 logger = logging.getLogger(__name__)
-
-# An engine that dies more often than this stays dead: its trouble is one that a new batcher does not mend.
-_MOST_DEATHS = 3
-_DEATHS_WITHIN = 600.0  # seconds
 
 
 class EngineCore:
@@ -68,16 +65,14 @@ class EngineCore:
         self._admission = Admission(info, self._queue_limits)
         self._threads = threads
         self._fair_lock = fair_lock
-        self._rebuild = rebuild
+        self._replacement = BatcherReplacement(rebuild)
         self._on_death = on_death
         self._inbox = Inbox()
         self._open: dict[Mailbox, list[RequestState]] = {}
-        self._deaths: list[float] = []
         self._service_rate = ServiceRate()
         self._submitted = self._submitted_tokens = 0  # requests and prompt tokens; the loop's thread writes them
-        self._accepted = self._accepted_tokens = 0  # those that the batcher has
-        self._cancelled = 0  # sequences, as ``_timed_out``
-        self._timed_out = 0
+        self._accepted = self._accepted_tokens = 0  # that the batcher has
+        self._cancelled = self._timed_out = 0  # sequences
         self._stats_before = EngineStats()  # of the batchers that have died
         self._draining: str | None = None  # the reason
         self._stopping = False
@@ -96,15 +91,13 @@ class EngineCore:
     def trouble(self) -> str | None:
         if not self.alive:
             return "its engine died"
-        if (overdue := self.overdue) is not None:
-            return overdue
         holder = None if self._fair_lock is None else self._fair_lock.progress  # an engine that this one may wait for
         before = None if holder is None else trouble(holder.works(), self._queue_limits, time.monotonic())
-        return None if before is None else f"it waits for its device: {before}"
+        return self.overdue or (None if before is None else f"it waits for its device: {before}")
 
     @property
     def overdue(self) -> str | None:
-        """Which step of its own does not come back, in words."""
+        """Returns which step of its own does not return; None if there is none."""
         return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
@@ -114,34 +107,31 @@ class EngineCore:
         if self._draining is not None:
             raise NotServing(self._draining)
         self._admission.check(requests, self._batcher.refusal)
-        stats = self._batcher.stats()
-        waiting = self._submitted - self._accepted + stats.waiting_requests
+        stats, in_inbox = self._batcher.stats(), self._submitted - self._accepted
+        waiting = in_inbox + stats.waiting_requests
         waiting_tokens = self._submitted_tokens - self._accepted_tokens + stats.waiting_tokens
-        self._admission.check_queue(requests, waiting, waiting_tokens, self._service_rate.seconds_for(waiting))
-        if any(request.open for request in requests):
-            self._admission.check_open(self._submitted - self._accepted + stats.open_prompts, 1)
-        mailbox = Mailbox(asyncio.get_running_loop(), sum(request.sampling.n for request in requests), self._closed)
-        context = self.info.max_model_len
+        self._admission.check_queue(requests, waiting, waiting_tokens, self._service_rate)
+        self._admission.check_open_prompts(requests, in_inbox + stats.open_prompts)
+        sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
+        mailbox = Mailbox(loop, sequences, lambda: self._inbox.post(lambda: self._cancel(mailbox)))
+        context, default_timeout = self.info.max_model_len, self._queue_limits.request_timeout
         accepted = [
-            RequestState.of(request, mailbox, self._codec, self._eos_token_ids, context) for request in requests
-        ]
-        if any(request.open for request in requests):
-            self._open_prompt(mailbox, requests, accepted)
-        timeouts = [
-            self._queue_limits.request_timeout if request.timeout_s is None else request.timeout_s
+            RequestState(request, mailbox, self._codec, self._eos_token_ids, context, default_timeout)
             for request in requests
         ]
-        tokens = sum(len(request.prompt_ids) for request in requests)
+        if any(request.open for request in requests):
+            self._feed_prompt(mailbox, requests, accepted)
         self._submitted += len(accepted)
-        self._submitted_tokens += tokens
+        self._submitted_tokens += sum(len(request.prompt) for request in accepted)
         self._open[mailbox] = accepted  # at once: the watchdog must find it if the thread never takes it in
-        self._watchdog.watch(accepted, timeouts)
-        if not self._inbox.post(lambda: self._accept(mailbox, accepted, timeouts, tokens)):
+        self._watchdog.watch(accepted)
+        if not self._inbox.post(lambda: self._accept(mailbox, accepted)):
             self._open.pop(mailbox, None)
             raise NotServing("the engine has just stopped")
         return mailbox
 
-    def _open_prompt(self, mailbox: Mailbox, given: Sequence[EngineRequest], requests: list[RequestState]) -> None:
+    def _feed_prompt(self, mailbox: Mailbox, given: Sequence[EngineRequest], requests: list[RequestState]) -> None:
+        """Lets the stream of an open request extend its prompt."""
         if len(requests) != 1:
             raise ValueError("an open prompt is the only request of its stream")
         request = requests[0]
@@ -150,31 +140,24 @@ class EngineCore:
         def extend(prompt_ids: Sequence[int], whole: bool) -> None:
             nonlocal known
             known = len(prompt_ids) if whole else known + len(prompt_ids)
-            self._admission.check_length(known, open_ended=not whole)
-            self._admission.check_ids(prompt_ids)
-            self._admission.check_size(given[0], known, self._batcher.refusal)
+            self._admission.check_prompt(given[0], prompt_ids, known, self._batcher.refusal, whole=whole)
             ids = list(prompt_ids)
-            if whole:  # its wait begins, also if the engine's thread does not come to take it in
+
+            def grow() -> None:
+                if mailbox in self._open:
+                    request.grow(ids, whole)
+
+            if whole:  # its wait begins, even if the engine's thread is in a step that does not return
                 request.whole_at = time.monotonic()
                 self._watchdog.watch_wait(request)
-            self._inbox.post(lambda: self._extend(request, ids, whole))
+            self._inbox.post(grow)
 
         mailbox.feed_prompt_to(extend)
 
-    def _extend(self, request: RequestState, prompt_ids: list[int], whole: bool) -> None:
-        if request.mailbox in self._open:
-            request.grow(prompt_ids, whole)
-
     @property
     def load(self) -> int:
-        stats = self._batcher.stats()
-        return (
-            self._submitted
-            - self._accepted
-            + stats.waiting_requests
-            + stats.prefilling_requests
-            + stats.running_sequences
-        )
+        stats, in_inbox = self._batcher.stats(), self._submitted - self._accepted
+        return in_inbox + stats.waiting_requests + stats.prefilling_requests + stats.running_sequences
 
     def stats(self) -> EngineStats:
         stats = self._batcher.stats().counting_on(self._stats_before)
@@ -189,12 +172,12 @@ class EngineCore:
         if self._inbox.post(lambda: self._end_all(FinishReason.ABORT, error)):
             self._watchdog.asked(end)
 
-    def fail(self, error: BaseException, patience: float | None = None) -> None:
+    def fail(self, error: BaseException, patience: float = math.inf) -> None:
         """Makes the engine's thread die of ``error`` before its next step. From any thread.
 
         If the current step does not return within ``patience`` seconds, the watchdog ends the streams.
         """
-        self.pending_death = PendingDeath(error, None if patience is None else time.monotonic() + patience)
+        self.pending_death = PendingDeath(error, time.monotonic() + patience)
         self._inbox.post(lambda: None)
         self._watchdog.look()
 
@@ -225,31 +208,26 @@ class EngineCore:
 
     # --- on the engine's thread ---
 
-    def _closed(self, mailbox: Mailbox) -> None:
-        self._inbox.post(lambda: self._cancel(mailbox))
-
-    def _accept(
-        self, mailbox: Mailbox, requests: list[RequestState], timeouts: list[float | None], tokens: int
-    ) -> None:
+    def _accept(self, mailbox: Mailbox, requests: list[RequestState]) -> None:
         self._accepted += len(requests)
-        self._accepted_tokens += tokens
+        self._accepted_tokens += sum(len(request.prompt) for request in requests)
         if mailbox.closed_at is not None:
             self._cancel(mailbox)
         elif mailbox in self._open:  # otherwise it has ended with all others
             now = time.monotonic()
-            for request, timeout in zip(requests, timeouts, strict=True):
+            for request in requests:
                 self._batcher.add(request)
-                if timeout is not None and request.submitted_at + timeout <= now:
+                if request.timeout_s is not None and request.submitted_at + request.timeout_s <= now:
                     self._time_out(out_of_time(request, request.sealed, now))
 
     def _cancel(self, mailbox: Mailbox) -> None:
         requests = self._open.get(mailbox)
         if requests is not None:
-            self._cancelled += _unfinished(requests)
+            self._cancelled += sum(request.unfinished for request in requests)
             self._end(requests, FinishReason.ABORT, None)
 
     def _time_out(self, end: EndRequest) -> None:
-        self._timed_out += _unfinished(end.requests)  # before its reader sees the end
+        self._timed_out += sum(request.unfinished for request in end.requests)  # before its reader sees the end
         self._end(end.requests, end.reason, end.error)
 
     def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
@@ -285,15 +263,8 @@ class EngineCore:
 
     def _revive(self, error: BaseException) -> bool:
         """Ends every stream and goes on with a new batcher. Returns False if the engine stays dead."""
-        now = time.monotonic()
-        self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
-        batcher = None
         self._batcher.progress.at("the engine's fresh start")
-        if self._rebuild is not None and len(self._deaths) <= _MOST_DEATHS:
-            try:
-                batcher = self._rebuild()
-            except Exception:
-                logger.exception("the engine could not be started anew")
+        batcher = self._replacement.make(time.monotonic())
         dead = self._batcher
         if batcher is None:
             if self._mark_dead(error):
@@ -376,13 +347,6 @@ class EngineCore:
         post_events(sequences)
         for sequence in sequences:
             if sequence.finish_reason is not None:
-                self._forget(sequence.request.mailbox)
-
-    def _forget(self, mailbox: Mailbox) -> None:
-        if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
-            self._service_rate.finished(len(self._open.pop(mailbox)))
-
-
-def _unfinished(requests: Sequence[RequestState]) -> int:
-    """How many sequences of these requests have not finished."""
-    return sum(sequence.finish_reason is None for request in requests for sequence in request.sequences)
+                mailbox = sequence.request.mailbox
+                if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
+                    self._service_rate.finished(len(self._open.pop(mailbox)))

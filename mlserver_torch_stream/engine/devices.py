@@ -51,3 +51,12 @@ def execution_device(module: nn.Module) -> str | int | torch.device | None:
                 found: str | int | torch.device = place
                 return found
     return None
+
+
+def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
+    """Returns the name of the device that computes a module which a device map puts at ``place``.
+
+    Hooks move offloaded weights to a GPU, or to the CPU if there is none.
+    """
+    device = execution_device(module) if str(place) in ("cpu", "disk") else None
+    return device_name(place if device is None else device)

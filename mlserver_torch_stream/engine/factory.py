@@ -62,7 +62,7 @@ class RunningEngine:
 
     engine: Engine
     codec: TextCodec
-    summary: str  # one line for the log: what is loaded where, and how large the cache is
+    summary: str  # one line for the log: the model, its devices and the size of the cache
     weights: Lease[PreparedModel]
     parts: tuple[RunningEngine, ...] = ()
 
@@ -170,7 +170,7 @@ def _start(
     info = ModelInfo(
         vocab_size=vocab_size,
         max_model_len=batching.context,
-        max_rows=settings.max_num_seqs,
+        max_num_seqs=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
     )
@@ -229,7 +229,7 @@ def _batch_serially(
         SerialBatcher,
         loaded.model,
         samplers,
-        max_rows=resolved.settings.max_num_seqs,
+        max_num_seqs=resolved.settings.max_num_seqs,
         check_devices=prepared.check_devices,
         pipeline=prepared.pipeline,
     )
@@ -260,7 +260,7 @@ def _batch_continuously(
         cost=findings.cost,
         cache_bytes=budget,
         prefix_bytes=prefix_bytes(budget, settings.prefix_cache_memory, on_host=HOST in parts),
-        max_rows=settings.max_num_seqs,
+        max_num_seqs=settings.max_num_seqs,
         prefill_tokens=settings.chunked_prefill_size if findings.chunked else None,
         forward=prepared.forward if ranks is None else ranks.forward,
         layout=None if ranks is None else ranks.layout,
@@ -281,7 +281,7 @@ def _batch_continuously(
         logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
     description = (
-        f"{_describe_forward(resolved, prepared)}up to {settings.max_num_seqs} rows at a time, "
+        f"{_describe_forward(resolved, prepared)}up to {settings.max_num_seqs} sequences at a time, "
         f"KV cache {format_bytes(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
     )
@@ -295,9 +295,9 @@ def _describe_forward(resolved: ResolvedSettings, prepared: PreparedModel) -> st
         return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
     ways = [f"transformers' forward ({prepared.no_kernels}), "] if prepared.no_kernels is not None else []
     if prepared.pipeline is not None:
-        ways.append(f"{prepared.pipeline.depth} devices at work on a group of rows each, ")
+        ways.append(f"{prepared.pipeline.depth} devices with a batch each, ")
     if isinstance(prepared.forward, GraphForward):
-        ways.append(f"CUDA graphs of up to {prepared.forward.max_rows} rows, ")
+        ways.append(f"CUDA graphs of up to {prepared.forward.max_batch_size} sequences, ")
     if prepared.packed:
         ways.append(f"{prepared.packed} linear layers laid out for this CPU, ")
     return "".join(ways)

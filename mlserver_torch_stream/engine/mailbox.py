@@ -35,14 +35,14 @@ class Delivered:
 class Mailbox:
     """A ``TokenStream``. All of it runs on the loop's thread; the engine's thread reads ``closed_at``."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, wake: Callable[[Mailbox], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[], object]) -> None:
         self.loop = loop
         self.closed_at: float | None = None
         self._unfinished = sequences
         self._pending: dict[int, deque[TokenEvent]] = {}  # by sequence
         self._delivered: dict[int, Delivered] = {}
         self._arrival: asyncio.Future[None] | None = None
-        self._wake = wake
+        self._on_close = on_close
         self._on_extend: Callable[[Sequence[int], bool], None] | None = None
 
     def feed_prompt_to(self, extend: Callable[[Sequence[int], bool], None]) -> None:
@@ -105,4 +105,4 @@ class Mailbox:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
         if self._unfinished > 0:
-            self._wake(self)
+            self._on_close()

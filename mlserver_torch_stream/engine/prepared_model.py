@@ -80,7 +80,7 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
             logger.warning("%s: %s", resolved.source.name, slowness)
         findings = SelfCheckResult(problem="set by engine: serial")
         if settings.engine != "serial":
-            with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each row alone"):
+            with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each sequence alone"):
                 findings = check_batching(weights.model)
         if findings.problem is not None:
             check_generate(weights.model)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.stops import StopMatcher
@@ -25,7 +25,7 @@ from mlserver_torch_stream.types import (
 )
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.sampling.sampler import RowSampler
+    from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 # Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
@@ -43,6 +43,7 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None
         self.last_event_taken = False  # by ``take_events``
         self.sampler: RowSampler | None = None
+        self._codec = codec
         self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._first_token_at: float | None = None
@@ -65,11 +66,17 @@ class SequenceState:
         ends = token_id in self.request.end_ids and len(self.tokens) > self.request.params.min_tokens
         hidden = ends and not self.request.params.include_stop_str_in_output
         text = "" if hidden else self._push([token_id])
-        self._emit(text, (token_id,), () if logprob is None else (logprob,))
+        self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
         if ends or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.request.max_tokens:
             self.finish(FinishReason.LENGTH)
+
+    def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
+        of = self._codec.token_bytes
+        special = entry.token_id in self._codec.special_ids
+        top_tokens = tuple(of(token_id) for token_id, _ in entry.top)
+        return replace(entry, token=of(entry.token_id), top_tokens=top_tokens, special=special)
 
     def _push(self, token_ids: Ids[int]) -> str:
         """Returns the text that the ids complete and that cannot become part of a stop string."""
@@ -120,57 +127,55 @@ class SequenceState:
                     finish_reason=self.finish_reason,
                     usage=self.request.usage(len(self.tokens), self._first_token_at),
                     error=self._error,
+                    stop_reason=self._stop_reason(),
                 )
             )
         return events
 
+    def _stop_reason(self) -> int | str | None:
+        if self.finish_reason is not FinishReason.STOP:
+            return None
+        if self._stops.hit is not None:
+            return self._stops.hit
+        return self.tokens[-1] if self.tokens[-1] in self.request.params.stop_token_ids else None
 
-@dataclass(eq=False, slots=True)
+
 class RequestState:
     """One prompt and its ``params.n`` sequences. A cache holds the first ``prefilled`` ids of the prompt."""
 
-    prompt: list[int]
-    params: SamplingParameters
-    mailbox: Mailbox
-    max_model_len: int  # tokens that a sequence may hold: the model's context, or fewer where the cache is small
-    end_ids: frozenset[int] = frozenset()  # ids that end a sequence
-    sealed: bool = True
-    priority: int = DEFAULT_PRIORITY
-    client: str = ""
-    submitted_at: float = field(default_factory=time.monotonic)
-    whole_at: float = 0.0  # when the end of its prompt came, since when it waits for a row
-    started_at: float | None = None
-    prefilled: int = 0
-    ahead: bool = True  # whether an open prompt may be prefilled before it is whole
-    sequences: list[SequenceState] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         given: EngineRequest,
         mailbox: Mailbox,
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
-    ) -> RequestState:
-        request = cls(
-            list(given.prompt_ids),
-            given.sampling,
-            mailbox,
-            max_model_len,
-            _end_ids(given.sampling, eos_token_ids),
-            sealed=not given.open,
-            priority=given.priority,
-            client=given.client,
-        )
+        default_timeout: float | None = None,
+    ) -> None:
+        """``max_model_len`` is the model's context, or less if the cache is small."""
+        self.prompt = list(given.prompt_ids)
+        self.params = given.sampling
+        self.mailbox = mailbox
+        self.max_model_len = max_model_len
+        self.end_ids = _end_ids(given.sampling, eos_token_ids)
+        self.sealed = not given.open
+        self.priority = given.priority
+        self.client = given.client
+        # From submit to the last token.
+        self.timeout_s = default_timeout if given.timeout_s is None else given.timeout_s
+        self.submitted_at = time.monotonic()
+        self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
+        self.started_at: float | None = None
+        self.prefilled = 0
+        self.cached_tokens = 0  # of the prompt: copied from the prefix cache
+        self.ahead = True  # whether an open prompt may be prefilled before it is whole
         indices = range(given.first_index, given.first_index + given.sampling.n)
-        request.whole_at = request.submitted_at
-        request.sequences = [SequenceState(request, index, codec) for index in indices]
-        return request
+        self.sequences = [SequenceState(self, index, codec) for index in indices]
 
     @property
-    def rows(self) -> int:
-        return len(self.sequences)
+    def unfinished(self) -> int:
+        """The number of sequences that have not finished."""
+        return sum(sequence.finish_reason is None for sequence in self.sequences)
 
     @property
     def finished(self) -> bool:
@@ -179,7 +184,7 @@ class RequestState:
     @property
     def work(self) -> int:
         """The most tokens that the request can need: of its prompt and of all its sequences."""
-        return len(self.prompt) + self.rows * self.max_tokens
+        return len(self.prompt) + self.params.n * self.max_tokens
 
     @property
     def max_tokens(self) -> int:
@@ -239,10 +244,11 @@ class RequestState:
             num_output_tokens=tokens,
             queue_s=started - self.whole_at,
             ttft_s=(first_token_at or started) - self.submitted_at,
+            num_cached_tokens=self.cached_tokens,
         )
 
 
 def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """The request's stop tokens and, unless it ignores EOS, its own EOS ids or else the model's ``eos_token_ids``."""
+    """Returns the stop tokens and, unless the request ignores EOS, its own EOS ids or else ``eos_token_ids``."""
     eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

@@ -16,7 +16,7 @@ from typing import Protocol
 from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.event_delivery import end_for_readers
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduling.queue_limits import FAR, Deadlines, QueueLimits
+from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, QueueLimits
 from mlserver_torch_stream.engine.step_progress import Work
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.types import FinishReason
@@ -40,10 +40,10 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeath:
-    """An error that ends the engine's thread, and the time at which the watchdog gives the thread up; None: never."""
+    """An error that ends the engine's thread, and the time at which the watchdog gives the thread up."""
 
     error: BaseException
-    until: float | None
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class WatchdogState:
         self._asked: list[EndRequest] = []
         self._overdue: list[Work] = []
 
-    def watch(self, requests: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
-        """Adds the requests' ``timeouts``, and for whole requests the settings' limit of the time in the queue."""
-        for request, timeout in zip(requests, timeouts, strict=True):
+    def watch(self, requests: Sequence[RequestState]) -> None:
+        """Adds the requests' timeouts, and for whole requests the settings' limit of the time in the queue."""
+        for request in requests:
             if request.sealed:
                 self.watch_wait(request)
-            self._deadlines.add(request, timeout, while_waiting=False)
+            self._deadlines.add(request, request.timeout_s, while_waiting=False)
 
     def watch_wait(self, request: RequestState) -> None:
         """Starts the request's time in the queue: its prompt is whole now."""
@@ -86,9 +86,8 @@ class WatchdogState:
         self._asked.append(end)
 
     def next_deadline(self, now: float) -> float:
-        """Returns the seconds until the next deadline."""
-        left = self._deadlines.seconds_left(now)
-        return math.inf if left is None else left
+        """Returns the seconds until the next deadline, at most an hour."""
+        return self._deadlines.seconds_left(now)
 
     def due(self, now: float) -> list[EndRequest]:
         """Removes and returns the requests whose deadline has passed."""
@@ -107,7 +106,7 @@ class WatchdogState:
         )
 
     def _lost(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> BaseException | None:
-        if pending_death is not None and pending_death.until is not None and pending_death.until <= now:
+        if pending_death is not None and pending_death.until <= now:
             return pending_death.error
         for work in works:
             if now - work.since >= self._queue_limits.step_limit(work.tokens):
@@ -125,8 +124,8 @@ class WatchdogState:
             for work in works
             if not is_overdue(work, queue_limits, now)
         ]
-        moments += [] if pending_death is None or pending_death.until is None else [pending_death.until]
-        return max(_LEAST, min(FAR, self.next_deadline(now), *(moment - now for moment in moments)))
+        moments += [] if pending_death is None else [pending_death.until]
+        return max(_LEAST, min(self.next_deadline(now), *(moment - now for moment in moments)))
 
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
@@ -184,9 +183,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=f"watchdog-{name}", daemon=True)
         self._thread.start()
 
-    def watch(self, requests: Sequence[RequestState], timeouts: Sequence[float | None]) -> None:
+    def watch(self, requests: Sequence[RequestState]) -> None:
         with self._changed:
-            self._state.watch(requests, timeouts)
+            self._state.watch(requests)
             if self._state.next_deadline(now := time.monotonic()) < self._wakes_at - now:
                 self._wake()
 
@@ -211,7 +210,7 @@ class Watchdog:
             self._wake()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Ends the watchdog's thread. Idempotent."""
         with self._changed:
             self._over = True
             self._wake()

@@ -66,7 +66,7 @@ def pipelined(
     with torch.inference_mode():
         findings = check_batching(model)
     assert findings.cost is not None, findings.problem
-    given = {"cache_bytes": 2**24, "max_rows": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
+    given = {"cache_bytes": 2**24, "max_num_seqs": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     batcher = PipelinedBatcher(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
     with running(model, batcher=batcher, step_timeout=step_timeout) as engine:

@@ -44,7 +44,7 @@ def built(folder: Path, **extra: Any) -> BuiltEngine:
 def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None:
     one = built(longrope)
     try:
-        assert one.engine.info.max_model_len == STEADY and "rows at a time" in one.summary
+        assert one.engine.info.max_model_len == STEADY and "sequences at a time" in one.summary
     finally:
         one.shutdown()
 

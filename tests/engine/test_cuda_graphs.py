@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
+from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs, verified
 from mlserver_torch_stream.engine.forward.interface import JointForward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -124,7 +124,7 @@ def test_batches_of_unlike_lengths_share_a_replay() -> None:
             assert recorder.replays - before == parts
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="10 rows where 8 were recorded"):
+        with pytest.raises(ValueError, match="10 rows are more than the 8"):
             forward.together([(ids, cache) for ids, cache in zip(tokens * 2, shared * 2, strict=True)])
     assert [cache.lengths for cache in shared] == [cache.lengths for cache in alone]
 
@@ -149,7 +149,7 @@ def test_where_one_batch_fails_none_has_moved(monkeypatch: pytest.MonkeyPatch) -
 def test_a_batch_takes_the_least_recording_that_holds_it() -> None:
     model = tiny_model("llama")
     forward, recorder = recorded(model, max_rows=5)
-    assert forward.max_rows == 8
+    assert forward.max_batch_size == 8
     parts = model.config.num_hidden_layers + 1
     assert recorder.parts == 4 * parts  # of 1, 2, 4 and 8 rows
     layout = CacheLayout(model.config)
@@ -290,8 +290,8 @@ def test_rows_that_were_never_filled_begin_with_zeros() -> None:
     """A scale over all rows, as quantised activations may have, would find whatever a GPU's memory held."""
     model = tiny_model("llama")
     with torch.inference_mode():
-        step = record_step(model, DryRun(), 2, CacheLayout(model.config).windows)
-    attentions = [work for work in step.visits[0].work if isinstance(work, CapturedAttention)]
+        step = capture_step(model, DryRun(), 2, CacheLayout(model.config).windows)
+    attentions = [work for work in step.segments[0].work if isinstance(work, CapturedAttention)]
     assert len(attentions) == model.config.num_hidden_layers
     assert not any(each.output.any() for each in attentions)
 

@@ -48,7 +48,7 @@ def test_a_head_on_the_embeddings_device_is_visited_again() -> None:
     pipeline = Pipeline(read_stages(model))
     forward = recorded(model, pipeline)
     first = pipeline.stages[0]
-    assert [visit.stage for visit in forward._steps[0].visits].count(first) > 1
+    assert [segment.stage for segment in forward._steps[0].segments].count(first) > 1
     with pipelined(model, pipeline, forward=forward) as (engine, _):
         assert run(together(engine, REQUESTS)) == expected
 

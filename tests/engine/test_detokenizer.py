@@ -26,8 +26,13 @@ _BUILDERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
 
 
 @cache
+def _tokenizer(kind: str) -> PreTrainedTokenizerBase:
+    return _BUILDERS[kind]()
+
+
+@cache
 def _codec(kind: str) -> TextCodec:
-    return TextCodec(_BUILDERS[kind]())
+    return TextCodec(_tokenizer(kind))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +61,7 @@ _ids = st.lists(st.integers(min_value=0, max_value=10**6), max_size=120)
 @given(text=st.text(max_size=80), skip=st.booleans())
 @settings(deadline=None, max_examples=150)
 def test_encoded_text_comes_back_whole(kind: str, text: str, skip: bool) -> None:
-    codec = _codec(kind)
-    _assert_whole(codec, codec._tokenizer(text)["input_ids"], skip)
+    _assert_whole(_codec(kind), _tokenizer(kind)(text)["input_ids"], skip)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "word_piece"])
@@ -109,6 +113,7 @@ def test_long_random_sequences(kind: str, skip: bool) -> None:
     _assert_whole(codec, ids, skip)
 
 
+@pytest.mark.slow  # it reads the tokenizer from the model's GGUF file
 def test_random_ids_of_the_real_tokenizer(smollm2: TextCodec) -> None:
     rng = random.Random(5)
     unfinished = [i for i in range(0, smollm2.vocab_size, 7) if "\ufffd" in smollm2.decode([i], False)]
@@ -121,22 +126,21 @@ def test_random_ids_of_the_real_tokenizer(smollm2: TextCodec) -> None:
 def test_a_character_is_never_split() -> None:
     text = "aé€🙂b 日本 🚀🚀"
     for kind in ("byte_level", "byte_fallback"):
-        codec = _codec(kind)
-        chunks = _stream(codec, codec._tokenizer(text, add_special_tokens=False)["input_ids"])
+        chunks = _stream(_codec(kind), _tokenizer(kind)(text, add_special_tokens=False)["input_ids"])
         assert not any("\ufffd" in chunk for chunk in chunks)
         assert "".join(chunks) == text
 
 
 def test_characters_made_of_bytes_stream_one_by_one() -> None:
     codec = _codec("byte_fallback")
-    ids = codec._tokenizer("🚀" * 5, add_special_tokens=False)["input_ids"]
+    ids = _tokenizer("byte_fallback")("🚀" * 5, add_special_tokens=False)["input_ids"]
     assert [chunk for chunk in _stream(codec, ids) if chunk] == ["🚀"] * 5
 
 
 def test_a_valid_character_survives_bytes_that_break_the_run() -> None:
     codec = _codec("byte_fallback")
-    euro = [codec._tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
-    letter = codec._tokenizer.convert_tokens_to_ids("a")
+    euro = [_tokenizer("byte_fallback").convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
+    letter = _tokenizer("byte_fallback").convert_tokens_to_ids("a")
     assert "".join(_stream(codec, [*euro, euro[0], letter])) == "€\ufffda"
     assert "".join(_stream(codec, [*euro, euro[0]])) == "€\ufffd"
 
@@ -151,7 +155,7 @@ def test_grouping_of_ids_changes_nothing(kind: str) -> None:
 
 def test_an_unfinished_character_is_given_at_the_end_only() -> None:
     codec = _codec("byte_level")
-    ids = codec._tokenizer("a🚀")["input_ids"][:-1]
+    ids = _tokenizer("byte_level")("a🚀")["input_ids"][:-1]
     *chunks, rest = _stream(codec, ids)
     assert "".join(chunks) == "a"
     assert rest == "\ufffd"
@@ -159,7 +163,7 @@ def test_an_unfinished_character_is_given_at_the_end_only() -> None:
 
 def test_skipped_special_tokens_do_not_eat_the_next_space() -> None:
     codec = _codec("byte_fallback")
-    word = codec._tokenizer.convert_tokens_to_ids("▁the")
+    word = _tokenizer("byte_fallback").convert_tokens_to_ids("▁the")
     assert "".join(_stream(codec, [word, *[2] * 200, word], skip=True)) == "the the"
 
 
@@ -178,6 +182,6 @@ def test_time_does_not_grow_with_the_length() -> None:
 
 def test_flush_twice_gives_nothing_more() -> None:
     detokenizer = Detokenizer(_codec("byte_level"), skip_special_tokens=True)
-    detokenizer.push(_codec("byte_level")._tokenizer("🚀")["input_ids"][:-1])
+    detokenizer.push(_tokenizer("byte_level")("🚀")["input_ids"][:-1])
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.flush() == ""

@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
-from mlserver_torch_stream.engine.cuda_graphs.trace import record_step
+from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
 from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device, plain_forward
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
@@ -93,7 +93,7 @@ def test_each_layers_cache_lives_where_its_keys_are() -> None:
         await until(lambda: engine.stats().running_sequences == 1, "a row")
         batcher = engine._batcher
         assert isinstance(batcher, ContinuousBatcher)
-        (batch,) = batcher._batches.values()
+        (batch,) = batcher._caches.values()
         dtypes = [slab.keys.dtype for slab in batch.slabs]
         stream.close()
         return dtypes
@@ -196,7 +196,7 @@ def test_logits_stay_where_the_last_module_is() -> None:
         add_hook_to_module(model, Back())
         assert model(torch.ones(1, 1, dtype=torch.long)).logits.dtype == torch.float64
         assert logits().dtype == torch.float32 and torch.equal(logits(), expected)
-        assert record_step(model, DryRun(), 2, layout.windows).logits.dtype == torch.float32
+        assert capture_step(model, DryRun(), 2, layout.windows).logits.dtype == torch.float32
         assert check_batching(model).problem is None
 
 

@@ -54,14 +54,14 @@ def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tup
         cost = check_batching(model).cost
     assert cost is not None
     device = Device(model)
-    batcher: Batcher = SerialBatcher(model, samplers, max_rows=8, check_devices=device.check)
+    batcher: Batcher = SerialBatcher(model, samplers, max_num_seqs=8, check_devices=device.check)
     if request.param == "batched":
         batcher = ContinuousBatcher(
             model,
             samplers,
             cost=cost,
             cache_bytes=2**24,
-            max_rows=8,
+            max_num_seqs=8,
             prefill_tokens=8,
             check_devices=device.check,
         )

@@ -36,6 +36,7 @@ def test_without_its_package_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
         find_embedded(NAME)
 
 
+@pytest.mark.slow  # tests/test_readme.py asks a server with it the same question
 @installed
 def test_it_answers_a_question_and_starts_in_seconds_the_second_time(tmp_path: Path) -> None:
     resolved = parse_settings(f"embedded://{NAME}", {"cache_dir": str(tmp_path)}, environ={})

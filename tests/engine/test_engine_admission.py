@@ -70,7 +70,7 @@ def test_the_slabs_take_no_more_than_what_was_reserved(model: PreTrainedModel) -
         stream = engine.submit([EngineRequest(prompt_of(3 + 9 * i, i), greedy(40), first_index=i) for i in range(7)])
         async for _ in stream:
             # Read first: what is reserved only falls while slabs are dropped, and both belong to another thread.
-            caches = list(batcher._batches.values())  # type: ignore[attr-defined]
+            caches = list(batcher._caches.values())  # type: ignore[attr-defined]
             held = sum(
                 tensor.numel() * tensor.element_size()
                 for cache in caches
@@ -89,7 +89,7 @@ def test_equal_requests_start_in_the_order_of_arrival(model: PreTrainedModel, wa
     async def scenario(engine: EngineCore) -> None:
         await asyncio.gather(*(tokens_of(engine, prompt_of(6, i), greedy(5)) for i in range(12)))
 
-    with running(model, max_rows=2, prefill_tokens=100) as engine:
+    with running(model, max_num_seqs=2, prefill_tokens=100) as engine:
         run(scenario(engine))
     prompts = [tuple(call[0]) for call in watch.calls if call in [[list(prompt_of(6, i))] for i in range(12)]]
     assert prompts == [prompt_of(6, i) for i in range(12)]
@@ -101,7 +101,7 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
         for number, events in enumerate(await asyncio.gather(*streams)):
             assert len(events) == 1 + number % 3
 
-    with running(model, max_rows=4) as engine:
+    with running(model, max_num_seqs=4) as engine:
         run(scenario(engine))
     assert max(len(step) for step in watch.steps) == 4
 
@@ -196,7 +196,7 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
             assert [event async for event in stream][-1].finish_reason is not None
         assert len(await tokens_of(engine, prompt_of(5), greedy(3))) == 3
 
-    with running(model, max_rows=1, max_queued_requests=3) as engine:
+    with running(model, max_num_seqs=1, max_queued_requests=3) as engine:
         run(scenario(engine))
 
 
@@ -216,7 +216,7 @@ def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model:
             assert [event async for event in stream][-1].finish_reason is not None
         assert len(await tokens_of(engine, prompt_of(90), greedy(3))) == 3  # nothing is left of them
 
-    with running(model, max_rows=1, max_queued_tokens=100) as engine:
+    with running(model, max_num_seqs=1, max_queued_tokens=100) as engine:
         run(scenario(engine))
 
 
@@ -235,7 +235,7 @@ def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel
         for stream in streams:
             assert [event async for event in stream][-1].finish_reason is not None
 
-    with running(model, max_rows=1, max_queued_requests=1) as engine:
+    with running(model, max_num_seqs=1, max_queued_requests=1) as engine:
         run(scenario(engine))
 
 

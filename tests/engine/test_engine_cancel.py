@@ -79,7 +79,7 @@ def test_close_while_waiting(model: PreTrainedModel) -> None:
         first.close()
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model, max_rows=1) as engine:
+    with running(model, max_num_seqs=1) as engine:
         run(scenario(engine))
 
 

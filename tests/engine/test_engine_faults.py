@@ -97,8 +97,7 @@ def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedMod
         expected = reference(model, prompt_of(5), 4)
         assert await tokens_of(engine, prompt_of(5), greedy(4)) == expected
 
-    with running(model) as engine:
-        engine._rebuild = lambda: one_by_one(model)
+    with running(model, rebuild=lambda: one_by_one(model)) as engine:
         run(scenario(engine))
 
 
@@ -507,10 +506,10 @@ def test_an_answer_that_cannot_leave_is_told_its_end_once(monkeypatch: pytest.Mo
         await anext(stays)
         monkeypatch.setattr(RowCache, "leave", broken)
         ends: list[TokenEvent] = []
-        last = engine.submit([EngineRequest(prompt_of(6), greedy(1, n=2))])
+        last = engine.submit([EngineRequest(prompt_of(6), greedy(2, n=2))])
         ends += [event async for event in last if event.finish_reason is not None]
         await asyncio.sleep(0.1)
-        assert sorted(end.index for end in ends) == [0, 1] and not last._pending
+        assert sorted(end.index for end in ends) == [0, 1] and [event async for event in last] == []
         assert [event async for event in stays][-1].finish_reason is FinishReason.ERROR
 
     with running(model) as engine:

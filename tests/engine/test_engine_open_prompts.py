@@ -239,7 +239,7 @@ def test_paused_prompts_take_no_row_and_no_memory_that_others_need(model: PreTra
         assert await asyncio.gather(*(rest(stream) for stream in paused)) == [expected_long] * 4
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model, max_rows=2, cache_bytes=one_row(model, CONTEXT)) as engine:
+    with running(model, max_num_seqs=2, cache_bytes=one_row(model, CONTEXT)) as engine:
         run(scenario(engine))
 
 

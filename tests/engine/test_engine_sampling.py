@@ -298,7 +298,7 @@ def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> 
         assert engine.stats().generation_tokens == 2 * sum(3 + i for i in range(6))
         assert events[11].usage.queue_s > events[0].usage.queue_s  # type: ignore[union-attr]
 
-    with running(model, max_rows=2, batcher=one_by_one(model) if serial else None) as engine:
+    with running(model, max_num_seqs=2, batcher=one_by_one(model) if serial else None) as engine:
         run(scenario(engine))
 
 

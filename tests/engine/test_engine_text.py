@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -72,6 +73,35 @@ def test_no_event_splits_a_character(model: PreTrainedModel) -> None:
     assert "".join(event.text for event in events) == said
     assert not any("\N{REPLACEMENT CHARACTER}" in event.text for event in events)
     assert len(events) > len(said) // 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "stop_reason"),
+    [
+        ({}, None),
+        ({"stop": ("ox",)}, "ox"),
+        ({"stop_token_ids": tuple(spelled("x"))}, spelled("x")[0]),
+        ({"stop": ("cat",)}, None),
+    ],
+)
+def test_the_last_event_says_what_stopped_the_sequence(
+    model: PreTrainedModel, asked: dict[str, Any], stop_reason: int | str | None
+) -> None:
+    ids = [*spelled("fox"), EOS]
+    params = SamplingParameters(max_tokens=8, logprobs=True, eos_token_ids=(EOS,), **asked)
+    with running(model) as engine, dictated(model, ids, prompt=5):
+        events = run(events_of(engine, prompt_of(5), params))
+    *earlier, last = events
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, stop_reason)
+    assert {event.stop_reason for event in earlier} <= {None}
+    special = [entry.special for event in events for entry in event.logprobs]
+    assert special == ([False] * 3 + [True] if stop_reason is None else [False] * 3)
+
+
+def test_a_sequence_that_ends_otherwise_has_no_stop_reason(model: PreTrainedModel) -> None:
+    with running(model) as engine, dictated(model, spelled("fox"), prompt=5):
+        *_, last = run(events_of(engine, prompt_of(5), SamplingParameters(max_tokens=2, stop=("zz",))))
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.LENGTH, None)
 
 
 def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(model: PreTrainedModel) -> None:

@@ -32,18 +32,20 @@ def model() -> torch.nn.Module:
     return model
 
 
-def batcher_of(kind: str, model: torch.nn.Module, max_rows: int = 2) -> Batcher:
+def batcher_of(kind: str, model: torch.nn.Module, max_num_seqs: int = 2) -> Batcher:
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     if kind == "serial":
-        return SerialBatcher(model, samplers, max_rows=max_rows)
+        return SerialBatcher(model, samplers, max_num_seqs=max_num_seqs)
     with torch.inference_mode():
         cost = check_batching(model).cost
     assert cost is not None
-    return ContinuousBatcher(model, samplers, cost=cost, cache_bytes=2**24, max_rows=max_rows, prefill_tokens=16)
+    return ContinuousBatcher(
+        model, samplers, cost=cost, cache_bytes=2**24, max_num_seqs=max_num_seqs, prefill_tokens=16
+    )
 
 
 def engine_of(batcher: Batcher, queue_limits: QueueLimits | None = None, **options: object) -> EngineCore:
-    info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_rows=2)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_num_seqs=2)
     return EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), queue_limits=queue_limits, **options)  # type: ignore[arg-type]
 
 
@@ -77,7 +79,7 @@ def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, mod
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, model: torch.nn.Module) -> None:
-    engine = engine_of(batcher_of(kind, model, max_rows=1), QueueLimits(queue_timeout=0.3))
+    engine = engine_of(batcher_of(kind, model, max_num_seqs=1), QueueLimits(queue_timeout=0.3))
 
     async def two() -> None:
         first = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(60))]))
@@ -94,7 +96,7 @@ def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, mo
 
 def test_a_full_queue_says_when_to_come_back(model: torch.nn.Module) -> None:
     engine = engine_of(
-        batcher_of("batched", model, max_rows=1), QueueLimits(max_queued_requests=10, max_queued_tokens=7)
+        batcher_of("batched", model, max_num_seqs=1), QueueLimits(max_queued_requests=10, max_queued_tokens=7)
     )
 
     async def fill() -> None:

@@ -62,7 +62,7 @@ def test_families_that_keep_state_elsewhere_are_found_out_and_served_serially(fa
     with torch.inference_mode():
         assert check_batching(model).problem is not None
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
-    with running(model, batcher=SerialBatcher(model, samplers, max_rows=8)) as engine:
+    with running(model, batcher=SerialBatcher(model, samplers, max_num_seqs=8)) as engine:
 
         async def together() -> list[list[int]]:
             requests = (

@@ -139,4 +139,4 @@ def test_the_load_says_what_is_not_honoured(tmp_path: Path, caplog: pytest.LogCa
     resolved = parse_settings(str(tmp_path), {"threads": 1, "fast_path": "off"}, environ={})
     with caplog.at_level(logging.WARNING):
         build_engine(resolved, resources=ProcessResources()).shutdown()
-    assert "not done here: no_repeat_ngram_size 3" in caplog.text
+    assert "without effect here: no_repeat_ngram_size 3" in caplog.text

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults
 from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, set_threads
@@ -53,6 +55,19 @@ def test_a_folder_is_ready_to_generate(tiny_model: Path) -> None:
     assert loaded.default_sampling == {}, "transformers' own defaults are not the model's wishes"
     assert loaded.description.startswith(f"{tiny_model.name} (llama, ")
     assert "\n" not in loaded.description
+
+
+def test_the_output_embeddings_get_contiguous_states(tiny_model: Path) -> None:
+    """Torch copies the whole matrix for each other call."""
+    model = load(tiny_model).model
+    seen = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
+    with torch.inference_mode():
+        cache = CacheLayout(model.config).cache()
+        cache.begin_row()
+        ModelForward(model)([[2, 3, 4]], cache)
+    hidden = model.config.hidden_size
+    assert seen == [(hidden, hidden, 1)]
 
 
 def test_the_settings_reach_the_model(tiny_model: Path) -> None:

@@ -131,7 +131,7 @@ def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(150))]) for i in range(6)]
         await until(lambda: engine.stats().running_sequences == 6, "six rows")
         assert isinstance(engine._batcher, PipelinedBatcher)
-        sizes = [len(group.rows) for group in engine._batcher._scheduler.groups]
+        sizes = [len(batch.sequences) for batch in engine._batcher._scheduler.batches]
         for stream in streams:
             stream.close()
         await until(lambda: idle(engine), "an idle engine")
@@ -223,7 +223,7 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
         assert [token async for event in stream for token in event.token_ids] == expected
         other.close()
 
-    with pipelined(model, prefill_tokens=8, max_rows=rows) as (engine, _):
+    with pipelined(model, prefill_tokens=8, max_num_seqs=rows) as (engine, _):
         assert isinstance(engine._batcher, PipelinedBatcher)
         engine._batcher._prefill_forward = hold(engine._batcher._prefill_forward)
         try:

@@ -106,10 +106,12 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
         costs = check_batching(model).costs
     placement = read_placement(model)
     said = describe_placement(placement, costs, device_shares(costs, 1024), 2**20)
-    assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes for the first token of a row")
+    assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes for the first token of a sequence")
     refusal = no_room(placement, costs, 700, {torch.device("cpu"): 2048})
-    assert "700 bytes of KV cache beside kept prompts hold no row" in refusal
-    assert "on cpu a row of two tokens takes 9.0 KiB and 2.0 KiB are free" in refusal  # 16 columns, and its prompt's 2
+    assert "700 bytes of KV cache beside the prefix cache hold no sequence" in refusal
+    assert (
+        "on cpu a sequence of two tokens takes 9.0 KiB and 2.0 KiB are free" in refusal
+    )  # 16 columns, and its prompt's 2
     assert "disk: layers 1 (144.5 KiB)" in refusal
 
 
@@ -134,9 +136,11 @@ def test_the_load_says_what_lies_where_and_how_slow_it_is(
 
 
 def test_a_model_without_room_for_its_cache_is_refused_with_the_numbers(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(LoadFailed, match=r"extra\.kv_cache_memory: 8\.8 KiB of .* hold no row .* on cpu .* 9\.0 KiB"):
+    with pytest.raises(
+        LoadFailed, match=r"extra\.kv_cache_memory: 8\.8 KiB of .* hold no sequence .* on cpu .* 9\.0 KiB"
+    ):
         built(tiny_model, ProcessResources(), kv_cache_memory="10KiB")
-    with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: 100 bytes of .* hold no row of this model"):
+    with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: 100 bytes of .* hold no sequence of this model"):
         built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**20 - 100)
     with pytest.raises(LoadFailed, match=r"^parameters\.extra\.prefix_cache_memory: 1048576 bytes leave nothing"):
         built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**20)
@@ -180,7 +184,7 @@ def test_a_map_over_two_devices_is_pipelined_unless_the_settings_say_otherwise(
     engine = built(folder, ProcessResources(), trust_remote_code=True, pipeline=pipeline)
     try:
         assert "on cuda:0 (1 layers), cuda:1 (1 layers)" in engine.summary
-        assert ("2 devices at work on a group of rows each" in engine.summary) == (pipeline == "auto")
+        assert ("2 devices with a batch each" in engine.summary) == (pipeline == "auto")
         assert run(scenario(engine)) == expected
     finally:
         engine.shutdown()

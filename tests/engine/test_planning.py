@@ -94,7 +94,7 @@ def test_streams_are_what_the_engines_account_lets_in(tmp_path: Path) -> None:
         cost=cost,
         cache_bytes=plan.cache,
         prefix_bytes=plan.cache // 8,
-        max_rows=4096,
+        max_num_seqs=4096,
         prefill_tokens=64,  # type: ignore[arg-type]
     )
     assert engine.refusal(plan.streams, 200, 200) is None
@@ -104,7 +104,7 @@ def test_streams_are_what_the_engines_account_lets_in(tmp_path: Path) -> None:
 def test_a_host_keeps_no_more_prompts_than_its_bound(large: ModelSize) -> None:
     host = DeviceSpec("", 600 * 10**9, 1e11, None, "")
     assert make_plan(large, host, 1, 4096, 0.55).streams == 128
-    assert make_plan(large, host, 1, 4096, 0.55, 2**28).streams == 160
+    assert make_plan(large, host, 1, 4096, 0.55, on_host=True).streams == 160
 
 
 def test_more_devices_hold_more_and_are_faster(large: ModelSize) -> None:

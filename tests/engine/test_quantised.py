@@ -60,7 +60,7 @@ def served(folder: Path, config: dict[str, Any], expected: list[list[int]]) -> s
         model = engine.lease.value.weights.value.weights.model
         dense = weight_bytes(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
         assert weight_bytes(model) < 0.6 * dense
-        assert "our own kernels" not in engine.summary and "up to 32 rows" in engine.summary
+        assert "our own kernels" not in engine.summary and "up to 32 sequences" in engine.summary
         return engine.summary
 
 
@@ -122,7 +122,7 @@ def test_eight_bits_of_bitsandbytes_give_the_quantised_models_tokens(
 
 def test_eight_bits_without_outliers_are_batched(tiny_model: Path) -> None:
     with built(tiny_model, {"load_in_8bit": True, "llm_int8_threshold": 0.0}) as engine:
-        assert "up to 32 rows" in engine.summary
+        assert "up to 32 sequences" in engine.summary
         assert [len(tokens) for tokens in run(together(engine))] == [count for _, count in REQUESTS]
 
 

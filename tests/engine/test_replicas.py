@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
+from mlserver_torch_stream.engine.batching.batcher import BatcherReplacement
 from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
@@ -67,7 +68,7 @@ async def kill(engine: EngineCore) -> None:
     def lost() -> Any:
         raise RuntimeError("the device is lost")
 
-    engine._rebuild = lost
+    engine._replacement = BatcherReplacement(lost)
     engine.fail(RuntimeError("an illegal access"))
     await until(lambda: not engine.alive, "a dead replica")
 

@@ -18,7 +18,9 @@ from transformers.generation.logits_process import (
 )
 
 from mlserver_torch_stream.engine.sampling import candidates
-from mlserver_torch_stream.engine.sampling.sampler import RowSampler, SampledToken, sample
+from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import SamplingParameters
 
@@ -50,14 +52,9 @@ _SETTINGS: list[dict[str, float]] = [
 def _row(
     *, seed: int = 0, vocab_size: int = 1500, sample_index: int = 0, end_ids: tuple[int, ...] = (2,), **params: Any
 ) -> RowSampler:
-    return RowSampler(
-        SamplingParameters(**params),
-        prompt_ids=(1, 2, 3),
-        vocab_size=vocab_size,
-        end_ids=end_ids,
-        seed=seed,
-        sample_index=sample_index,
-    )
+    given = SamplingParameters(**params)
+    adjuster = LogitAdjuster(given, prompt_ids=(1, 2, 3), vocab_size=vocab_size, end_ids=end_ids)
+    return RowSampler(given, adjuster, vocab_size, seed, sample_index)
 
 
 def _logits(rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:

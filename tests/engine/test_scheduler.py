@@ -46,7 +46,7 @@ LOOP.close()
 
 def job_of(prompt: int, sequence: int, n: int = 1, is_open: bool = False, context: int = CONTEXT) -> RequestState:
     given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=sequence, n=n), open=is_open)
-    return RequestState.of(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
+    return RequestState(given, Mailbox(LOOP, n, lambda: None), Codec(), (), context)  # type: ignore[arg-type]
 
 
 def cost(rows: int, columns: int) -> int:
@@ -77,8 +77,8 @@ class Engine:
         chunk, floor = self.limits.prefill_tokens, self.limits.prefill_floor
         assert forwards <= (1 if chunk is None else math.ceil(chunk / floor))
         assert chunk is None or total <= chunk
-        for group in [group for group in self.scheduler.groups if group.rows]:
-            self.decode(group)
+        for batch in [batch for batch in self.scheduler.batches if batch.sequences]:
+            self.decode(batch)
         self.retire()
         return total
 
@@ -98,18 +98,20 @@ class Engine:
             self.started.append(request)
         request.prefilled += chunk.count
         if request.sealed and request.ready_ids == 0:
-            group = self.scheduler.place(request)
+            batch = self.scheduler.place(request)
             del self.prefills[request]
-            self.allocated[group] = (group.row_capacity, group.column_capacity)
+            self.allocated[batch] = (batch.row_capacity, batch.column_capacity)
             for sequence in request.sequences:
                 self.token(sequence)
-            self.leave(group, {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None})
+            self.leave(
+                batch, {row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is not None}
+            )
             self.check()
 
-    def decode(self, group: DecodeBatch) -> None:
-        for sequence in group.rows:
+    def decode(self, batch: DecodeBatch) -> None:
+        for sequence in batch.sequences:
             self.token(sequence)
-        self.leave(group, {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None})
+        self.leave(batch, {row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is not None})
         self.check()
 
     def token(self, sequence: Any) -> None:
@@ -117,42 +119,45 @@ class Engine:
         if len(sequence.tokens) >= sequence.request.max_tokens:
             sequence.finish_reason = FinishReason.LENGTH
 
-    def leave(self, group: DecodeBatch, leaving: set[int]) -> None:
+    def leave(self, batch: DecodeBatch, leaving: set[int]) -> None:
         if leaving:
-            order = [row for row in range(len(group.rows)) if row not in leaving]
-            if self.scheduler.keep(group, order):
-                self.allocated[group] = (group.row_capacity, group.column_capacity)
+            order = [row for row in range(len(batch.sequences)) if row not in leaving]
+            if self.scheduler.keep(batch, order):
+                self.allocated[batch] = (batch.row_capacity, batch.column_capacity)
 
     def evict(self, request: RequestState) -> None:
         self.scheduler.drop(request)
         self.prefills.pop(request, None)
-        for group in self.scheduler.groups:
-            self.leave(group, {row for row, sequence in enumerate(group.rows) if sequence.request is request})
+        for batch in self.scheduler.batches:
+            self.leave(batch, {row for row, sequence in enumerate(batch.sequences) if sequence.request is request})
         self.retire()
 
     def retire(self) -> None:
-        for group in self.scheduler.retire():
-            self.allocated.pop(group, None)
+        for batch in self.scheduler.retire():
+            self.allocated.pop(batch, None)
         self.check()
 
     def check(self) -> None:
         scheduler, limits = self.scheduler, self.limits
         assert scheduler.reserved_bytes <= limits.cache_bytes
-        assert scheduler.running_sequences + sum(request.rows for request in scheduler.prefilling) <= limits.max_rows
+        assert (
+            scheduler.running_sequences + sum(request.params.n for request in scheduler.prefilling)
+            <= limits.max_num_seqs
+        )
         in_use = sum(cost(*size) for size in self.allocated.values())
         prefills = sum(cost(1, columns) for columns in self.prefills.values())
         assert in_use + prefills <= scheduler.reserved_bytes  # what is allocated has been reserved
-        for group in scheduler.groups:
-            if group.rows:
-                rows, columns = self.allocated[group]
-                assert len(group.rows) <= rows
+        for batch in scheduler.batches:
+            if batch.sequences:
+                rows, columns = self.allocated[batch]
+                assert len(batch.sequences) <= rows
                 # Nobody outgrows the slab, and there is some slack, or it would be moved at every step.
-                assert max(sequence.request.final_length for sequence in group.rows) * 1.06 <= columns
+                assert max(sequence.request.final_length for sequence in batch.sequences) * 1.06 <= columns
 
     @property
     def idle(self) -> bool:
         scheduler = self.scheduler
-        return not (scheduler.waiting or scheduler.open_prompts.requests or scheduler.groups or scheduler.prefilling)
+        return not (scheduler.waiting or scheduler.open_prompts.requests or scheduler.batches or scheduler.prefilling)
 
 
 JOBS = st.tuples(st.integers(1, CONTEXT - 1), st.integers(1, 120), st.integers(1, 3))
@@ -166,7 +171,7 @@ EVENTS = st.one_of(
 )
 LIMITS = st.builds(
     SchedulerLimits,
-    max_rows=st.integers(1, 9),
+    max_num_seqs=st.integers(1, 9),
     prefill_tokens=st.one_of(st.none(), st.integers(1, 200)),
     cache_bytes=st.integers(cost(1, column_step(CONTEXT)) + cost(1, CONTEXT), 60_000),
     cost=st.just(cost),
@@ -188,7 +193,7 @@ def test_whatever_comes_and_goes_the_bounds_hold_and_everything_ends(
     def fits(request: RequestState, prompt: int) -> bool:
         """As the worker asks, each time that a prompt has grown."""
         final = min(CONTEXT, prompt + (request.params.max_tokens or CONTEXT))
-        return prompt < CONTEXT and engine.scheduler.fits_alone(request.rows, final, prompt)
+        return prompt < CONTEXT and engine.scheduler.fits_alone(request.params.n, final, prompt)
 
     def submit(prompt: int, sequence: int, n: int, is_open: bool) -> None:
         request = job_of(0 if is_open else prompt, sequence, n, is_open)
@@ -250,7 +255,7 @@ def test_equal_jobs_start_in_the_order_of_arrival(
 
 def test_a_job_that_waits_for_room_is_not_overtaken_for_ever() -> None:
     """A stream of small requests would always fit; the large one gets its turn."""
-    engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=64, cache_bytes=40_000, cost=cost))
+    engine = Engine(SchedulerLimits(max_num_seqs=4, prefill_tokens=64, cache_bytes=40_000, cost=cost))
     for _ in range(3):
         engine.scheduler.add(job_of(4, 30))
     engine.step()
@@ -266,20 +271,36 @@ def test_a_job_that_waits_for_room_is_not_overtaken_for_ever() -> None:
 
 
 def test_a_prompt_is_prefilled_in_pieces_while_rows_decode() -> None:
-    engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=16, cache_bytes=60_000, cost=cost))
+    engine = Engine(SchedulerLimits(max_num_seqs=4, prefill_tokens=16, cache_bytes=60_000, cost=cost))
     engine.scheduler.add(job_of(3, 100))
     engine.step()
-    (group,) = engine.scheduler.groups
+    (batch,) = engine.scheduler.batches
     engine.scheduler.add(job_of(100, 5))
-    decoded = len(group.rows[0].tokens)
+    decoded = len(batch.sequences[0].tokens)
     chunks = [engine.step() for _ in range(7)]
     assert chunks == [16] * 6 + [4]
-    assert len(group.rows[0].tokens) == decoded + 7
+    assert len(batch.sequences[0].tokens) == decoded + 7
+
+
+def test_a_prompt_of_a_higher_priority_comes_before_the_rest_of_a_begun_one() -> None:
+    engine = Engine(SchedulerLimits(max_num_seqs=4, prefill_tokens=16, cache_bytes=60_000, cost=cost, prefill_floor=1))
+    long, equal, urgent = job_of(100, 5), job_of(20, 5), job_of(20, 5)
+    long.priority = equal.priority = 200
+    engine.scheduler.add(long)
+    engine.step()
+    for request in (equal, urgent):
+        engine.scheduler.add(request)
+    engine.step()
+    engine.step()
+    assert (urgent.prefilled, long.prefilled, equal.prefilled) == (20, 16 + 12, 0)
+    while not equal.prefilled:
+        engine.step()
+    assert long.prefilled == 100
 
 
 def test_a_flood_of_short_prompts_lets_rows_decode_in_between() -> None:
     """A forward of 16 tokens takes nearly as long as one of 64: 32 of them in one step are a long pause."""
-    engine = Engine(SchedulerLimits(max_rows=40, prefill_tokens=512, cache_bytes=10**6, cost=cost))
+    engine = Engine(SchedulerLimits(max_num_seqs=40, prefill_tokens=512, cache_bytes=10**6, cost=cost))
     engine.scheduler.add(job_of(3, 100))
     engine.step()
     for _ in range(32):
@@ -288,7 +309,7 @@ def test_a_flood_of_short_prompts_lets_rows_decode_in_between() -> None:
 
 
 def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
-    engine = Engine(SchedulerLimits(max_rows=4, prefill_tokens=None, cache_bytes=60_000, cost=cost))
+    engine = Engine(SchedulerLimits(max_num_seqs=4, prefill_tokens=None, cache_bytes=60_000, cost=cost))
     for length in (30, 20, 10):
         engine.scheduler.add(job_of(length, 9))
     assert sorted(engine.step() for _ in range(4)) == [0, 10, 20, 30]
@@ -300,7 +321,7 @@ def test_long_and_short_rows_go_to_different_batches() -> None:
     for request in requests:
         scheduler.add(request)
     scheduler.chunks()
-    assert [[len(request.prompt) for request in group.expected] for group in scheduler.groups] == [
+    assert [[len(request.prompt) for request in batch.expected] for batch in scheduler.batches] == [
         [5, 9, 300],
         [1500, 1200],
     ]
@@ -312,7 +333,7 @@ def test_batches_are_bounded_in_number_and_in_how_unlike_their_rows_are() -> Non
         for length in (5, 400, 700, 1500, 3000, 9000):
             scheduler.add(job_of(length, 2, context=10_000))
         scheduler.chunks()
-        return [[len(request.prompt) for request in group.expected] for group in scheduler.groups]
+        return [[len(request.prompt) for request in batch.expected] for batch in scheduler.batches]
 
     assert batches() == [[5, 400, 700], [1500, 3000], [9000]]
     assert batches(spread=2) == [[5, 400], [700], [1500, 3000], [9000]]
@@ -327,12 +348,12 @@ def test_where_batches_are_free_nobody_is_moved_for_newcomers(waits: bool) -> No
         engine.scheduler.add(job_of(120 + number % 7, 90))
         if number == 0 or not waits:
             engine.step()
-        for group, size in engine.allocated.items():
-            sizes.setdefault(group, set()).add(size)
+        for batch, size in engine.allocated.items():
+            sizes.setdefault(batch, set()).add(size)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
-        for group, size in engine.allocated.items():
-            sizes.setdefault(group, set()).add(size)
+        for batch, size in engine.allocated.items():
+            sizes.setdefault(batch, set()).add(size)
     assert engine.scheduler.running_sequences == 32
     assert all(len(found) == 1 for found in sizes.values())
     assert len(sizes) <= (2 if waits else 7)
@@ -344,14 +365,14 @@ def test_room_for_those_who_wait_leaves_half_of_the_memory() -> None:
     for _ in range(32):
         scheduler.add(job_of(30, 30))
     scheduler.chunks()
-    (group,) = scheduler.groups
-    assert group.row_capacity == 0  # 32 rows would take all of it
+    (batch,) = scheduler.batches
+    assert batch.row_capacity == 0  # 32 rows would take all of it
     scheduler = Scheduler(SchedulerLimits(32, 16, 10**6, cost, spread=2, batches=8, joint=True))
     for _ in range(32):
         scheduler.add(job_of(30, 30))
     scheduler.chunks()
-    (group,) = scheduler.groups
-    assert group.row_capacity == 32
+    (batch,) = scheduler.batches
+    assert batch.row_capacity == 32
 
 
 def test_an_open_prompt_is_billed_for_what_has_come_and_takes_no_row() -> None:
@@ -387,7 +408,7 @@ def test_paused_prompts_keep_nobody_out(paused: int) -> None:
     assert engine.scheduler.reserved_bytes > cache_bytes / 3
     for _ in range(6):
         engine.scheduler.add(job_of(300, 20))
-    while engine.scheduler.waiting or engine.scheduler.groups:
+    while engine.scheduler.waiting or engine.scheduler.batches:
         engine.step()
     assert prompts[0].prefilled == 0 and len(engine.started) >= 6
     prompts[0].grow((1,) * 20, whole=False)
@@ -405,12 +426,12 @@ def test_a_batch_shrinks_when_it_is_much_too_large() -> None:
     for sequence in (3, 3, 3, 3, 3, 100):
         engine.scheduler.add(job_of(5, sequence))
     engine.step()
-    (group,) = engine.scheduler.groups
-    assert (len(group.rows), group.row_capacity) == (6, 6)
+    (batch,) = engine.scheduler.batches
+    assert (len(batch.sequences), batch.row_capacity) == (6, 6)
     before = engine.scheduler.reserved_bytes
     for _ in range(3):
         engine.step()
-    assert (len(group.rows), group.row_capacity) == (1, 1)
+    assert (len(batch.sequences), batch.row_capacity) == (1, 1)
     assert engine.scheduler.reserved_bytes < before
 
 

@@ -20,13 +20,14 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.planning.model_size import read_size
 from mlserver_torch_stream.engine.process_resources import ProcessResources
-from mlserver_torch_stream.engine.tensor_parallel import leader, rank_processes
+from mlserver_torch_stream.engine.tensor_parallel import leader
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing
 from mlserver_torch_stream.model_source import ModelSource
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
 from tests.engine.tiny import collect, greedy, idle, prompt_of, run, tokens_of, until
 from tests.engine.tiny import tiny_model as make
+from tests.waiting import rank_pids
 
 REQUESTS = [(prompt_of(3 + 9 * number, number), 8 + 5 * number) for number in range(5)]
 SETTINGS = {"threads": 1, "kv_cache_memory": "8MiB", "chunked_prefill_size": 8, "fast_path": "off"}
@@ -64,18 +65,12 @@ def deaths() -> list[BaseException]:
 def ranks(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
     """Two of them; their pulse goes between as many steps as it can."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leader, "_BEAT", 0.01)
+        patch.setattr(leader, "_PULSE_SECONDS", 0.01)
         built = build(tiny_model, deaths, tensor_parallel_size=2)
         yield built
         end(built)
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
-
-
-def pids(built: BuiltEngine) -> Sequence[int]:
-    other_ranks = built.lease.value.weights.value.ranks.leader._other_ranks  # type: ignore[union-attr]
-    assert isinstance(other_ranks, rank_processes.RankProcesses)
-    return other_ranks.pids
 
 
 def test_two_ranks_give_the_tokens_of_one_process(ranks: BuiltEngine, expected: list[list[int]]) -> None:
@@ -102,7 +97,9 @@ def test_each_rank_holds_half_of_the_cache_and_of_the_layers(ranks: BuiltEngine,
 
 
 def test_nobody_beyond_this_machine_can_reach_them(ranks: BuiltEngine) -> None:
-    sockets = [each for pid in (os.getpid(), *pids(ranks)) for each in psutil.Process(pid).net_connections("tcp")]
+    sockets = [
+        each for pid in (os.getpid(), *rank_pids(os.getpid())) for each in psutil.Process(pid).net_connections("tcp")
+    ]
     listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
 
@@ -153,7 +150,7 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
             for number in range(3)
         ]
         await until(lambda: ranks.engine.stats().running_sequences == 3, "three rows")
-        os.kill(pids(ranks)[0], signal.SIGKILL)
+        os.kill(rank_pids(os.getpid())[0], signal.SIGKILL)
         for reader in readers:
             event = (await asyncio.wait_for(reader, 30))[0]
             assert event.finish_reason is FinishReason.ERROR

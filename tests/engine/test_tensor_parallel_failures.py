@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezv
 from mlserver_torch_stream.engine.tensor_parallel.launch import prepare_ranks
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import LaunchedRanks, RankProcesses
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import Watch, collect, greedy, prompt_of, run, until, watched
@@ -115,9 +115,9 @@ def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it() -
 
 
 def test_a_pulse_that_comes_after_the_end_says_so() -> None:
-    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), LaunchedRanks())
+    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), RankProcesses(1, 0))
     leader.stop()
-    with pytest.raises(RanksLost, match="let go"), leader.speaking("pulse"):
+    with pytest.raises(RanksLost, match="let go"), leader.sending("pulse"):
         pass
 
 
@@ -125,7 +125,7 @@ _FOLLOWER = """
 import os
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_launched
 group = find_launched(os.environ)
-group.hear()
+group.receive()
 group.leave()
 """
 
@@ -137,11 +137,11 @@ def test_launched_ranks_that_have_had_their_model_are_not_waited_for_again(monke
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "_LAUNCHED", timedelta(seconds=60))
-    monkeypatch.setattr(rendezvous, "_LEFT", threading.Event())
+    monkeypatch.setattr(rendezvous, "_LAUNCHED_TIMEOUT", timedelta(seconds=60))
+    monkeypatch.setattr(rendezvous, "_GROUP_USED", threading.Event())
     with subprocess.Popen([sys.executable, "-c", _FOLLOWER], env={**os.environ, "RANK": "1"}) as other:
         group, _ = rendezvous.form(2, environ)
-        group.tell("go")
+        group.send("go")
         assert other.wait(30) == 0
         group.leave()
     with pytest.raises(LoadFailed, match="these ranks have had their model"):

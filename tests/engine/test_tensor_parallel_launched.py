@@ -74,6 +74,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         each.process.wait(30)
 
 
+@pytest.mark.slow
 def test_ranks_that_no_model_is_split_over_end_at_once_and_say_what_is_missing(tiny_model: Path, start: Start) -> None:
     ranks = start(Model("alone", str(tiny_model)))
     assert [rank.end() for rank in ranks] == [1, 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from mlserver_torch_stream.engine.tensor_parallel import rendezvous
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
+from tests.waiting import alive, wait_until
 
 # Its children are tied to it and do nothing else: neither torch nor a group.
 _QUICK = "keyword"  # a module whose process ends at once, by itself
@@ -21,22 +21,8 @@ _LEADER = """
 import sys, time
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 other_ranks = RankProcesses(3, 1, "tests.engine.tied")
-print(*other_ranks.pids, flush=True)
+print(*(child.process.pid for child in other_ranks._children), flush=True)
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.01)
 
 
 def lead(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -56,7 +42,7 @@ def test_no_child_outlives_rank_0_however_that_ends(ending: str) -> None:
             assert all(alive(pid) for pid in pids)
             process.kill()
         process.wait(30)
-        until(lambda: not any(alive(pid) for pid in pids), "the children's end")
+        wait_until(lambda: not any(alive(pid) for pid in pids), "the children's end")
 
 
 def test_the_end_of_the_thread_that_loads_is_not_the_end_of_the_children() -> None:
@@ -75,7 +61,7 @@ other_ranks.end(0); more[0].end(0)
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "None"
         assert process.wait(30) == 0
-        until(lambda: not any(alive(pid) for pid in pids), "the children's end")
+        wait_until(lambda: not any(alive(pid) for pid in pids), "the children's end")
 
 
 def test_a_childs_end_is_told_at_once_and_later() -> None:

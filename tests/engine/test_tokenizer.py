@@ -23,7 +23,9 @@ _TEMPLATE = (
 
 
 def _chat_codec(template: str = _TEMPLATE) -> TextCodec:
-    return TextCodec(byte_level(), chat_template=template)
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    return TextCodec(tokenizer)
 
 
 def _rendered(codec: TextCodec, *messages: dict[str, Any], **options: Any) -> str:
@@ -79,7 +81,9 @@ def test_an_assistants_last_message_is_continued() -> None:
 
 
 def test_special_tokens_of_a_template_are_not_doubled() -> None:
-    codec = TextCodec(byte_level(bos=True), chat_template="<s>{{ messages[0].content }}")
+    tokenizer = byte_level(bos=True)
+    tokenizer.chat_template = "<s>{{ messages[0].content }}"
+    codec = TextCodec(tokenizer)
     assert list(codec.encode(ChatPrompt(({"role": "user", "content": "x"},)))).count(0) == 1
 
 

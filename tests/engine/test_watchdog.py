@@ -59,7 +59,7 @@ def codec() -> TextCodec:
 def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
     given = EngineRequest(prompt_of(3), greedy(5))
-    made = RequestState.of(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
+    made = RequestState(given, Mailbox(loop, 1, lambda: None), codec, (), CONTEXT)
     made.submitted_at = 0.0
     yield made
     loop.close()
@@ -72,7 +72,8 @@ class TestWhatIsDecided:
         self, waiting: RequestState
     ) -> None:
         state = WatchdogState(BOUNDS)
-        state.watch([waiting], [5.0])
+        waiting.timeout_s = 5.0
+        state.watch([waiting])
         assert state.decide(4.9, []).ask == []
         assert state.decide(4.9, []).seconds == pytest.approx(0.1)
         decision = state.decide(5.0, [])
@@ -84,7 +85,7 @@ class TestWhatIsDecided:
 
     def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, waiting: RequestState) -> None:
         state = WatchdogState(QueueLimits(queue_timeout=1.0))
-        state.watch([waiting], [None])
+        state.watch([waiting])
         waiting.started_at = 0.5
         assert state.decide(2.0, []).ask == []
 
@@ -96,7 +97,7 @@ class TestWhatIsDecided:
         assert state.decide(10.0 + PATIENCE, []).without == [end]
 
     def test_a_step_is_overdue_at_half_its_time_and_lost_at_all_of_it(self) -> None:
-        state, work = WatchdogState(BOUNDS), Work("the decode step of 3 rows", 1, since=100.0)
+        state, work = WatchdogState(BOUNDS), Work("the decode step of 3 sequences", 1, since=100.0)
         assert state.decide(129.9, [work]).overdue == []
         assert state.decide(130.0, [work]).overdue == [work]
         later = state.decide(131.0, [work])
@@ -104,7 +105,7 @@ class TestWhatIsDecided:
         assert later.seconds <= 29.0
         lost = state.decide(160.0, [work]).lost
         assert isinstance(lost, StepTimeout)
-        assert str(lost) == "the decode step of 3 rows has not come back for 60 s (step_timeout)"
+        assert str(lost) == "the decode step of 3 sequences has not come back for 60 s (step_timeout)"
 
     def test_work_that_begins_later_is_looked_at_before_it_can_be_overdue(self) -> None:
         assert WatchdogState(BOUNDS).decide(0.0, []).seconds <= 30.0
@@ -116,8 +117,11 @@ class TestWhatIsDecided:
 
     def test_each_of_several_works_is_looked_at(self) -> None:
         """A flight of the pipeline that hangs beside others that land."""
-        stuck, fresh = Work("the decode step of 1 row", 1, since=0.0), Work("the decode step of 2 rows", 1, since=59.0)
-        assert "1 row" in str(WatchdogState(BOUNDS).decide(60.0, [fresh, stuck]).lost)
+        stuck, fresh = (
+            Work("the decode step of 1 sequence", 1, since=0.0),
+            Work("the decode step of 2 sequences", 1, since=59.0),
+        )
+        assert "1 sequence" in str(WatchdogState(BOUNDS).decide(60.0, [fresh, stuck]).lost)
 
     def test_without_a_bound_nothing_is_ever_overdue(self) -> None:
         decision = WatchdogState(QueueLimits()).decide(1e9, [Work("a step", 1, since=0.0)])
@@ -125,9 +129,9 @@ class TestWhatIsDecided:
 
     def test_a_step_within_which_no_request_can_be_in_time_is_overdue(self) -> None:
         queue_limits = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
-        work = Work("the decode step of 3 rows", 1, since=0.0)
+        work = Work("the decode step of 3 sequences", 1, since=0.0)
         assert trouble([work], queue_limits, 4.9) is None
-        assert trouble([work], queue_limits, 5.1) == "the decode step of 3 rows has not come back for 5 s"
+        assert trouble([work], queue_limits, 5.1) == "the decode step of 3 sequences has not come back for 5 s"
 
     def test_a_thread_that_is_to_die_is_waited_for_only_so_long(self) -> None:
         pending_death = PendingDeath(RuntimeError("a rank is lost"), until=5.0)
@@ -135,7 +139,7 @@ class TestWhatIsDecided:
         assert WatchdogState(BOUNDS).decide(4.0, [], pending_death).seconds <= 1.0
         assert WatchdogState(BOUNDS).decide(5.0, [], pending_death).lost is pending_death.error
         assert (
-            WatchdogState(BOUNDS).decide(math.inf, [], PendingDeath(RuntimeError("whenever"), until=None)).lost is None
+            WatchdogState(BOUNDS).decide(1e9, [], PendingDeath(RuntimeError("whenever"), until=math.inf)).lost is None
         )
 
 
@@ -156,7 +160,7 @@ def test_progress_says_all_that_is_under_way() -> None:
 
 
 def hung_engine(model: PreTrainedModel, kind: str, **queue_limits: float) -> EngineCore:
-    return engine_of(batcher_of(kind, model, max_rows=1), QueueLimits(**queue_limits))  # type: ignore[arg-type]
+    return engine_of(batcher_of(kind, model, max_num_seqs=1), QueueLimits(**queue_limits))  # type: ignore[arg-type]
 
 
 async def events_of(stream: Mailbox) -> list[TokenEvent]:
@@ -189,7 +193,7 @@ class TestAStepThatHangs:
             assert [event.token_ids for event in ends[1]] == [()]
             watch.let_go()
             await until(lambda: idle(engine), "free rows")
-            assert not running._pending and not waiting._pending, "nothing is delivered twice"
+            assert await events_of(running) == await events_of(waiting) == [], "nothing is delivered twice"
             assert engine.stats().timed_out_sequences == 2
             assert await tokens_of(engine, prompt_of(5), greedy(9)) == expected[:9]
 
@@ -245,7 +249,7 @@ class TestAStepThatHangs:
                 engine.submit([EngineRequest(prompt_of(3))])
             watch.let_go()
             engine._thread.join(_HANGS_S)
-            assert not engine._thread.is_alive() and not running._pending
+            assert not engine._thread.is_alive() and await events_of(running) == []
 
         try:
             run(scenario())
@@ -370,7 +374,7 @@ def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedM
 
 
 def test_no_thread_of_an_engine_is_left(model: PreTrainedModel) -> None:
-    info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_rows=2)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_num_seqs=2)
     batcher: Batcher = batcher_of("batched", model)
     engine = EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), name="left")
     engine.shutdown()

@@ -144,7 +144,7 @@ def running(
     findings: SelfCheckResult | None = None,
     prefill_tokens: int | None = 4,
     cache_bytes: int = 2**24,
-    max_rows: int = 8,
+    max_num_seqs: int = 8,
     max_queued_requests: int = 64,
     max_queued_tokens: int | None = None,
     queue_timeout: float | None = None,
@@ -153,6 +153,7 @@ def running(
     fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
     rules: GenerationRules | None = None,
+    rebuild: Callable[[], Batcher] | None = None,
     **more: Any,
 ) -> Iterator[EngineCore]:
     """An engine over the model, batched unless a backend is given, that is shut down at the end.
@@ -169,15 +170,19 @@ def running(
             SamplerFactory(codec, VOCAB, rules),
             cost=findings.cost,
             cache_bytes=cache_bytes,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             prefill_tokens=prefill_tokens if findings.chunked else None,
             **more,
         )
         context = longest_sequence(findings.cost.of, batcher.stats().kv_cache_budget, context)
-    info = ModelInfo(vocab_size=VOCAB, max_model_len=context, max_rows=max_rows)
+    info = ModelInfo(vocab_size=VOCAB, max_model_len=context, max_num_seqs=max_num_seqs)
     queue_limits = QueueLimits(max_queued_requests, max_queued_tokens, queue_timeout, step_timeout=step_timeout)
     engine = EngineCore(
-        batcher, codec, info, eos_token_ids, queue_limits=queue_limits, fair_lock=fair_lock, name="test"
+        *(batcher, codec, info, eos_token_ids),
+        queue_limits=queue_limits,
+        fair_lock=fair_lock,
+        rebuild=rebuild,
+        name="test",
     )
     try:
         yield engine
@@ -217,7 +222,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBatcher:
     """The serial engine's backend over the model."""
-    return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB), max_rows=8, **options)
+    return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB), max_num_seqs=8, **options)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:

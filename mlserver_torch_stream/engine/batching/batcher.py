@@ -1,17 +1,24 @@
-"""Defines the interface of a batcher, which the engine's thread steps, and the batcher of a dead engine.
+"""Defines what a batcher does, which the engine's thread steps, and replaces the batcher of an engine that died.
 
 Knows nothing of threads or event loops.
 """
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step_progress import StepProgress
+
+logger = logging.getLogger(__name__)
+
+# An engine that dies more often than this stays dead: a new batcher does not remove the cause.
+_MOST_DEATHS = 3
+_DEATHS_WITHIN = 600.0  # seconds
 
 _GAUGES = (
     "running_sequences",
@@ -25,38 +32,68 @@ _GAUGES = (
 Deliver = Callable[[Sequence[SequenceState]], None]
 
 
-class Batcher(Protocol):
-    """Generates the tokens of its requests. All methods but ``refusal`` and ``stats`` run on the engine's thread."""
+class Batcher(ABC):
+    """Generates the tokens of its requests. All methods but ``refusal`` and ``stats`` run on the engine's thread.
 
-    progress: StepProgress
-    """The batcher reports here the work that its steps do."""
+    It reports the work of its steps to ``progress``.
+    """
 
-    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+        self.progress = StepProgress()
+
+    @abstractmethod
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         """Returns why a request of this size could never run; None if it can."""
 
+    @abstractmethod
     def add(self, request: RequestState) -> None: ...
 
+    @abstractmethod
     def evict(self, requests: Sequence[RequestState]) -> None:
         """Frees all memory of these requests: before it returns or, in a long step, at the next token."""
 
+    @abstractmethod
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         """Does some work; returns False if there was none. A long step calls ``poll`` once per token."""
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        return self._stats
 
-    def close(self) -> None:
+    def count(self, **more: int) -> None:
+        """Replaces the snapshot, so that readers on other threads see a whole one."""
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+    def close(self) -> None:  # noqa: B027 most batchers have no threads
         """Returns when no forward of it runs any more. It is not stepped again."""
 
 
-class DeadBatcher:
+class BatcherReplacement:
+    """Makes new batchers with ``rebuild`` for an engine whose thread has died. None: it makes none."""
+
+    def __init__(self, rebuild: Callable[[], Batcher] | None) -> None:
+        self._rebuild = rebuild
+        self._deaths: list[float] = []
+
+    def make(self, now: float) -> Batcher | None:
+        """Records a death. Returns None after too many deaths, or if the new batcher cannot be made."""
+        self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
+        if self._rebuild is None or len(self._deaths) > _MOST_DEATHS:
+            return None
+        try:
+            return self._rebuild()
+        except Exception:
+            logger.exception("the engine could not be started anew")
+            return None
+
+
+class DeadBatcher(Batcher):
     """Replaces a batcher that died: it does nothing, holds no memory and keeps the counters."""
 
     def __init__(self, last: EngineStats) -> None:
-        gone = dict.fromkeys(_GAUGES, 0)
-        self._stats = replace(last, **gone)
-        self.progress = StepProgress()
+        super().__init__(replace(last, **dict.fromkeys(_GAUGES, 0)))
 
-    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         return None
 
     def add(self, request: RequestState) -> None:
@@ -67,9 +104,3 @@ class DeadBatcher:
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         return False
-
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    def close(self) -> None:
-        pass

@@ -30,15 +30,15 @@ class ContinuousBatcher(SequenceBatches):
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         prefilled = self._prefill_chunks(deliver)
-        groups = [group for group in self._scheduler.groups if group.rows]
-        if self._joint is not None and len(groups) > 1:
-            self._decode_together(self._joint, groups, deliver)
+        batches = [batch for batch in self._scheduler.batches if batch.sequences]
+        if self._joint is not None and len(batches) > 1:
+            self._decode_together(self._joint, batches, deliver)
         else:
-            for group in groups:
-                self._decode(group, deliver)
+            for batch in batches:
+                self._decode(batch, deliver)
         self._retire()
         self._gauge()
-        return prefilled or bool(groups)
+        return prefilled or bool(batches)
 
     def _prefill_chunks(self, deliver: Deliver) -> bool:
         """Prefills as many tokens as a step may. Tokens that the prefix cache holds leave room for the next prompts."""
@@ -59,44 +59,43 @@ class ContinuousBatcher(SequenceBatches):
             self.progress.at(prefill_of(ids), len(ids))
             logits = self._prefill_forward([ids], self._prefills[request])
             self._advance(request, ids)
-            started = self._start(request, logits) if request.sealed and request.ready_ids == 0 else None
+            if request.sealed and request.ready_ids == 0 and self._choose_first_tokens(request, logits):
+                self._drop_ended(self._join_batch(request))
         except Exception as error:
             self._fail_prefill(request, error, deliver)
             return chunk.count
-        if started is not None:
-            group, choices = started
-            self._gauge()
-            self._accept(group, range(len(group.rows) - request.rows, len(group.rows)), choices, deliver)
+        self._retire()  # before the events, so that their readers find correct gauges
+        deliver(request.sequences)
         return work
 
-    def _decode_together(self, forward: JointForward, groups: Sequence[DecodeBatch], deliver: Deliver) -> None:
+    def _decode_together(self, forward: JointForward, batches: Sequence[DecodeBatch], deliver: Deliver) -> None:
         began = time.monotonic()
-        for group in groups:
-            self._drop_ended(group)
-        groups = [group for group in groups if group.rows]
-        parts = [([[sequence.tokens[-1]] for sequence in group.rows], self._batches[group]) for group in groups]
-        self.progress.at(decode_of(sum(len(group.rows) for group in groups)))
+        for batch in batches:
+            self._drop_ended(batch)
+        batches = [batch for batch in batches if batch.sequences]
+        parts = [([[sequence.tokens[-1]] for sequence in batch.sequences], self._caches[batch]) for batch in batches]
+        self.progress.at(decode_of(sum(len(batch.sequences) for batch in batches)))
         try:
             found = forward.together(parts) if parts else []
         except Exception as error:
-            logger.warning("a decode step of %d batches failed, each is tried alone: %s", len(groups), error)
-            for group in groups:
-                self._decode(group, deliver)
+            logger.warning("a decode step of %d batches failed, each is tried alone: %s", len(batches), error)
+            for batch in batches:
+                self._decode(batch, deliver)
             return
-        self._count(decode_steps=bool(found))
-        for group, logits in zip(groups, found, strict=True):
-            self._finish_decode(group, logits, began, deliver)
+        self.count(decode_steps=bool(found))
+        for batch, logits in zip(batches, found, strict=True):
+            self._finish_decode(batch, logits, began, deliver)
 
-    def _decode(self, group: DecodeBatch, deliver: Deliver) -> None:
+    def _decode(self, batch: DecodeBatch, deliver: Deliver) -> None:
         began = time.monotonic()
-        self._drop_ended(group)
-        if not group.rows:
+        self._drop_ended(batch)
+        if not batch.sequences:
             return
-        self.progress.at(decode_of(len(group.rows)))
+        self.progress.at(decode_of(len(batch.sequences)))
         try:
-            logits = self._decode_forward([[sequence.tokens[-1]] for sequence in group.rows], self._batches[group])
+            logits = self._decode_forward([[sequence.tokens[-1]] for sequence in batch.sequences], self._caches[batch])
         except Exception as error:
-            self._isolate(group, error, deliver)
+            self._isolate(batch, error, deliver)
             return
-        self._count(decode_steps=1)
-        self._finish_decode(group, logits, began, deliver)
+        self.count(decode_steps=1)
+        self._finish_decode(batch, logits, began, deliver)

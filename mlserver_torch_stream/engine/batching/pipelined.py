@@ -66,9 +66,9 @@ class PipelinedBatcher(SequenceBatches):
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         self._launch_prefills(deliver)
-        for group in self._scheduler.groups:
-            if group not in self._in_flight:
-                self._launch_decode(group)
+        for batch in self._scheduler.batches:
+            if batch not in self._in_flight:
+                self._launch_decode(batch)
         self._gauge()
         if not self._in_flight:
             return False
@@ -99,9 +99,9 @@ class PipelinedBatcher(SequenceBatches):
         with self._aside(logits.device):
             return super()._choose(logits, sequences, rows)
 
-    def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
-        if group not in self._in_flight:
-            super()._remove(group, leaving)
+    def _remove(self, batch: DecodeBatch, leaving: set[int]) -> None:
+        if batch not in self._in_flight:
+            super()._remove(batch, leaving)
 
     # --- prefill ---
 
@@ -135,24 +135,13 @@ class PipelinedBatcher(SequenceBatches):
                 request.prefilled = 0  # an open prompt became whole with other ids, or fewer: prefill starts anew
                 return
             self._advance(request, prefill.ids)
-            if request.sealed and request.ready_ids == 0:
-                self._choose_first_tokens(request, logits)
+            if request.sealed and request.ready_ids == 0 and self._choose_first_tokens(request, logits):
+                self._ready_to_join.append(request)
         except Exception as error:
             self._fail_prefill(request, error, deliver)
             return
         self._retire()
         deliver(request.sequences)
-
-    def _choose_first_tokens(self, request: RequestState, logits: torch.Tensor) -> None:
-        """Chooses the first tokens of a prefilled request, at once even if its batch is in a forward."""
-        self._samplers.begin(request)
-        choices = self._choose(logits.expand(request.rows, -1), request.sequences)
-        self._take(request.sequences, choices)
-        self._cache_prompt(request, self._prefills[request], choices)
-        if request.finished:
-            self._drop(request)
-        else:
-            self._ready_to_join.append(request)
 
     def _join_ready(self, deliver: Deliver) -> None:
         """Joins prefilled requests to the batches whose forwards have completed."""
@@ -170,22 +159,22 @@ class PipelinedBatcher(SequenceBatches):
 
     # --- decode ---
 
-    def _launch_decode(self, group: DecodeBatch) -> None:
-        self._drop_ended(group)
-        if not group.rows:
+    def _launch_decode(self, batch: DecodeBatch) -> None:
+        self._drop_ended(batch)
+        if not batch.sequences:
             return
-        tokens = [[sequence.tokens[-1]] for sequence in group.rows]
-        cache = self._batches[group]
-        self._began[group] = time.monotonic()
-        self.progress.launched(group, decode_of(len(tokens)))
-        self._in_flight.launch(group, lambda: self._decode_forward(tokens, cache))
+        tokens = [[sequence.tokens[-1]] for sequence in batch.sequences]
+        cache = self._caches[batch]
+        self._began[batch] = time.monotonic()
+        self.progress.launched(batch, decode_of(len(tokens)))
+        self._in_flight.launch(batch, lambda: self._decode_forward(tokens, cache))
 
-    def _complete_decode(self, group: DecodeBatch, future: Future[torch.Tensor], deliver: Deliver) -> None:
-        began = self._began.pop(group)
+    def _complete_decode(self, batch: DecodeBatch, future: Future[torch.Tensor], deliver: Deliver) -> None:
+        began = self._began.pop(batch)
         try:
             logits = future.result()
         except Exception as error:
-            self._isolate(group, error, deliver)
+            self._isolate(batch, error, deliver)
             return
-        self._count(decode_steps=1)
-        self._finish_decode(group, logits, began, deliver)
+        self.count(decode_steps=1)
+        self._finish_decode(batch, logits, began, deliver)

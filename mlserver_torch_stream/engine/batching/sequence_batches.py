@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.batching.batcher import Deliver
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultInjector
 from mlserver_torch_stream.engine.forward.interface import Forward, JointForward
@@ -34,7 +34,6 @@ from mlserver_torch_stream.engine.scheduling.scheduler import (
     SchedulerLimits,
     joint_limits,
 )
-from mlserver_torch_stream.engine.step_progress import StepProgress
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 _MOST_CACHED_PER_STEP = 2
 
 
-class SequenceBatches:
+class SequenceBatches(Batcher):
     """Holds the caches of prompts that are prefilled, and the batches. Its subclasses run the forwards.
 
     ``prefix_bytes`` of ``cache_bytes`` are for the prefix cache, if the model can go on from a prefix.
@@ -58,7 +57,7 @@ class SequenceBatches:
         *,
         cost: CacheCost,
         cache_bytes: int,
-        max_rows: int,
+        max_num_seqs: int,
         prefill_tokens: int | None,
         prefix_bytes: int = 0,
         forward: Forward | None = None,
@@ -75,23 +74,22 @@ class SequenceBatches:
         # States cannot be cut to a prefix, and a model that takes prompts whole does not go on from one.
         prefix_bytes = prefix_bytes if prefill_tokens is not None and not self._layout.has_states else 0
         cache_bytes -= prefix_bytes
-        limits = SchedulerLimits(max_rows, prefill_tokens, cache_bytes, cost.of, stages)
+        super().__init__(EngineStats(kv_cache_budget=cache_bytes))
+        limits = SchedulerLimits(max_num_seqs, prefill_tokens, cache_bytes, cost.of, stages)
         joint = isinstance(self._decode_forward, JointForward)
         self._scheduler = Scheduler(joint_limits(limits) if joint else limits)
-        self._max_rows = max_rows
+        self._max_num_seqs = max_num_seqs
         self._check_devices = check_devices
         self._cache_bytes = cache_bytes
         self._prefixes = PrefixCache(prefix_bytes, cost)
         self._prefills: dict[RequestState, RowCache] = {}
-        self._batches: dict[DecodeBatch, RowCache] = {}
-        self._stats = EngineStats(kv_cache_budget=cache_bytes)
-        self.progress = StepProgress()
+        self._caches: dict[DecodeBatch, RowCache] = {}
 
-    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
-        if self._scheduler.fits_alone(rows, final_length, prompt):
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
+        if self._scheduler.fits_alone(sequences, final_length, prompt):
             return None
         return (
-            f"{rows} x {final_length} tokens never fit at most {self._max_rows} rows "
+            f"{sequences} x {final_length} tokens never fit at most {self._max_num_seqs} sequences "
             f"and {format_bytes(self._cache_bytes)} of KV cache"
         )
 
@@ -103,17 +101,11 @@ class SequenceBatches:
         gone = set(requests)
         for request in requests:
             self._drop(request)
-        for group in self._scheduler.groups:
-            leaving = {row for row, sequence in enumerate(group.rows) if sequence.request in gone}
+        for batch in self._scheduler.batches:
+            leaving = {row for row, sequence in enumerate(batch.sequences) if sequence.request in gone}
             if leaving:
-                self._remove(group, leaving)
+                self._remove(batch, leaving)
         self._retire()
-
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    def close(self) -> None:
-        pass
 
     # --- prefill ---
 
@@ -147,88 +139,81 @@ class SequenceBatches:
 
     def _advance(self, request: RequestState, ids: Sequence[int]) -> None:
         request.prefilled += len(ids)
-        self._count(prefill_tokens=len(ids))
+        self.count(prefill_tokens=len(ids))
 
     def _begin(self, request: RequestState, columns: int) -> RowCache:
         """Makes the cache of a new prompt: empty, or with the prefix that the prefix cache has of it."""
         found = self._prefixes.begin(request.prompt) if self._prefixes.wanted and request.sealed else None
         if found is not None:
             cache, request.prefilled = found
-            self._count(prefix_cache_hit_tokens=request.prefilled)
+            request.cached_tokens = request.prefilled
+            self.count(prefix_cache_hit_tokens=request.prefilled)
             return cache
         cache = self._layout.cache(capacity=columns)
         cache.begin_row()
         return cache
 
-    def _start(
-        self, request: RequestState, logits: torch.Tensor
-    ) -> tuple[DecodeBatch, list[SampledToken | GenerationFailed]]:
-        """Samples the first tokens of a prefilled request and joins its sequences to the end of their batch."""
+    def _choose_first_tokens(self, request: RequestState, logits: torch.Tensor) -> bool:
+        """Chooses the first tokens of a prefilled request. Returns False if they end all its sequences."""
         self._samplers.begin(request)
-        choices = self._choose(logits.expand(request.rows, -1), request.sequences)
-        cache = self._prefills[request]
-        group = self._join_batch(request)
-        self._cache_prompt(request, cache, choices)
-        return group, choices
+        choices = self._choose(logits.expand(request.params.n, -1), request.sequences)
+        self._take(request.sequences, choices)
+        self._cache_prompt(request, self._prefills[request], choices)
+        if request.finished:
+            self._drop(request)
+        return not request.finished
 
     def _join_batch(self, request: RequestState) -> DecodeBatch:
         """Joins the sequences of a prefilled request to their batch. If it raises, the batch is as it was."""
-        group = self._scheduler.place(request)
-        first = len(group.rows) - request.rows
+        batch = self._scheduler.place(request)
+        first = len(batch.sequences) - request.params.n
         try:
-            self._join(group, self._prefills.pop(request), request.rows)
+            self._join(batch, self._prefills.pop(request), request.params.n)
         except BaseException:
-            self._scheduler.keep(group, list(range(first)))
+            self._scheduler.keep(batch, list(range(first)))
             raise
-        return group
+        return batch
 
-    def _join(self, group: DecodeBatch, cache: RowCache, rows: int) -> None:
-        batch = self._batches.get(group)
-        if batch is None:
-            batch = self._batches[group] = self._layout.cache(group.row_capacity, group.column_capacity)
-        elif batch.allocated != (group.row_capacity, group.column_capacity):
-            batch.resize(group.row_capacity, group.column_capacity)
-        batch.join(cache, rows)
+    def _join(self, batch: DecodeBatch, prefilled: RowCache, rows: int) -> None:
+        cache = self._caches.get(batch)
+        if cache is None:
+            cache = self._caches[batch] = self._layout.cache(batch.row_capacity, batch.column_capacity)
+        elif cache.allocated != (batch.row_capacity, batch.column_capacity):
+            cache.resize(batch.row_capacity, batch.column_capacity)
+        cache.join(prefilled, rows)
 
     # --- decode ---
 
-    def _finish_decode(self, group: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
-        """Samples from the logits of a decode step. Sequences that ended during the step get no token."""
-        rows = [row for row, sequence in enumerate(group.rows) if sequence.finish_reason is None]
-        choices = self._choose(logits, [group.rows[row] for row in rows], rows)
-        zombies = sum(1 for sequence in group.rows if (sequence.request.mailbox.closed_at or began) < began)
-        self._count(wasted_tokens=zombies)
-        self._accept(group, rows, choices, deliver)
+    def _finish_decode(self, batch: DecodeBatch, logits: torch.Tensor, began: float, deliver: Deliver) -> None:
+        """Gives the sequences of a batch their next tokens from the logits of a decode step.
 
-    def _drop_ended(self, group: DecodeBatch) -> None:
+        Sequences that ended during the step get no token.
+        """
+        rows = [row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is None]
+        sequences = [batch.sequences[row] for row in rows]
+        choices = self._choose(logits, sequences, rows)
+        zombies = sum(1 for sequence in batch.sequences if (sequence.request.mailbox.closed_at or began) < began)
+        self.count(wasted_tokens=zombies)
+        for row, choice in zip(rows, choices, strict=True):
+            if isinstance(choice, GenerationFailed):
+                self._caches[batch].clear_row(row)
+        self._take(sequences, choices)
+        finished = {row for row, sequence in enumerate(batch.sequences) if sequence.finish_reason is not None}
+        if finished:
+            self._cache_conversations(batch, finished)
+            self._remove(batch, finished)
+            self._retire()  # before the last events, so that their readers find correct gauges
+        deliver(sequences)
+
+    def _drop_ended(self, batch: DecodeBatch) -> None:
         """Drops the sequences that have ended, or whose streams were closed, since the last step."""
         gone = {
             row
-            for row, sequence in enumerate(group.rows)
+            for row, sequence in enumerate(batch.sequences)
             if sequence.finish_reason is not None or sequence.request.mailbox.closed_at is not None
         }
         if gone:
-            self._remove(group, gone)
-
-    def _accept(
-        self,
-        group: DecodeBatch,
-        rows: Sequence[int],
-        choices: Sequence[SampledToken | GenerationFailed],
-        deliver: Deliver,
-    ) -> None:
-        """Gives these rows of a batch their next tokens, and drops all its sequences that have ended."""
-        sequences = [group.rows[row] for row in rows]
-        for row, choice in zip(rows, choices, strict=True):
-            if isinstance(choice, GenerationFailed):
-                self._batches[group].clear_row(row)
-        self._take(sequences, choices)
-        finished = {row for row, sequence in enumerate(group.rows) if sequence.finish_reason is not None}
-        if finished:
-            self._cache_conversations(group, finished)
-            self._remove(group, finished)
-            self._retire()  # before the last events, so that their readers find correct gauges
-        deliver(sequences)
+            self._remove(batch, gone)
 
     def _take(self, sequences: Sequence[SequenceState], choices: Sequence[SampledToken | GenerationFailed]) -> None:
         for sequence, choice in zip(sequences, choices, strict=True):
@@ -243,16 +228,16 @@ class SequenceBatches:
                 logger.exception("a token could not be taken")
                 failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
                 sequence.finish(FinishReason.ERROR, failure)
-        self._count(generation_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
+        self.count(generation_tokens=sum(isinstance(choice, SampledToken) for choice in choices))
 
-    def _cache_conversations(self, group: DecodeBatch, finished: set[int]) -> None:
+    def _cache_conversations(self, batch: DecodeBatch, finished: set[int]) -> None:
         """Puts ended sequences into the prefix cache: the next turn of a chat begins with their prompt and text."""
-        batch = self._batches[group]
+        cache = self._caches[batch]
         for row in sorted(finished)[:_MOST_CACHED_PER_STEP]:
-            sequence = group.rows[row]
+            sequence = batch.sequences[row]
             if sequence.finish_reason is not FinishReason.ERROR:
-                ids = [*sequence.request.prompt, *sequence.tokens][: batch.lengths[row]]
-                self._prefixes.offer(ids, batch, row, partial(batch.extract, row, spare=0))
+                ids = [*sequence.request.prompt, *sequence.tokens][: cache.lengths[row]]
+                self._prefixes.offer(ids, cache, row, partial(cache.extract, row, spare=0))
 
     def _cache_prompt(
         self, request: RequestState, cache: RowCache, choices: Sequence[SampledToken | GenerationFailed]
@@ -278,27 +263,27 @@ class SequenceBatches:
             self._check_devices()
             return [GenerationFailed(f"sampling failed: {in_short(error)}")]
 
-    def _isolate(self, group: DecodeBatch, error: Exception, deliver: Deliver) -> None:
+    def _isolate(self, batch: DecodeBatch, error: Exception, deliver: Deliver) -> None:
         """Ends the sequences whose forward raises alone, after a decode step raised. The others go on."""
-        logger.error("a decode step of %d rows failed: %s", len(group.rows), error)
+        logger.error("a decode step of %d sequences failed: %s", len(batch.sequences), error)
         self._check_devices()
-        batch = self._batches[group]
-        failures = dict.fromkeys(range(len(group.rows)), error)
-        if not self._layout.has_states and len(group.rows) > 1:
-            failures = {row: failure for row in failures if (failure := self._try_alone(group, batch, row))}
+        cache = self._caches[batch]
+        failures = dict.fromkeys(range(len(batch.sequences)), error)
+        if not self._layout.has_states and len(batch.sequences) > 1:
+            failures = {row: failure for row in failures if (failure := self._try_alone(batch, cache, row))}
         # If no row fails alone, the batch itself does (for memory, say): it ends, as each retry would fail again.
-        failures = failures or dict.fromkeys(range(len(group.rows)), error)
-        sequences = [group.rows[row] for row in failures]
+        failures = failures or dict.fromkeys(range(len(batch.sequences)), error)
+        sequences = [batch.sequences[row] for row in failures]
         for sequence, (row, failure) in zip(sequences, failures.items(), strict=True):
-            batch.clear_row(row)
+            cache.clear_row(row)
             sequence.finish(FinishReason.ERROR, GenerationFailed(f"decode failed: {in_short(failure)}"))
-        self._remove(group, set(failures))
+        self._remove(batch, set(failures))
         deliver(sequences)
 
-    def _try_alone(self, group: DecodeBatch, batch: RowCache, row: int) -> Exception | None:
-        self.progress.at("the decode step of a row alone")
+    def _try_alone(self, batch: DecodeBatch, cache: RowCache, row: int) -> Exception | None:
+        self.progress.at("the decode step of a sequence alone")
         try:
-            self._decode_forward([[group.rows[row].tokens[-1]]], batch.extract(row))
+            self._decode_forward([[batch.sequences[row].tokens[-1]]], cache.extract(row))
         except Exception as error:
             return error
         return None
@@ -309,29 +294,25 @@ class SequenceBatches:
         self._scheduler.drop(request)
         self._prefills.pop(request, None)
 
-    def _remove(self, group: DecodeBatch, leaving: set[int]) -> None:
-        batch = self._batches[group]
-        order = batch.leave(leaving)
-        shrink = self._scheduler.keep(group, order)
+    def _remove(self, batch: DecodeBatch, leaving: set[int]) -> None:
+        cache = self._caches[batch]
+        order = cache.leave(leaving)
+        shrink = self._scheduler.keep(batch, order)
         if not order:
-            del self._batches[group]  # expected requests get a new cache
+            del self._caches[batch]  # expected requests get a new cache
         elif shrink:
-            self._shrink(group, batch)
+            self._shrink(batch, cache)
 
-    def _shrink(self, group: DecodeBatch, batch: RowCache) -> None:
+    def _shrink(self, batch: DecodeBatch, cache: RowCache) -> None:
         try:
-            batch.resize(group.row_capacity, group.column_capacity)
+            cache.resize(batch.row_capacity, batch.column_capacity)
         except RuntimeError as error:  # no memory for the smaller copy beside the old one: it shrinks later
             logger.warning("a cache could not be made smaller: %s", error)
 
     def _retire(self) -> None:
-        for group in self._scheduler.retire():
-            self._batches.pop(group, None)
+        for batch in self._scheduler.retire():
+            self._caches.pop(batch, None)
         self._gauge()
-
-    def _count(self, **more: int) -> None:
-        """Replaces the snapshot, so that readers on other threads see a whole one."""
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
     def _gauge(self) -> None:
         scheduler = self._scheduler
@@ -351,5 +332,5 @@ def prefill_of(ids: Sequence[int]) -> str:
     return f"the prefill of {len(ids)} tokens"
 
 
-def decode_of(rows: int) -> str:
-    return f"the decode step of {rows} row{'s' if rows > 1 else ''}"
+def decode_of(sequences: int) -> str:
+    return f"the decode step of {sequences} sequence{'s' if sequences > 1 else ''}"

@@ -16,22 +16,22 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.batching.batcher import Deliver
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.forward.model_forward import input_device
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.sampling.sampler import RowSampler, sample
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.sampler import sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
-from mlserver_torch_stream.engine.step_progress import StepProgress
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
 
-class SerialBatcher:
+class SerialBatcher(Batcher):
     """Runs one request after another, with the sampling, stops and events of the batched engine."""
 
     def __init__(
@@ -39,27 +39,28 @@ class SerialBatcher:
         model: PreTrainedModel,
         samplers: SamplerFactory,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         check_devices: Callable[[], None] = lambda: None,
         pipeline: Pipeline | None = None,
     ) -> None:
         """A call of a model with a ``pipeline`` goes through the stages that other engines may share."""
+        super().__init__(EngineStats())
         self._model = model
         # Requests have its defaults in their parameters; here they would apply a second time.
         model.generation_config = GenerationConfig(pad_token_id=0)
         self._device = input_device(model)
         self._samplers = samplers
-        self._max_rows = max_rows
+        self._max_num_seqs = max_num_seqs
         self._check_devices = check_devices
         self._pipeline = pipeline
         self._waiting = FairQueue()
         self._open: list[RequestState] = []  # open prompts
         self._running = 0
-        self._stats = EngineStats()
-        self.progress = StepProgress()
 
-    def refusal(self, rows: int, prompt: int, final_length: int) -> str | None:
-        return None if rows <= self._max_rows else f"{rows} answers are more than the {self._max_rows} allowed"
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
+        if sequences <= self._max_num_seqs:
+            return None
+        return f"{sequences} sequences are more than the {self._max_num_seqs} allowed"
 
     def add(self, request: RequestState) -> None:
         if request.sealed:
@@ -76,12 +77,6 @@ class SerialBatcher:
             elif request in self._open:
                 self._open.remove(request)
         self._gauge()
-
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    def close(self) -> None:
-        pass
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
         for request in [request for request in self._open if request.sealed]:
@@ -113,9 +108,6 @@ class SerialBatcher:
             waiting_tokens=self._waiting.tokens,
             open_prompts=len(self._open),
         )
-
-    def count(self, **more: int) -> None:
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
     def _generate(self, sequence: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
         request, sampler = sequence.request, sequence.sampler

@@ -1,1 +1,1 @@
-"""Decode steps recorded once and replayed: CUDA graphs between a model's attentions."""
+"""Captures decode steps as CUDA graphs, cut at the attentions, and replays them."""

@@ -1,7 +1,7 @@
-"""Where a model's forward is cut: each of its attentions, whose keys and values grow with every token.
+"""Cuts a model's forward at each of its attentions, whose keys and values grow with every token.
 
-Knows nothing of graphs. A model asks transformers for its attention function by a name in its config, and under ours
-gets one that hands the call to whoever follows the forward.
+Knows nothing of graphs. transformers looks an attention function up by the name in the model's config. During a cut
+this name is ours, and our function passes each call to the one that the caller of ``cut_at_attention`` gives.
 """
 
 from __future__ import annotations
@@ -18,43 +18,46 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _NAME = "mlserver_torch_stream_cut"
-SDPA, EAGER = "sdpa", "eager"  # whose masks we know how to make
+SDPA, EAGER = "sdpa", "eager"  # the implementations whose masks ``decode_masks`` makes
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
-"""As transformers calls it: module, query, key, value, mask, and more by name."""
+"""An attention function of transformers: module, query, key, value, mask, and options by name."""
 
 
 class CannotCut(Exception):
-    """The model's code does not go through the attentions that it can be cut at."""
+    """The model's code does not call the attention functions at which a forward can be cut."""
 
 
-_follower: ContextVar[Attend] = ContextVar("follower")
+_replacement: ContextVar[Attend] = ContextVar("replacement")
 
 
-def _hand_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    return _follower.get()(*args, **kwargs)
+def _call_replacement(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    return _replacement.get()(*args, **kwargs)
 
 
-AttentionInterface.register(_NAME, _hand_over)
+AttentionInterface.register(_NAME, _call_replacement)
 
 
 @contextmanager
-def cut_at_attention(model: PreTrainedModel, follower: Attend) -> Iterator[None]:
-    """Calls of ``model`` meanwhile have ``follower`` for attention, and no masks. Raises CannotCut."""
+def cut_at_attention(model: PreTrainedModel, replacement: Attend) -> Iterator[None]:
+    """Inside it, ``model`` calls ``replacement`` for each attention, and makes no masks. Raises CannotCut."""
     before = model.config._attn_implementation
     if before not in (SDPA, EAGER):
         raise CannotCut(f"its attention is {before!r}, not {SDPA!r} or {EAGER!r}")
-    token = _follower.set(follower)
+    token = _replacement.set(replacement)
     try:
         model.set_attn_implementation(_NAME)
         yield
     finally:
         model.set_attn_implementation(before)
-        _follower.reset(token)
+        _replacement.reset(token)
 
 
 def attention_of(implementation: str, module: nn.Module) -> Attend:
-    """What a model calls for this module; an eager one stands in the model's own file. Raises CannotCut."""
+    """Returns the function that a model calls for this module. The eager one is in the model's own file.
+
+    Raises CannotCut.
+    """
     if implementation == SDPA:
         attend: Attend = AttentionInterface()[SDPA]
         return attend
@@ -65,7 +68,7 @@ def attention_of(implementation: str, module: nn.Module) -> Attend:
 
 
 class PassingLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keeps nothing: keys and values of the new tokens come back as they are."""
+    """A cache layer that stores nothing: it returns the keys and values of the new tokens."""
 
     is_compileable = False
 
@@ -92,19 +95,17 @@ class PassingLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The name of ``get_max_length`` before transformers 5.20."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
 
 class PassingCache(Cache):  # type: ignore[misc]
-    """A cache of such layers, which knows whose keys and values it has seen last."""
+    """A cache of ``PassingLayer``, which finds the layer of an attention by the tensors that it returned."""
 
     def __init__(self, windows: list[int | None]) -> None:
         super().__init__(layers=[PassingLayer(window) for window in windows])
 
     def layer_of(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """The layer that these very tensors were given to. Raises CannotCut."""
+        """Returns the layer that has got these very tensors. Raises CannotCut."""
         for index, layer in enumerate(self.layers):
             if layer.given is not None and layer.given[0] is keys and layer.given[1] is values:
                 return index

@@ -1,7 +1,7 @@
-"""One decode step of so many rows as it was recorded: parts to repeat, attentions between them, and stages to visit.
+"""Replays a captured decode step for a number of rows: graphs, and between them attentions and changes of the stage.
 
-Knows nothing of batches or of which device records. The attentions run as ever, on the cache's own slabs: these move
-and grow, and a recording holds on to addresses.
+Knows nothing of batches, nor of the device that replays. A graph holds addresses of memory, and the slabs of a cache
+move and grow: so the attentions are not captured, and run on the cache's own slabs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Part = tuple[Sequence[Sequence[int]], RowCache]
 
 @dataclass(frozen=True, slots=True)
 class CapturedAttention:
-    """One attention of a captured step. The captured parts before and after it read and write the same tensors."""
+    """One attention of a captured step. The graphs before and after it write and read these tensors."""
 
     attend: Attend
     module: torch.nn.Module
@@ -37,7 +37,7 @@ class CapturedAttention:
     options: dict[str, Any]
 
     def run(self, rows: slice, cache: RowCache, masks: DecodeMasks) -> None:
-        """For these rows of the recording, which are all of the cache."""
+        """Runs for ``rows`` of the step, which are all rows of ``cache``."""
         keys, values = cache.cache.update(self.key[rows], self.value[rows], self.layer)
         mask = masks.over(keys.shape[2])
         output, _ = self.attend(self.module, self.query[rows], keys, values, mask, **self.options)
@@ -45,11 +45,12 @@ class CapturedAttention:
 
 
 @dataclass(slots=True)
-class StageVisit:
-    """What is done in one stage, from its first module to its last; ``stage`` is None where there is only one.
+class StageSegment:
+    """The work of a step in one stage, from its first module to its last; ``stage`` is None if there is only one.
 
-    ``arrivals``: tensors of earlier visits, with those that were recorded in their place. A stage that is left is
-    free for other rows, which overwrite what it holds: so what is still wanted of it, ``departures``, is copied first.
+    ``arrivals`` are tensors of earlier segments, each with its captured copy in this one. ``departures`` are the
+    tensors that later segments need. They are copied before the step leaves the stage, as the next step in this stage
+    overwrites them.
     """
 
     stage: Stage | None
@@ -61,52 +62,52 @@ class StageVisit:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """``run`` takes the tokens of at most ``rows`` rows, of one cache or of several, and gives their logits.
+    """``run`` replays the step for up to ``rows`` rows, of one cache or of several, and returns their logits.
 
-    ``inputs``: tokens and positions, ``[2, rows, 1]``, in one tensor: one copy to the device for both. Those of rows
-    that are over are 0: a model may do something to all rows for the greatest of their positions.
-    ``added``: the dtype of masks that are added to the scores, None: they choose.
+    ``inputs`` holds tokens and positions, ``[2, rows, 1]``, so that one copy brings both to the device. Unused rows
+    have 0 for both: a model may change all rows by the largest of their positions.
+    ``added`` is the dtype of masks that are added to the scores; None: boolean masks.
     """
 
     rows: int
     inputs: torch.Tensor
-    visits: Sequence[StageVisit]
+    segments: Sequence[StageSegment]
     logits: torch.Tensor
     pipeline: Pipeline | None
     added: torch.dtype | None
 
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Logits ``[rows, vocabulary]`` of the model's dtype, part after part. Does not count tokens in the caches."""
-        carried: dict[int, torch.Tensor] = {}
-        for visit in self.visits:
-            if self.pipeline is not None and visit.stage is not None:
-                self.pipeline.enter(visit.stage)
-            if visit is self.visits[0]:
-                self._put_in(parts)
-            self._choose_first_tokens(visit, carried)
-            self._work(visit, parts)
-            carried.update((id(tensor), tensor.clone()) for tensor in visit.departures)
+        """Returns the logits ``[rows, vocabulary]`` of all parts, in the model's dtype. Does not commit the caches."""
+        copies: dict[int, torch.Tensor] = {}
+        for segment in self.segments:
+            if self.pipeline is not None and segment.stage is not None:
+                self.pipeline.enter(segment.stage)
+            if segment is self.segments[0]:
+                self._write_inputs(parts)
+            self._copy_arrivals(segment, copies)
+            self._replay(segment, parts)
+            copies.update((id(tensor), tensor.clone()) for tensor in segment.departures)
         return self.logits[: sum(len(tokens) for tokens, _ in parts)].clone()
 
-    def _put_in(self, parts: Sequence[Part]) -> None:
+    def _write_inputs(self, parts: Sequence[Part]) -> None:
         ids = [row for tokens, _ in parts for row in tokens]
         positions = [[length] for _, cache in parts for length in cache.lengths]
-        over = [[0]] * (self.rows - len(ids))
-        self.inputs.copy_(from_host([[*ids, *over], [*positions, *over]], self.inputs.device))
+        unused = [[0]] * (self.rows - len(ids))
+        self.inputs.copy_(from_host([[*ids, *unused], [*positions, *unused]], self.inputs.device))
 
-    def _choose_first_tokens(self, visit: StageVisit, carried: dict[int, torch.Tensor]) -> None:
-        for source, local in visit.arrivals:
-            value = carried[id(source)]
+    def _copy_arrivals(self, segment: StageSegment, copies: dict[int, torch.Tensor]) -> None:
+        for source, local in segment.arrivals:
+            value = copies[id(source)]
             if self.pipeline is not None:
-                value = self.pipeline.bring(value, visit.device)
+                value = self.pipeline.bring(value, segment.device)
             local.copy_(value)
 
-    def _work(self, visit: StageVisit, parts: Sequence[Part]) -> None:
+    def _replay(self, segment: StageSegment, parts: Sequence[Part]) -> None:
         batches, first = [], 0
         for tokens, cache in parts:
             rows = slice(first, first := first + len(tokens))
-            batches.append((rows, cache, DecodeMasks(cache.lengths, visit.device, self.added)))
-        for work in visit.work:
+            batches.append((rows, cache, DecodeMasks(cache.lengths, segment.device, self.added)))
+        for work in segment.work:
             if isinstance(work, CapturedAttention):
                 for batch in batches:
                     work.run(*batch)

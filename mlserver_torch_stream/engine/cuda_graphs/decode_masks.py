@@ -1,4 +1,7 @@
-"""The attention masks of one decode step, of rows that are aligned at their newest token and padded at their left."""
+"""Makes the attention masks of one decode step, for rows that are aligned at their newest token.
+
+Knows nothing of layers; a mask depends on the number of columns that a layer shows.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from mlserver_torch_stream.engine.devices import from_host
 
 
 class DecodeMasks:
-    """On one device, by how many columns a layer shows: full layers all, those with a window fewer."""
+    """The masks on one device: one for all full layers, and one for each width of a sliding window."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, added: torch.dtype | None) -> None:
-        """``lengths``: of the rows before this step. ``added``: as of ``RecordedStep``."""
+        """``lengths`` are those of the rows before this step; ``added`` is that of ``CapturedStep``."""
         self._lengths = lengths
         self._device = device
         self._added = added
         self._made: dict[int, torch.Tensor | None] = {}
 
     def over(self, columns: int) -> torch.Tensor | None:
-        """``[rows, 1, 1, columns]``: false, or the least number, where a row is padded; None where none is."""
+        """Returns ``[rows, 1, 1, columns]``: false, or the smallest number, where a row is padded. None: no padding."""
         if columns not in self._made:
             padded = min(self._lengths) < columns - 1
             self._made[columns] = self._make(columns) if padded else None

@@ -1,7 +1,7 @@
-"""What records a device's work to have it repeated: CUDA graphs.
+"""Captures the work of a device as CUDA graphs, and checks first that it can be captured.
 
-Knows nothing of models. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs: a graph repeats the same
-kernels on the same addresses, without Python and without a launch for each.
+Knows nothing of models. A graph repeats the same kernels on the same addresses, without Python and without a launch for
+each kernel: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from mlserver_torch_stream.engine.device_sync import no_waits
 
 
 class GraphCapture(Protocol):
-    """Records in parts: work between ``begin`` and ``end`` is recorded, work outside of them is only done."""
+    """Captures the work between ``begin`` and ``end``; other work only runs."""
 
     def begin(self, device: torch.device) -> None: ...
 
     def end(self) -> Callable[[], None]:
-        """What repeats the part that ends here, on the tensors that it was recorded on."""
+        """Returns a function that repeats the work since ``begin``, on the same tensors."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """A context around all parts of a recording, which leaves nothing half recorded should it raise."""
+        """Returns a context around all parts of a step. If it raises, no capture stays open."""
 
 
 class DryRun:
-    """Does the work and records nothing: the first calls of a kernel set up what must not be recorded.
+    """Runs the work and captures nothing: the first calls of a kernel set up what must not be captured.
 
-    Raises Waits for what cannot be recorded. A device must not be the one to find out: before torch 2.13 an allocator
-    never learns that a recording broke off, and what was laid aside for it is lost.
+    Raises DeviceSyncs for work that cannot be captured. The device itself must not fail in a capture: before torch 2.13
+    the allocator does not notice that a capture has failed, and the memory reserved for it is lost.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class DryRun:
 
 
 class CudaGraphCapture:
-    """All graphs of a device share a pool of memory: each is replayed from its first part to its last, one at a time.
+    """All graphs of a device share a pool of memory: steps are replayed whole, one after the other.
 
-    A recording only notes what is to be done: what is in its tensors means nothing before the first replay. torch wants
-    one recording at a time in a process, which the caller sees to.
+    A capture computes nothing: the tensors of a step are valid from its first replay on. torch allows one capture at a
+    time in a process, which the caller ensures.
     """
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class CudaGraphCapture:
         if device not in self._pools:
             self._pools[device] = torch.cuda.graph_pool_handle()
             self._streams[device] = torch.cuda.Stream(device)
-        # The usual stream cannot be recorded.
+        # The default stream cannot be captured.
         self._part.enter_context(torch.cuda.stream(self._streams[device]))
         self._part.push(partial(self._clean_up, device))
         self._graph = torch.cuda.CUDAGraph()
-        # "thread_local": other models of this process go on serving, and allocate, meanwhile.
+        # "thread_local": other models of this process generate and allocate during the capture.
         self._graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], None]:
@@ -85,21 +85,21 @@ class CudaGraphCapture:
         return replay
 
     def _clean_up(self, device: torch.device, kind: type[BaseException] | None, *_: object) -> None:
-        """After a recording that broke off: else torch goes on believing in it, and refuses to give memory back."""
+        """Closes a capture that failed; otherwise torch regards it as running and frees no memory."""
         if kind is not None:
-            with suppress(RuntimeError):  # newer ones of torch have done it
+            with suppress(RuntimeError):  # newer versions of torch have closed it
                 torch._C._cuda_endAllocateToPool(device.index, self._pools[device])
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         torch.cuda.synchronize()
         collects = gc.isenabled()
-        gc.disable()  # it might find a graph that nobody uses, and to destroy one breaks a recording
+        gc.disable()  # a collection that destroys an unused graph breaks a capture
         try:
             yield
         finally:
             if self._graph is not None:
-                with suppress(RuntimeError):  # that the recording failed, which what broke it has said already
+                with suppress(RuntimeError):  # the capture has failed, and its own error is being raised
                     self.end()
             if collects:
                 gc.enable()

@@ -1,6 +1,6 @@
-"""Records a decode step: the model's own forward, cut at every attention and wherever it enters another stage.
+"""Captures a decode step: the model's own forward, cut at every attention and at every change of the stage.
 
-Knows nothing of batches or of which device records.
+Knows nothing of batches, nor of the device that captures.
 """
 
 from __future__ import annotations
@@ -22,50 +22,52 @@ from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import (
     attention_of,
     cut_at_attention,
 )
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention, CapturedStep, StageVisit
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention, CapturedStep, StageSegment
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.forward.model_forward import input_device, plain_forward
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 
 
-def record_step(
+def capture_step(
     model: PreTrainedModel,
-    recorder: GraphCapture,
+    capture: GraphCapture,
     rows: int,
     windows: Sequence[int | None],
     pipeline: Pipeline | None = None,
 ) -> CapturedStep:
-    """``windows``: of the cache's layers. Raises CannotCut, or what the model or the device raises."""
+    """``windows`` are those of the cache's layers. Raises CannotCut, or the errors of the model and the device."""
     device = input_device(model)
     inputs = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
     implementation = model.config._attn_implementation
-    recording = _Recording(recorder, implementation, device, windows)
-    with cut_at_attention(model, recording.attention), recording.follow(pipeline), recorder.recording():
-        logits = recording.run(plain_forward(model), inputs)
+    trace = _Trace(capture, implementation, device, windows)
+    with cut_at_attention(model, trace.attention), trace.follow(pipeline), capture.recording():
+        logits = trace.run(plain_forward(model), inputs)
     return CapturedStep(
         rows=rows,
         inputs=inputs,
-        visits=tuple(recording.visits),
+        segments=tuple(trace.segments),
         logits=logits,
         pipeline=pipeline,
         added=logits.dtype if implementation == EAGER else None,
     )
 
 
-class _Recording:
-    """Follows one forward. A part is open whenever the model's code runs."""
+class _Trace:
+    """Follows one forward. A capture is open whenever the model's code runs."""
 
     def __init__(
-        self, recorder: GraphCapture, implementation: str, device: torch.device, windows: Sequence[int | None]
+        self, capture: GraphCapture, implementation: str, device: torch.device, windows: Sequence[int | None]
     ) -> None:
-        self._recorder = recorder
+        self._capture = capture
         self._implementation = implementation
         self._passing = PassingCache(list(windows))
         self._windows = windows
-        self.visits = [StageVisit(None, device)]
-        self._local: dict[int, torch.Tensor] = {}  # copies that are this visit's own, by the tensors of earlier ones
-        self._made: dict[int, tuple[torch.Tensor, StageVisit]] = {}  # what went into and out of the stages' modules
+        self.segments = [StageSegment(None, device)]
+        # The current segment's copies of tensors of earlier segments, by the id of the original.
+        self._local: dict[int, torch.Tensor] = {}
+        # Arguments and results of the stages' modules, each with the segment that made it.
+        self._origins: dict[int, tuple[torch.Tensor, StageSegment]] = {}
 
     def run(self, forward: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
         self._begin()
@@ -75,17 +77,17 @@ class _Recording:
         logits: torch.Tensor = output.logits[:, -1]
         self._end()
         layers = sorted(
-            work.layer for visit in self.visits for work in visit.work if isinstance(work, CapturedAttention)
+            work.layer for segment in self.segments for work in segment.work if isinstance(work, CapturedAttention)
         )
         if layers != list(range(len(self._windows))):
             raise CannotCut(f"{len(layers)} attentions over {len(self._windows)} cache layers")
         return logits
 
     def _begin(self) -> None:
-        self._recorder.begin(self.visits[-1].device)
+        self._capture.begin(self.segments[-1].device)
 
     def _end(self) -> None:
-        self.visits[-1].work.append(self._recorder.end())
+        self.segments[-1].work.append(self._capture.end())
 
     # --- attentions ---
 
@@ -97,10 +99,10 @@ class _Recording:
             raise CannotCut("its code makes masks of its own")
         self._end()
         attend = attention_of(self._implementation, module)
-        # Zeros, as a model may reduce over all rows, and memory of finished rows could hold NaN.
+        # Zeros, as a model may reduce over all rows, and unused memory could hold NaN.
         shape = attend(module, query, key, value, None, **more)[0]
         output = torch.zeros_like(shape, memory_format=torch.contiguous_format)
-        self.visits[-1].work.append(CapturedAttention(attend, module, layer, query, key, value, output, more))
+        self.segments[-1].work.append(CapturedAttention(attend, module, layer, query, key, value, output, more))
         self._begin()
         return output, None
 
@@ -108,7 +110,7 @@ class _Recording:
 
     @contextmanager
     def follow(self, pipeline: Pipeline | None) -> Iterator[None]:
-        """Is told, meanwhile, of every call of a module that is a stage's."""
+        """Inside it, hooks report every call of a stage's module."""
         with ExitStack() as hooks:
             for stage in pipeline.stages if pipeline is not None else ():
                 for module in stage.modules:
@@ -120,19 +122,19 @@ class _Recording:
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's arguments, those of other visits as copies that are this one's own."""
+        """Returns the module's arguments, with this segment's copies of the tensors of other segments."""
         self._note((args, kwargs))
-        if self.visits[0].stage is None:
-            self.visits[0].stage, self.visits[0].device = stage, stage.device
-        arrives = stage is not self.visits[-1].stage
+        if self.segments[0].stage is None:
+            self.segments[0].stage, self.segments[0].device = stage, stage.device
+        arrives = stage is not self.segments[-1].stage
         foreign = [each for each in _tensors((args, kwargs)) if arrives or self._is_foreign(each)]
         if arrives or foreign:
             self._end()
             if arrives:
                 self._local = {}
-                self.visits.append(StageVisit(stage, stage.device))
+                self.segments.append(StageSegment(stage, stage.device))
             for each in foreign:
-                self._take_in(each)
+                self._copy_in(each)
             self._begin()
         own: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             torch.Tensor, lambda each: self._local.get(id(each), each), (args, kwargs)
@@ -143,19 +145,19 @@ class _Recording:
         self._note(output)
 
     def _note(self, values: Any) -> None:
-        """Whatever was not seen before has been made in the visit that is under way."""
+        """Attributes tensors that are new to the current segment."""
         for each in _tensors(values):
-            self._made.setdefault(id(each), (each, self.visits[-1]))
+            self._origins.setdefault(id(each), (each, self.segments[-1]))
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) not in self._local and self._made[id(tensor)][1] is not self.visits[-1]
+        return id(tensor) not in self._local and self._origins[id(tensor)][1] is not self.segments[-1]
 
-    def _take_in(self, tensor: torch.Tensor) -> None:
-        visit, origin = self.visits[-1], self._made[id(tensor)][1]
-        if id(tensor) in self._local or origin is visit:
+    def _copy_in(self, tensor: torch.Tensor) -> None:
+        if not self._is_foreign(tensor):
             return
-        local = self._local[id(tensor)] = tensor.to(visit.device, copy=True)
-        visit.arrivals.append((tensor, local))
+        segment, origin = self.segments[-1], self._origins[id(tensor)][1]
+        local = self._local[id(tensor)] = tensor.to(segment.device, copy=True)
+        segment.arrivals.append((tensor, local))
         if not any(each is tensor for each in origin.departures):
             origin.departures.append(tensor)
 

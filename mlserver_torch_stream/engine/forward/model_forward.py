@@ -1,4 +1,4 @@
-"""Calls a transformers model on new tokens over a KV cache, whatever names and masks the model's forward takes.
+"""Calls a transformers model on new tokens over a KV cache, with the arguments that its forward takes.
 
 Knows nothing of requests or of sampling.
 """
@@ -73,3 +73,18 @@ def input_device(model: PreTrainedModel) -> torch.device:
     if device.type != "meta":
         return device
     return torch.device(getattr(getattr(embedding, "_hf_hook", None), "execution_device", None) or "cpu")
+
+
+def give_contiguous_states(model: PreTrainedModel) -> None:
+    """Copies the hidden states of a prompt's last token before the output embeddings take them.
+
+    They are a slice of the prompt's, ``[rows, 1, hidden]`` with its strides. On a CPU torch multiplies such a slice by
+    a copy of the whole matrix: 95 ms for 49,152 tokens of 576 dimensions in bfloat16, where the product takes 3 ms
+    (torch 2.13, two cores with AMX). ``contiguous`` looks past the stride of a single row.
+    """
+
+    def contiguous(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]) if inputs else inputs
+
+    if (output_embeddings := model.get_output_embeddings()) is not None:
+        output_embeddings.register_forward_pre_hook(contiguous)

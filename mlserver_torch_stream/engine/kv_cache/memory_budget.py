@@ -65,6 +65,6 @@ def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
         return min(share, HOST_PREFIX_BYTES) if on_host else share
     if asked >= budget:
         raise LoadFailed(
-            f"parameters.extra.prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget} for rows"
+            f"parameters.extra.prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget}"
         )
     return asked

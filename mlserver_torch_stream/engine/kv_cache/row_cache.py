@@ -1,4 +1,4 @@
-"""The cache of a batch: rows that join, advance together and leave, over one cache layer of each kind.
+"""Holds the KV cache of a batch: rows join, advance together and leave. Each layer has a cache layer of its kind.
 
 Knows nothing of requests, sampling or scheduling; a row is an index and a length in tokens.
 """
@@ -24,11 +24,11 @@ from mlserver_torch_stream.engine.kv_cache.slab import Columns, SlabLayer
 
 
 class UnsupportedCache(Exception):
-    """A layer keeps a state that cannot be batched here; the serial engine takes such models."""
+    """A layer keeps a state that cannot be batched here; the serial batcher serves such models."""
 
 
 class CacheLayout:
-    """Which kind of cache each layer of a model has, read from its config as transformers' own caches read it."""
+    """Knows the kind of each layer's cache, read from the config as transformers' own caches read it."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._layers = DynamicCache(config=config).layers
@@ -47,7 +47,7 @@ class CacheLayout:
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each attention layer, in columns; None: it sees all of them."""
+        """The window of each attention layer in columns; None: the layer sees all columns."""
         layers = (layer for layer in self._layers if isinstance(layer, DynamicLayer))
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 
@@ -64,7 +64,7 @@ class CacheLayout:
         return copy.deepcopy(layer)
 
     def cache(self, rows: int = 1, capacity: int = 1) -> RowCache:
-        """An empty cache of this layout."""
+        """Returns an empty cache."""
         return RowCache(self, rows, capacity)
 
 
@@ -88,7 +88,7 @@ class RowCache:
         self.lengths = [0]
 
     def mask(self, queries: int, device: torch.device) -> torch.Tensor | None:
-        """``[rows, span + queries]``, 0 where a row is padded at its left; None where none is."""
+        """Returns ``[rows, span + queries]``, 0 where a row is padded at its left; None if no row is."""
         span = self.columns.span
         if not self.layout.has_attention or all(length == span for length in self.lengths):
             return None
@@ -96,24 +96,24 @@ class RowCache:
         return (torch.arange(span + queries, device=device) >= starts).long()
 
     def positions(self, queries: int, device: torch.device) -> torch.Tensor:
-        """``[rows, queries]``: the position of each new token in its own sequence."""
+        """Returns ``[rows, queries]``: the position of each new token in its own sequence."""
         lengths = torch.tensor([[length] for length in self.lengths], device=device)
         return lengths + torch.arange(queries, device=device)
 
     def commit(self, queries: int) -> None:
-        """Counts what a forward of ``queries`` tokens per row has written."""
+        """Counts the columns that a forward of ``queries`` tokens per row has written."""
         self.columns.end += queries
         self.lengths = [length + queries for length in self.lengths]
         for slab in self.slabs:
             slab.commit()
 
     def rollback(self) -> None:
-        """Forgets what a forward that raised has written. States have no way back: ``layout.has_states``."""
+        """Forgets the columns of a forward that raised. States (``layout.has_states``) cannot be restored."""
         for slab in self.slabs:
             slab.commit()
 
     def resize(self, rows: int, capacity: int) -> None:
-        self.allocated = (0, 0)  # unknown, should there be no memory half-way
+        self.allocated = (0, 0)  # unknown if the memory runs out midway
         for slab in self.slabs:
             columns = capacity if slab.window is None else min(capacity, window_capacity(slab.window))
             columns = max(columns, self.columns.end - slab.first_visible())
@@ -125,7 +125,7 @@ class RowCache:
     def join(self, source: RowCache, copies: int = 1) -> None:
         """Appends the single row of ``source`` ``copies`` times; the slabs must have room for the rows.
 
-        Without effect on the rows that are there if it raises (memory).
+        If it raises, for lack of memory, the other rows are as before.
         """
         length = source.lengths[0]
         rows = range(len(self.lengths), len(self.lengths) + copies)
@@ -156,7 +156,7 @@ class RowCache:
             target.write(row, keys, values)
 
     def leave(self, leaving: set[int]) -> list[int]:
-        """Drops rows; the last ones fill the holes. Returns the old index of each row that is left, in new order."""
+        """Drops rows; the last ones fill the gaps. Returns the old index of each remaining row, in the new order."""
         order = list(range(len(self.lengths)))
         for row in sorted(leaving, reverse=True):
             order[row] = order[-1]
@@ -176,13 +176,13 @@ class RowCache:
         return order
 
     def clear_row(self, row: int) -> None:
-        """Zeroes what a failed row wrote, lest its NaNs reach the masked columns of a later one."""
+        """Zeroes a failed row, so that its NaNs do not reach the masked columns of a later one."""
         for slab in self.slabs:
             if slab.is_initialized:
                 slab.clear_row(row)
 
     def extract(self, row: int, spare: int = 1) -> RowCache:
-        """A copy of one row as a cache of its own, with room for ``spare`` more columns."""
+        """Returns a copy of one row as a cache of its own, with room for ``spare`` more columns."""
         length = self.lengths[row]
         twin = self.layout.cache(rows=1, capacity=length + spare)
         layers = twin.cache.layers
@@ -198,17 +198,17 @@ class RowCache:
         return twin
 
     def is_whole(self, row: int) -> bool:
-        """Whether this row still has the keys and values of all its tokens, so that it can be cut to fewer."""
+        """Whether this row has the keys and values of all its tokens, so that it can be cut to a prefix."""
         oldest = self.columns.end - self.lengths[row]
         return not self.layout.has_states and all(slab.first_visible() <= oldest for slab in self.slabs)
 
     def compact(self) -> RowCache:
-        """This single row without room for more; itself if it has none."""
+        """Returns the single row without spare columns; itself if it has none."""
         length = self.lengths[0]
         return self if all(slab.capacity <= length for slab in self.slabs) else self.extract(0, spare=0)
 
     def head(self, length: int, capacity: int) -> RowCache:
-        """A copy of the first ``length`` tokens of the single row, with room for ``capacity`` tokens in all."""
+        """Returns a copy of the first ``length`` tokens of the single row, with room for ``capacity`` tokens in all."""
         twin = self.layout.cache(rows=1, capacity=capacity)
         twin.columns.end = length
         for target, given in zip(twin.slabs, self.slabs, strict=True):

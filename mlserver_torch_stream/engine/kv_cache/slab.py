@@ -1,6 +1,6 @@
-"""A KV-cache layer in one preallocated slab, whose rows (sequences) are aligned at their newest token.
+"""Holds one KV-cache layer in a preallocated slab, with rows that are aligned at their newest token.
 
-Knows nothing of sequences or of who is in a row; it holds keys and values of logical columns and hands out views.
+Knows nothing of sequences; it holds keys and values of logical columns and returns views of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one attention layer, ``[rows, kv_heads, columns, head_dim]``, on the layer's own device.
 
     ``update`` writes into the slab and returns views, so nothing is concatenated; a layer with a ``window`` keeps and
-    returns the window alone. A forward that raises leaves no trace: the columns it wrote are not counted before
-    ``commit``.
+    returns the window alone. Columns count after ``commit``, so a forward that raises changes nothing.
     """
 
     is_compileable = False
@@ -59,7 +58,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def first_visible(self) -> int:
-        """The oldest logical column that the next token can attend to."""
+        """Returns the oldest logical column that the next token can attend to."""
         if self.window is None:
             return self.columns.begin
         return max(self.columns.begin, self.columns.end - self.window + 1)
@@ -67,7 +66,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores ``[rows, kv_heads, queries, head_dim]`` and returns all that is visible from there."""
+        """Stores ``[rows, kv_heads, queries, head_dim]`` and returns all columns that the newest token sees."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, queries = key_states.shape[0], key_states.shape[2]
@@ -78,13 +77,13 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[view], self.values[view]
 
     def extend(self, queries: int) -> int:
-        """Makes room for ``queries`` columns that are about to be written; says which of the slab's is the first."""
+        """Makes room for ``queries`` columns that are to be written. Returns the slab's index of the first one."""
         self.make_room(self.first_visible(), self.columns.end + queries)
         self.pending = queries
         return self.columns.end - self.base
 
     def make_room(self, first: int, last: int) -> None:
-        """Lets the slab hold the logical columns ``first`` to ``last - 1``, moving what it holds if it must."""
+        """Lets the slab hold the logical columns ``first`` to ``last - 1``, and moves them if needed."""
         if first >= self.base and last - self.base <= self.capacity:
             return
         needed = last - first
@@ -93,11 +92,11 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def relocate(self, rows: int, capacity: int, base: int) -> None:
         """Moves the live part into a slab of ``rows`` x ``capacity`` that starts at logical column ``base``."""
-        held = self.base + self.capacity  # a row that is about to join may need more
+        held = self.base + self.capacity  # a row that joins may need more
         kept = slice(max(base, self.base), min(self.columns.end + self.pending, held))
         keys = self._moved(self.keys, rows, capacity, base, kept)
         values = self._moved(self.values, rows, capacity, base, kept)
-        # Both or none: either may find no memory.
+        # After both are made: either can fail for lack of memory.
         self.keys, self.values = keys, values
         self.rows, self.capacity, self.base = rows, capacity, base
 
@@ -123,12 +122,10 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The name of ``get_max_length`` before transformers 5.20."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def read(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The newest ``length`` columns (or as many as a window keeps) of one row, ``[kv_heads, n, head_dim]``."""
+        """Returns the newest ``length`` columns of one row that a window keeps, ``[kv_heads, n, head_dim]``."""
         stop = self.columns.end - self.base
         start = max(stop - length, self.first_visible() - self.base)
         return self.keys[row, :, start:stop], self.values[row, :, start:stop]

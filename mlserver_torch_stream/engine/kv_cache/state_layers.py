@@ -1,6 +1,6 @@
-"""Rows of the cache layers whose state has no column per token: convolutions, recurrences, linear attention.
+"""Joins and picks rows of cache layers that have no column per token: convolutions, recurrences, linear attention.
 
-Knows nothing of keys and values; every state tensor is ``[rows, ...]`` and rows are joined, picked and dropped.
+Knows nothing of keys and values; every state tensor is ``[rows, ...]``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _slots(layer: LinearAttentionLayer) -> Iterator[tuple[dict[int, Any], int]]:
 
 
 def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearAttentionLayer:
-    """A layer of its own dictionaries and tensors, each tensor passed through ``change``."""
+    """Returns a layer with dictionaries of its own, and ``change`` applied to each tensor."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -35,7 +35,7 @@ def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.
 
 
 def pick(layer: LinearAttentionLayer, rows: list[int]) -> LinearAttentionLayer:
-    """The given rows, in that order, as a layer of its own."""
+    """Returns a new layer with the given rows, in that order."""
 
     def picked(state: torch.Tensor) -> torch.Tensor:
         return state.index_select(0, torch.tensor(rows, dtype=torch.long, device=state.device))
@@ -44,7 +44,7 @@ def pick(layer: LinearAttentionLayer, rows: list[int]) -> LinearAttentionLayer:
 
 
 def join(target: LinearAttentionLayer, source: LinearAttentionLayer, copies: int) -> LinearAttentionLayer:
-    """``target`` with row 0 of ``source`` appended ``copies`` times."""
+    """Returns ``target`` with row 0 of ``source`` appended ``copies`` times."""
     newcomers = pick(source, [0] * copies)
     if not any(True for _ in _slots(target)):
         return newcomers
@@ -54,7 +54,7 @@ def join(target: LinearAttentionLayer, source: LinearAttentionLayer, copies: int
 
 
 def bytes_per_row(layer: LinearAttentionLayer) -> Iterator[tuple[torch.device, int]]:
-    """Of each state, with its device."""
+    """Yields the bytes of a row of each state, with the state's device."""
     for states, index in _slots(layer):
         state = states[index]
         yield state.device, state.numel() * state.element_size() // state.shape[0]

@@ -1,1 +1,1 @@
-"""From files to a checked model, shared by all who name it, on the devices and cores that there are."""
+"""Loads models from files, once for all engines that share them, and checks them on their devices."""

@@ -19,11 +19,6 @@ _HALF_TOLERANCE = 0.35
 _HALF_MEAN_TOLERANCE = 0.2
 
 
-def logits_tolerance(dtype: torch.dtype) -> float:
-    """Returns the largest error of a logit that rounding explains, in standard deviations of the logits."""
-    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
-
-
 class Comparison:
     """Collects pairs of logits ``[vocabulary]``: the expected ones and those to check."""
 
@@ -33,7 +28,7 @@ class Comparison:
         self._means: list[float] = []
 
     def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
-        self._tolerance = logits_tolerance(expected.dtype)
+        self._tolerance = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
         expected, got = expected.float(), got.float().to(expected.device)
         error = ((got - expected).abs().max() / expected.std()).item()
         self._worst = max(self._worst, error if error == error else float("inf"))

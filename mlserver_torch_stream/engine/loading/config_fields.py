@@ -1,4 +1,4 @@
-"""Reads a model's config: the fields that its class declares, the keys of its rope, and the lengths that it names.
+"""Reads a model's config: the file, the fields that its class declares, the keys of its rope, the named lengths.
 
 Knows no family by name, nor the meaning of a field.
 """
@@ -9,13 +9,26 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
+
+from mlserver_torch_stream.errors import LoadFailed
 
 # Names of lengths at which the treatment of positions changes: windows, chunks, and scaling.
 _LENGTH = re.compile(r"window|chunk|block_size|original_max|context|floor_scale|local_attention")
 _NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
+
+
+def read_config(name: str, location: str, gguf_file: Path | None = None, **options: Any) -> Any:
+    """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, which calls the model ``name``."""
+    if gguf_file is not None:
+        location, options = str(gguf_file.parent), {"gguf_file": gguf_file.name}
+    try:
+        return AutoConfig.from_pretrained(location, **options)
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"cannot read the config of {name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def declared_fields(config_class: type) -> list[str]:

@@ -29,9 +29,6 @@ def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **opti
     known += [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     for name in device_map:
         if name not in known:
-            hint = did_you_mean(str(name), known) or f"; it begins with {', '.join(_tops(known))}"
+            tops = [each for each in known if each and "." not in each]
+            hint = did_you_mean(str(name), known) or f"; it begins with {', '.join(tops)}"
             raise LoadFailed(f"parameters.extra.device_map: the model has no module {name!r}{hint}")
-
-
-def _tops(names: list[str]) -> list[str]:
-    return [name for name in names if name and "." not in name]

@@ -92,7 +92,7 @@ def compare_far(
 
 
 def _expected(model: PreTrainedModel, cache: RowCache, tokens: Sequence[int], at_once: bool) -> torch.Tensor:
-    """``[tokens, vocabulary]``."""
+    """Returns the logits ``[tokens, vocabulary]`` of transformers' own cache."""
     forward = ModelForward(model)
     if at_once:
         return forward.logits([tokens], cache, len(tokens))[0]

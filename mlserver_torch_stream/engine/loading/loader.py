@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
-from mlserver_torch_stream.engine.devices import device_name
+from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
@@ -26,7 +25,7 @@ from mlserver_torch_stream.engine.loading.generation_config import generation_de
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
-from mlserver_torch_stream.engine.loading.placement import check_tied
+from mlserver_torch_stream.engine.loading.placement import check_tied, read_placement
 from mlserver_torch_stream.engine.loading.quantised import (
     check_agreed,
     check_kept,
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 # Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
 GPU_WEIGHT_SHARE = 0.7
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
-_LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +98,38 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     settings, name = resolved.settings, resolved.source.name
     given = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
-    model = _attempt(
-        f"{name} with {where}" if where else name, lambda: _load_weights(files.location, files.gguf_file, settings)
-    )
+    model = _attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings))
     model.eval()
     model.requires_grad_(False)
+    give_contiguous_states(model)
     pin_offloaded(model)
     return LoadedWeights(model, model.generation_config, describe(name, model))
 
 
 def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     """Raises LoadFailed."""
-    return _load_tokenizer(resolved.source.name, files.location, files.gguf_file, resolved.settings)
+    settings = resolved.settings
+
+    def load() -> Any:
+        if files.gguf_file is not None and settings.tokenizer is None:
+            return load_gguf_tokenizer(files.gguf_file)
+        return AutoTokenizer.from_pretrained(
+            settings.tokenizer or files.location,
+            revision=(settings.revision if settings.tokenizer is None else None) or "main",
+            trust_remote_code=settings.trust_remote_code,
+        )
+
+    tokenizer = _attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    return tokenizer
 
 
 def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
     """Adds the tokenizer and the settings of one model to the weights."""
     settings = resolved.settings
     if ignored := not_honoured(weights.generation_config):
-        logger.warning("The model's generation config asks for what is not done here: %s", ", ".join(ignored))
+        logger.warning("The model's generation config has fields without effect here: %s", ", ".join(ignored))
     return LoadedModel(
         model=weights.model,
         tokenizer=tokenizer,
@@ -150,15 +161,14 @@ def describe(name: str, model: Any) -> str:
 
 
 def _devices(model: Any) -> str:
-    device_map = getattr(model, "hf_device_map", None) or {"": model.device}
-    names = [device_name(device) for device in device_map.values()]
-    if len(set(names)) == 1:
-        return names[0]
-    layers = Counter(device_name(device) for module, device in device_map.items() if _LAYER.search(f".{module}"))
-    return ", ".join(f"{device} ({layers[device]} layers)" for device in dict.fromkeys(names))
+    placement = read_placement(model)
+    if len(placement) == 1:
+        return placement[0].place
+    return ", ".join(f"{share.place} ({len(share.layers)} layers)" for share in placement)
 
 
-def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) -> Any:
+def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
+    place, gguf_file = files.location, files.gguf_file
     code = {"revision": settings.revision or "main", "trust_remote_code": settings.trust_remote_code}
     check_device_map(settings.device_map, place, gguf_file, **code)
     options = _placement(settings)
@@ -178,11 +188,7 @@ def _load_weights(place: str, gguf_file: Path | None, settings: EngineSettings) 
         method = quantisation_method(asked)
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
     model, info = AutoModelForCausalLM.from_pretrained(
-        place,
-        dtype=settings.dtype,
-        output_loading_info=True,
-        **code,
-        **options,
+        place, dtype=settings.dtype, output_loading_info=True, **code, **options
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -227,22 +233,6 @@ def _placement(settings: EngineSettings) -> dict[str, Any]:
         os.makedirs(settings.offload_folder, exist_ok=True)
         options["offload_folder"] = settings.offload_folder
     return options
-
-
-def _load_tokenizer(name: str, place: str, gguf_file: Path | None, settings: EngineSettings) -> Any:
-    def load() -> Any:
-        if gguf_file is not None and settings.tokenizer is None:
-            return load_gguf_tokenizer(gguf_file)
-        return AutoTokenizer.from_pretrained(
-            settings.tokenizer or place,
-            revision=(settings.revision if settings.tokenizer is None else None) or "main",
-            trust_remote_code=settings.trust_remote_code,
-        )
-
-    tokenizer = _attempt(settings.tokenizer or f"the tokenizer of {name}", load)
-    if settings.chat_template is not None:
-        tokenizer.chat_template = settings.chat_template
-    return tokenizer
 
 
 def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -16,14 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.devices import device_name, execution_device
+from mlserver_torch_stream.engine.devices import computing_device, device_name
 from mlserver_torch_stream.engine.forward.model_forward import input_device
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
 from mlserver_torch_stream.engine.scheduling.scheduler import bytes_alone
 from mlserver_torch_stream.errors import LoadFailed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
-_OFFLOADED = ("cpu", "disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,10 @@ def read_placement(model: PreTrainedModel) -> tuple[DeviceShare, ...]:
 
 
 def _brought_to(model: PreTrainedModel, name: str, place: Any) -> str | None:
-    """Returns the device that computes a place: for the host and the disk a GPU, or the CPU if there is none."""
+    """Returns the device that computes a place, if that is another one."""
     module = _module(model, name)
-    device = None if module is None or str(place) not in _OFFLOADED else execution_device(module)
-    return None if device is None or device_name(device) == str(place) else device_name(device)
+    device = None if module is None else computing_device(module, place)
+    return None if device == device_name(place) else device
 
 
 def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str | None, seen: set[int]) -> DeviceShare:
@@ -84,7 +83,7 @@ def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str 
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    """None for a parameter that the map places by itself."""
+    """Returns None for a parameter that the map places by itself."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -98,10 +97,11 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor; a quantised one consists of several."""
+    """Returns the bytes of a tensor here: a quantised one consists of several, a rank holds a part of a split one."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return sum(bytes_of(getattr(tensor, name)) for name in names)
+        parts = [getattr(tensor, name) for name in names]
+        return sum(bytes_of(part) for part in parts if isinstance(part, torch.Tensor))
     count: int = tensor.numel() * tensor.element_size()
     return count
 
@@ -127,7 +127,7 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
     moved = moved_bytes(placement)
     ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
     return (
-        f"{format_bytes(moved)} of weights are moved from {', '.join(ways)} at every step, whatever its rows: "
+        f"{format_bytes(moved)} of weights are moved from {', '.join(ways)} at every step, for any batch size: "
         f"measured now, a step of one token takes {seconds:.3g} s ({format_bytes(int(moved / seconds))}/s), "
         f"so an answer comes at {1 / seconds:.3g} tokens/s at most"
     )
@@ -142,7 +142,7 @@ def describe_placement(
     """Describes each place, with its share of a KV cache of ``budget`` bytes, and the bytes of a token in it."""
     caches = [
         f"{device}: {format_bytes(int(budget * parts[device]))}, "
-        f"{format_bytes(cost.of(1, 1))} for the first token of a row"
+        f"{format_bytes(cost.of(1, 1))} for the first token of a sequence"
         for device, cost in costs.items()
     ]
     return f"{'; '.join(map(str, placement))}; KV cache on {'; '.join(caches)}"
@@ -156,12 +156,13 @@ def no_room(
 ) -> str:
     """Describes, in numbers, why ``left`` bytes of cache have no room for a sequence of two tokens."""
     needs = [
-        f"on {device} a row of two tokens takes {format_bytes(bytes_alone(cost.of, 1, 2, 2))} "
+        f"on {device} a sequence of two tokens takes {format_bytes(bytes_alone(cost.of, 1, 2, 2))} "
         f"and {format_bytes(free[device])} are free"
         for device, cost in costs.items()
     ]
     beside = f", beside the weights: {'; '.join(map(str, placement))}" if placement else ""
-    return f"{format_bytes(left)} of KV cache beside kept prompts hold no row of this model: {'; '.join(needs)}{beside}"
+    cache = f"{format_bytes(left)} of KV cache beside the prefix cache"
+    return f"{cache} hold no sequence of this model: {'; '.join(needs)}{beside}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

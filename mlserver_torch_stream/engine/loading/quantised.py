@@ -92,7 +92,8 @@ def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
     key = f"{_KEY}.quant_type"
     name, arguments = (given, {}) if isinstance(given, str) else _single(given, key)
-    kinds = {n: kind for n, kind in vars(quantization).items() if _is_kind(kind, AOBaseConfig)}
+    classes = {n: kind for n, kind in vars(quantization).items() if isinstance(kind, type)}
+    kinds = {n: kind for n, kind in classes.items() if issubclass(kind, AOBaseConfig) and kind is not AOBaseConfig}
     if name != "default" and name not in kinds:
         raise LoadFailed(f"{key}: unknown {name!r}{did_you_mean_or_known(name, kinds)}")
     try:
@@ -102,7 +103,8 @@ def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
         trial(torch.ones(1, _TRIAL, device=device, dtype=dtype))
     except Exception as error:
         what = str(error).split("\n")[0] or type(error).__name__
-        raise LoadFailed(f"{key}: {name} does not work on {device} in {_short(dtype)}: {what}") from None
+        where = f"on {device} in {str(dtype).removeprefix('torch.')}"
+        raise LoadFailed(f"{key}: {name} does not work {where}: {what}") from None
     return config
 
 
@@ -112,10 +114,6 @@ def _single(given: Any, key: str) -> tuple[str, dict[str, Any]]:
         if isinstance(arguments, Mapping):
             return str(name), dict(arguments)
     raise LoadFailed(f"{key}: must be the name of a torchao config, or an object of that name and its arguments")
-
-
-def _is_kind(value: Any, base: type) -> bool:
-    return isinstance(value, type) and issubclass(value, base) and value is not base
 
 
 def quantised_as(location: str, revision: str | None) -> str | None:
@@ -174,7 +172,3 @@ def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
             "installed; without quantization_config they are dequantised"
         )
     return True
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ it does the same at the far positions that the model's config names (``far_posit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -103,7 +103,7 @@ class _Trial:
         self._device = input_device(model)
         self._rows: list[list[int]] = []
         self._batch = RowCache(layout, rows=len(lengths), capacity=4 * max(lengths))
-        self._comparison = Comparison()
+        self._got: list[tuple[list[int], int, torch.Tensor]] = []  # a sequence, how many of its tokens, their logits
         self.costs: Mapping[torch.device, CacheCost] = {}
 
     def run(self, chunked: bool, error_of: ErrorOf, room: int | None = None, *, beside: bool = False) -> str | None:
@@ -114,7 +114,7 @@ class _Trial:
         self._rows = [self._rows[row] for row in self._batch.leave({0})]
         self._decode()
         self._decode()
-        if (error := error_of(self._comparison)) is not None:
+        if (error := error_of(self._near())) is not None:
             return in_deviations(error)
         short, ids = self._batch.extract(0), self._rows[0] if beside else None
         for length in far_lengths(self._model, self._layout, self.costs, max(self._lengths), room):
@@ -134,7 +134,7 @@ class _Trial:
         chunks = [ids[:2], ids[2:]] if chunked else [ids]
         for chunk in chunks:
             logits = self._forward([chunk], single)
-        self._compare(logits[0], ids)
+        self._got.append((ids, len(ids), logits[0].clone()))
         self.costs = cost_by_device(single.cache.layers)
         self._batch.join(single)
         self._rows.append(ids)
@@ -144,8 +144,14 @@ class _Trial:
         logits = self._forward([[token] for token in tokens], self._batch)
         for row, token in enumerate(tokens):
             self._rows[row].append(token)
-            self._compare(logits[row], self._rows[row])
+            self._got.append((self._rows[row], len(self._rows[row]), logits[row].clone()))
 
-    def _compare(self, logits: torch.Tensor, ids: Sequence[int]) -> None:
-        output = self._model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
-        self._comparison.add(output.logits[0, -1], logits)
+    def _near(self) -> Comparison:
+        """Compares all logits so far with those of one call of the model for each sequence, alone and without cache."""
+        comparison = Comparison()
+        for ids in {id(ids): ids for ids, _, _ in self._got}.values():
+            output = self._model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
+            for sequence, length, logits in self._got:
+                if sequence is ids:
+                    comparison.add(output.logits[0, length - 1], logits)
+        return comparison

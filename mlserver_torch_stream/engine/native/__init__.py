@@ -1,1 +1,1 @@
-"""Decoding in one call of C++ kernels, compiled on this machine, for the models whose layout they know."""
+"""Runs a decoder in one call of C++ kernels, which are compiled on this machine, for the layouts that they know."""

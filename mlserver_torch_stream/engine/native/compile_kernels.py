@@ -1,6 +1,6 @@
-"""Compiles the kernels for this machine's CPU, once: the library is kept in the cache folder.
+"""Compiles the kernels for this machine's CPU once, and keeps the library in the cache folder.
 
-Knows nothing of what the kernels do.
+Knows nothing of what the kernels compute.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "kernels"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
-_SECONDS = 600.0  # takes 6 on a quiet core
+_SECONDS = 600.0  # a compilation takes 6 s on a quiet core
 
 T = TypeVar("T")
 
 
 class NoKernels(Exception):
-    """The kernels cannot be had here; says why in one line."""
+    """There are no kernels here; the message says why in one line."""
 
 
 def compiled_library(cache_dir: Path, open_library: Callable[[Path], T], seconds: float = _SECONDS) -> T:
-    """What ``open_library`` makes of the library's file, which is compiled unless this compiler's is kept already.
+    """Returns the result of ``open_library`` for this compiler's library, which is compiled first if it is not kept.
 
-    Where there is no compiler, or it fails, another compiler's library for the same sources and CPU is taken.
-    Raises NoKernels, as ``open_library`` may for a file that is of no use. The compiler is given so many ``seconds``.
+    If there is no compiler, or if it fails, another compiler's library for the same sources and CPU is used. A
+    compilation takes at most ``seconds``. Raises NoKernels, which ``open_library`` raises for a file that is of no use.
     """
     folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint()}"
     try:
@@ -49,7 +49,7 @@ def compiled_library(cache_dir: Path, open_library: Callable[[Path], T], seconds
         opened = _open_kept(folder, stem, open_library)
         if opened is None:
             raise
-        logger.info("The kernels in %s are taken, whichever compiler has made them: %s", folder, error)
+        logger.info("The kernels in %s, which another compiler has made, are used: %s", folder, error)
         return opened
 
 
@@ -58,7 +58,7 @@ def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T 
         try:
             return open_library(path)
         except NoKernels as error:  # made for another C++ library, or removed just now
-            logger.warning("%s is of no use here: %s", path, error)
+            logger.warning("%s cannot be used here: %s", path, error)
     return None
 
 
@@ -74,7 +74,7 @@ def _version(compiler: str) -> str:
 
 
 def _fingerprint() -> str:
-    """Of everything but the compiler that decides what it would make."""
+    """Returns a key of all inputs of a compilation but the compiler: flags, CPU and sources."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     digest.update(_cpu().encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -83,7 +83,7 @@ def _fingerprint() -> str:
 
 
 def _cpu() -> str:
-    """What ``-march=native`` depends on: a cache folder may be shared by unlike machines."""
+    """Returns the properties on which ``-march=native`` depends: unlike machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -94,7 +94,7 @@ def _cpu() -> str:
 
 
 def _compile(compiler: str, folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float) -> T:
-    """The library is opened before it is kept: no other process can have replaced or removed it by then."""
+    """Opens the library before it is kept: then no other process can have replaced or removed it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
@@ -106,7 +106,7 @@ def _compile(compiler: str, folder: Path, stem: str, open_library: Callable[[Pat
 
 
 def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder beside what is kept, so that a rename is enough; a temporary one where nothing can be kept."""
+    """Returns a folder beside the kept libraries, so that a rename is enough; a temporary one if that is read-only."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
@@ -121,10 +121,10 @@ def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """What the compiler prints. Raises NoKernels."""
+    """Returns the compiler's output. Raises NoKernels."""
     compiler = command[0]
     try:
-        # A session of its own: what a compiler starts, such as cc1plus, ends with it where the time is over.
+        # A session of its own, so that a timeout also ends the processes that a compiler starts, such as cc1plus.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
         )

@@ -1,6 +1,6 @@
-"""Says which field of a model's config, or key of its rope, the kernels do not account for.
+"""Finds the first field of a model's config, or key of its rope, that the kernels do not account for.
 
-Knows names and values only. What they did to the modules, ``structure`` reads off the modules.
+Knows names and values only; ``structure`` reads the effects of the fields off the modules.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from mlserver_torch_stream.engine.loading.config_fields import declared_fields, rope_keys
 
-# What ``structure`` reads off the modules that the fields have shaped, the rotary table off the model's own rotary
-# module, and the cache's layout off the config.
+# Fields whose effects ``structure`` reads off the modules, the rotary table off the model's rotary module, and the
+# cache's layout off the config.
 _READ = frozenset(
     {
         "vocab_size",
@@ -49,7 +49,7 @@ _READ = frozenset(
         "max_window_layers",
     }
 )
-# What no forward of a model in ``eval`` depends on: training, ids that the tokenizer and the sampler use, bookkeeping.
+# Fields that change no forward of a model in ``eval``: training, ids for tokenizer and sampler, bookkeeping.
 _HARMLESS = frozenset(
     {
         "initializer_range",
@@ -72,9 +72,9 @@ _HARMLESS = frozenset(
         "problem_type",
     }
 )
-# Of the fields and keys that are neither, the value that turns them off. None turns off any of them.
+# The values that turn off other fields and keys. None turns off any of them.
 _OFF: Mapping[str, Any] = {"chunk_size_feed_forward": 0, "is_encoder_decoder": False, "llama_4_scaling_beta": 0}
-# What transformers' rotary modules of the static kinds read themselves, and a length that some checkpoints repeat.
+# Keys that transformers' rotary modules of the static kinds read, and a length that some checkpoints repeat.
 _ROPE = frozenset(
     {
         "rope_type",
@@ -97,7 +97,7 @@ _ROPE = frozenset(
 
 
 def unknown_field(config: Any) -> str | None:
-    """The first field or rope key that may change what the model computes, with its value; None if there is none.
+    """Returns the first field or rope key that may change the model's results, with its value; None if there is none.
 
     Only fields that the config's class declares count: its model cannot depend on keys that a checkpoint has besides.
     """

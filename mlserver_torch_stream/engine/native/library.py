@@ -1,6 +1,6 @@
-"""The kernels' C interface: the structures of ``kernels/model.h``, field by field, and the four functions.
+"""Declares the kernels' C interface: the structures of ``kernels/model.h``, field by field, and the four functions.
 
-Knows nothing of transformers; whoever fills a structure keeps alive what its pointers point at.
+Knows nothing of transformers. The caller keeps the memory of a structure's pointers alive.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KernelStep(Structure):
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The kernels' functions with their types. A call gives up the GIL while it runs. Raises NoKernels."""
+    """Returns the kernels' functions with their types. A call releases the GIL while it runs. Raises NoKernels."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The compiled libraries in the cache folder: each bears the checksum of its content in its name.
+"""Keeps compiled libraries in the cache folder, each with the checksum of its content in its name.
 
-Knows nothing of compilers. A library that was cut, by a full disk or a copy that broke off, would end the process with
-SIGBUS where it is opened: one whose content is not what its name says is never opened, and is removed.
+Knows nothing of compilers. To open a truncated library, as a full disk or a broken copy leaves it, ends the process
+with SIGBUS. So a library whose checksum is wrong is removed and never opened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep(made: Path, folder: Path, stem: str) -> None:
-    """Moves a library, on the same file system, to where ``kept_libraries`` finds it."""
+    """Moves a library, on the same file system, to the place where ``kept_libraries`` finds it."""
     target = folder / f"{stem}-{checksum(made)}.so"
     try:
         flush(made)
@@ -28,16 +28,16 @@ def keep(made: Path, folder: Path, stem: str) -> None:
 
 
 def kept_libraries(folder: Path, stem: str) -> Iterator[Path]:
-    """The whole ones whose names begin with ``stem``."""
+    """Yields the undamaged libraries whose names begin with ``stem``, and removes damaged ones."""
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
             whole = path.stem.rpartition("-")[2] == checksum(path)
         except OSError as error:
-            logger.warning("%s is not taken: %s", path, error.strerror)
+            logger.warning("%s is not used: %s", path, error.strerror)
             continue
         if whole:
             yield path
         else:
-            logger.warning("%s is damaged, and not taken", path)
+            logger.warning("%s is damaged and not used", path)
             with suppress(OSError):  # a read-only folder
                 path.unlink()

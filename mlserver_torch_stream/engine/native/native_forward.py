@@ -1,6 +1,6 @@
-"""A model's forward in one call of our own kernels: the same call as ``ModelForward``, for decoders they know.
+"""Runs a model's forward in one call of our own kernels.
 
-Knows nothing of requests or of sampling, nor whether its logits are right: the check at load says that.
+Knows nothing of requests or of sampling, nor whether its logits are right: the check at load compares them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,10 @@ _NO_MEMORY = 1  # of native_step
 
 
 class NativeForward:
-    """``forward(tokens, cache)``: tokens ``[rows][queries]`` in, the logits of each row's last token out, in float32.
-
-    The logits are overwritten by the next call.
-    """
-
-    device = torch.device("cpu")
+    """The ``JointForward`` of the decoders that the kernels know. The next call overwrites its float32 logits."""
 
     def __init__(self, model: Any, threads: int, cache_dir: Path, int8: bool = False) -> None:
-        """Copies the weights, on request rounded to int8. Raises NoKernels or UnsupportedLayout."""
+        """Copies the weights, with ``int8`` rounded. Raises NoKernels or UnsupportedLayout."""
         decoder = read_decoder(model)
         kernels = compiled_library(cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
@@ -51,15 +46,11 @@ class NativeForward:
             raise MemoryError("no memory for the decoder")
         self._run = kernels.native_step
         weakref.finalize(self, kernels.native_destroy, self._handle)
-        # What a slab is made like, before anything was written to it.
+        # The model of a slab's tensors: the kernels write to slabs that transformers has not initialized.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._vocab = int(shape.vocab)
         self._slabs = (c.KernelSlab * shape.layers)()
         self._logits = torch.empty(0)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weights.size
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> Tensor:
         rows, queries = len(tokens), len(tokens[0])
@@ -75,7 +66,7 @@ class NativeForward:
         return [self._logits[begin:end, : self._vocab] for begin, end in pairwise([0, *ends])]
 
     def _step(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]], wanted: bool) -> None:
-        """The same number of tokens for every row of every cache."""
+        """All rows of all caches have equally many tokens."""
         tokens = [row for some, _ in parts for row in some]
         try:
             self._run_step(tokens, [cache for _, cache in parts], wanted)

@@ -1,6 +1,6 @@
-"""The cosines and sines of all positions, taken from the model's own rotary module in float32.
+"""Holds the cosines and sines of all positions in float32, computed by the model's own rotary module.
 
-Knows nothing of how the module makes them, only that they must depend on the position alone.
+Knows nothing of the formula of the angles; they must depend on the position alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 
-_POSITIONS = 2048  # to begin with; a table of 128,000 positions of 64 dimensions would take 64 MiB
+_POSITIONS = 2048  # at first: a table of 128,000 positions of 64 dimensions would take 64 MiB
 
 
 class RotaryTable:
-    """``cos`` and ``sin``: ``[positions, rotated dimensions / 2]``, made longer when a sequence needs it."""
+    """``cos`` and ``sin``: ``[positions, rotated dimensions / 2]``. The table grows when a sequence needs it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

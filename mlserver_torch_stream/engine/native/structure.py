@@ -1,8 +1,8 @@
-"""Reads a model's modules as a decoder of the Llama layout, or says what in it is something else.
+"""Reads a model's modules as a decoder of the Llama layout, or names the difference.
 
-Goes by structure, never by a family's name: every parameter must have found its place, norms and activations are
-recognised by what they compute, and every field of the config must be one that this accounts for. Knows nothing of
-kernels. What it cannot see, the check at load must.
+Knows nothing of kernels, nor of families by name. Every parameter must have a place in the layout, norms and
+activations are recognised by their results, and every field of the config must be a known one. The check at load finds
+what this module cannot see.
 """
 
 from __future__ import annotations
@@ -18,29 +18,22 @@ from mlserver_torch_stream.engine.native.known_fields import unknown_field
 
 # Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-_NORM_ROLES = {
-    frozenset(("input_layernorm", "post_attention_layernorm")): {
-        "before_attention": "input_layernorm",
-        "before_mlp": "post_attention_layernorm",
-    },
-    frozenset(("post_attention_layernorm", "post_feedforward_layernorm")): {
-        "after_attention": "post_attention_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    },
-    frozenset(
-        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    ): {
+# The names of a layer's norms, by their role: before or after the attention and the MLP.
+_NORM_ROLES = (
+    {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
+    {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    {
         "before_attention": "input_layernorm",
         "after_attention": "post_attention_layernorm",
         "before_mlp": "pre_feedforward_layernorm",
         "after_mlp": "post_feedforward_layernorm",
     },
-}
-_NORM_NAMES = frozenset().union(*_NORM_ROLES)
+)
+_NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values())
 
 
 class UnsupportedLayout(Exception):
-    """The model is no decoder of the Llama layout; says in one line where it differs."""
+    """The model is no decoder of the Llama layout; the message names the difference in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +46,57 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
+    """``norms`` holds the float32 factors of each norm, by role, and those of "query" and "key"."""
+
     qkv: Projection
     out: Projection
-    gate_up: Projection  # gates and ups: two parts
+    gate_up: Projection  # two parts: gates and ups
     down: Projection
-    norms: dict[str, Tensor]  # by role, and "query" and "key": what a normed value is multiplied by, in float32
+    norms: dict[str, Tensor]
     rotates: bool
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderNumbers:
+    """Numbers that are the same in all layers, under the names of the kernels' ``KernelShape``."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    attention_scale: float
+    attention_cap: float
+    residual_scale: float
+    embedding_scale: float
+    logit_scale: float
+    logit_cap: float
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """All that the kernels need to know of a model."""
+    """A model in the form that the kernels need."""
 
     layers: tuple[DecoderLayer, ...]
     embedding: Tensor
     head: Projection
     last_norm: Tensor
     rotary: nn.Module
-    heads: int
-    kv_heads: int
-    head_dim: int
     whole_qk_norm: bool
     activation: str
-    eps: float
-    attention_scale: float
-    attention_cap: float
-    embedding_scale: float
-    residual_scale: float
-    logit_scale: float
-    logit_cap: float
+    numbers: DecoderNumbers
 
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def projections(self) -> list[Projection]:
+        layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return [self.head, *layers]
+
 
 def read_decoder(model: Any) -> Decoder:
-    """Raises Unsupported."""
+    """Raises UnsupportedLayout."""
     reader = _StructureReader()
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
@@ -107,43 +114,41 @@ def read_decoder(model: Any) -> Decoder:
     unknown = unknown_field(model.config)
     if unknown is not None:
         raise UnsupportedLayout(f"its config has {unknown}, which the kernels do not know")
+    shared = reader.shared_values()
     return Decoder(
         layers=decoder_layers,
         embedding=embedding.weight,
         head=head,
         last_norm=last_norm,
         rotary=_rotary(base),
-        attention_cap=reader.same("attention_cap"),
-        embedding_scale=float(getattr(base, "embedding_multiplier", 1.0)),
-        logit_scale=1.0 / float(getattr(model.config, "logits_scaling", 1.0)),
-        logit_cap=float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
-        heads=reader.same("heads"),
-        kv_heads=reader.same("kv_heads"),
-        head_dim=reader.same("head_dim"),
-        whole_qk_norm=reader.same("whole_qk_norm"),
-        activation=reader.same("activation"),
-        eps=reader.same("eps"),
-        attention_scale=reader.same("attention_scale"),
-        residual_scale=reader.same("residual_scale"),
+        whole_qk_norm=shared.pop("whole_qk_norm"),
+        activation=shared.pop("activation"),
+        numbers=DecoderNumbers(
+            **shared,
+            embedding_scale=float(getattr(base, "embedding_multiplier", 1.0)),
+            logit_scale=1.0 / float(getattr(model.config, "logits_scaling", 1.0)),
+            logit_cap=float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
+        ),
     )
 
 
 @dataclass(slots=True)
 class _StructureReader:
-    """Notes which parameters it has seen, and the values that all layers must share."""
+    """Records the parameters that it has seen, and the values that all layers must share."""
 
     taken: set[int] = field(default_factory=set)
-    shared: dict[str, set[Any]] = field(default_factory=dict)
+    noted: dict[str, set[Any]] = field(default_factory=dict)
 
-    def same(self, name: str) -> Any:
-        values = self.shared.get(name, set())
-        if len(values) != 1:
-            raise UnsupportedLayout(f"layers differ in {name}: {sorted(values, key=str)}")
-        return next(iter(values))
+    def shared_values(self) -> dict[str, Any]:
+        """Returns the noted values, each by its name. Raises UnsupportedLayout if layers differ in one."""
+        for name, values in self.noted.items():
+            if len(values) != 1:
+                raise UnsupportedLayout(f"layers differ in {name}: {sorted(values, key=str)}")
+        return {name: next(iter(values)) for name, values in self.noted.items()}
 
     def note(self, **values: Any) -> None:
         for name, value in values.items():
-            self.shared.setdefault(name, set()).add(value)
+            self.noted.setdefault(name, set()).add(value)
 
     def take(self, *parameters: Tensor | None) -> None:
         self.taken.update(id(parameter) for parameter in parameters if parameter is not None)
@@ -164,10 +169,11 @@ class _StructureReader:
 
     def layer(self, layer: Any) -> DecoderLayer:
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
-        norm_names = frozenset(name for name, _ in layer.named_children()) & _NORM_NAMES
-        if norm_names not in _NORM_ROLES:
+        norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES
+        roles = next((each for each in _NORM_ROLES if set(each.values()) == norm_names), None)
+        if roles is None:
             raise UnsupportedLayout(f"a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
-        norms = {role: self.norm(layer, name) for role, name in _NORM_ROLES[norm_names].items()}
+        norms = {role: self.norm(layer, name) for role, name in roles.items()}
         fused = hasattr(mlp, "gate_up_proj")
         gate_up = self.linear(mlp, "gate_up_proj") if fused else self.linear(mlp, "gate_proj", "up_proj")
         activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
@@ -208,7 +214,7 @@ class _StructureReader:
         return norms
 
     def norm(self, module: Any, name: str) -> Tensor:
-        """What the norm multiplies with, found by asking it: ``weight``, or ``1 + weight`` as some families have it."""
+        """Returns the factors of an RMS norm, found by a call of it: ``weight``, or ``1 + weight`` in some families."""
         norm = self.child(module, name)
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         weight = getattr(norm, "weight", None)

@@ -1,12 +1,11 @@
-"""Decides at load whether a model runs on our own kernels: they must exist, know its layout and give its logits.
+"""Decides at load whether a model runs on our own kernels: they must know its layout and give its logits.
 
-Knows nothing of engines. Whatever goes wrong here, transformers' forward is there, unless int8 weights were asked for.
+Knows nothing of engines. If anything fails here, transformers' forward runs, unless the settings ask for int8 weights.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -25,31 +24,33 @@ logger = logging.getLogger(__name__)
 
 
 def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> NativeForward | str:
-    """The verified forward, with the model's own weights given back; or why there is none, in one line."""
-    taken = _try(model, lambda: _as_it_is(model, threads, cache_dir))
+    """Returns the verified forward and frees the model's own weights; or returns why there is none, in one line."""
+    taken = _verified(model, threads, cache_dir, int8=False)
     if isinstance(taken, str):
-        # On a GPU the kernels, which are for CPUs, are missed by nobody.
+        # The kernels are for CPUs: on a GPU their absence is normal.
         level = logging.WARNING if input_device(model).type == "cpu" else logging.INFO
         logger.log(level, "no fast path, transformers' forward runs: %s", taken)
     return taken
 
 
 def take_int8(model: PreTrainedModel, findings: SelfCheckResult, threads: int, cache_dir: Path) -> NativeForward:
-    """The same with weights in int8. Nothing stands in for it: raises LoadFailed."""
-    problem = findings.problem
-    taken = problem if problem is not None else _try(model, lambda: _rounded(model, threads, cache_dir))
-    if isinstance(taken, NativeForward):
-        return taken
-    raise LoadFailed(f"parameters.extra.weights: int8 is not to be had for this model here: {taken}")
+    """Does the same with weights in int8. Raises LoadFailed, as there is no other forward for them."""
+    taken = findings.problem or _verified(model, threads, cache_dir, int8=True)
+    if isinstance(taken, str):
+        raise LoadFailed(f"parameters.extra.weights: int8 is not to be had for this model here: {taken}")
+    return taken
 
 
-def _try(model: PreTrainedModel, make: Callable[[], tuple[NativeForward, str | None]]) -> NativeForward | str:
-    """The forward, or what is against it."""
+def _verified(model: PreTrainedModel, threads: int, cache_dir: Path, int8: bool) -> NativeForward | str:
     try:
-        forward, problem = make()
+        forward = NativeForward(model, threads, cache_dir, int8)
+        if int8:  # the same rounding in transformers' forward lets the check be as strict as otherwise
+            round_weights(read_decoder(model))
+        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
+            problem = check_forward(model, forward)
     except (NoKernels, UnsupportedLayout) as error:
         problem = str(error)
-    except Exception as error:  # a model's code may raise anything when it is looked into
+    except Exception as error:  # a model's code can raise any error
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem is not None:
         return problem
@@ -57,25 +58,8 @@ def _try(model: PreTrainedModel, make: Callable[[], tuple[NativeForward, str | N
     return forward
 
 
-def _as_it_is(model: PreTrainedModel, threads: int, cache_dir: Path) -> tuple[NativeForward, str | None]:
-    forward = NativeForward(model, threads, cache_dir)
-    return forward, _check(model, forward)
-
-
-def _rounded(model: PreTrainedModel, threads: int, cache_dir: Path) -> tuple[NativeForward, str | None]:
-    """Compared with transformers' forward on the same rounded weights, so that the check may be as strict as ever."""
-    forward = NativeForward(model, threads, cache_dir, int8=True)
-    round_weights(read_decoder(model))
-    return forward, _check(model, forward)
-
-
-def _check(model: PreTrainedModel, forward: NativeForward) -> str | None:
-    with stage(logger, "Comparing the logits of the kernels with those of transformers"):
-        return check_forward(model, forward)
-
-
 def release_weights(model: nn.Module) -> None:
-    """Frees the parameters that the kernels have copies of. Their shapes stay, and a stray use of them raises."""
+    """Frees the parameters that the kernels have copies of. Their shapes stay, and a later use of them raises."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

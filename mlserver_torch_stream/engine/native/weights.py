@@ -1,12 +1,13 @@
-"""A decoder's weights in the kernels' layout: panels of 32 outputs in one block of memory, in the order of their use.
+"""Packs a decoder's weights for the kernels: panels of 32 outputs in one block of memory, in the order of their use.
 
-As they are, or as int8 with a scale per output. Knows nothing of modules or of steps.
+Packs them as they are, or as int8 with a scale per output. Knows nothing of modules or of steps.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ _LARGE_PAGE = 1 << 21
 
 
 class PackedWeights:
-    """Copies a decoder's weights; its own can go afterwards, but for the embedding of an untied model."""
+    """Copies a decoder's weights, so that its own can be freed. It uses the embedding of an untied model itself.
+
+    ``size`` counts the bytes of the projections.
+    """
 
     def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, int8: bool = False) -> None:
-        """Raises Unsupported."""
+        """Raises UnsupportedLayout."""
         if int8 and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
                 f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"
@@ -32,7 +36,7 @@ class PackedWeights:
         self._int8 = int8
         self.shape = _shape(decoder)
         self._buffer = self._reserve(decoder, kernels)
-        self._used = 0
+        self.size = 0
         layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
         head = self._matrix(decoder.head)
         tied = decoder.head.weights[0] is decoder.embedding
@@ -41,17 +45,9 @@ class PackedWeights:
         self._kept.append(table)
         self.structure = c.KernelWeights(table, embedding, head, self._vector(decoder.last_norm))
 
-    @property
-    def size(self) -> int:
-        """Bytes of the projections."""
-        return self._used
-
     def _reserve(self, decoder: Decoder, kernels: ctypes.CDLL) -> Tensor:
-        matrices = [decoder.head]
-        for layer in decoder.layers:
-            matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
         item = 1 if self._int8 else decoder.dtype.itemsize
-        size = item * sum(_padded(_outputs(matrix)) * matrix.weights[0].shape[1] for matrix in matrices)
+        size = item * sum(_padded(_outputs(matrix)) * matrix.weights[0].shape[1] for matrix in decoder.projections)
         buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
         skip = -buffer.data_ptr() % _LARGE_PAGE
         kernels.native_use_large_pages(buffer[skip:].data_ptr(), size)
@@ -81,8 +77,8 @@ class PackedWeights:
         stacked = torch.cat(projection.weights) if len(projection.weights) > 1 else projection.weights[0].contiguous()
         item = 1 if self._int8 else stacked.element_size()
         size = _padded(outputs) * inputs * item
-        packed = self._buffer[self._used : self._used + size]
-        self._used += size
+        packed = self._buffer[self.size : self.size + size]
+        self.size += size
         scales = None
         if self._int8:
             scales = self._vector(_pack_int8(stacked, packed.view(torch.int8)))
@@ -138,26 +134,17 @@ def _shape(decoder: Decoder) -> c.KernelShape:
     kind = c.NO_QK_NORM
     if "query" in layer.norms:
         kind = c.WHOLE if decoder.whole_qk_norm else c.PER_HEAD
-    if decoder.head_dim > 512 or decoder.head_dim * decoder.dtype.itemsize % 4:
-        raise UnsupportedLayout(f"heads of {decoder.head_dim} dimensions")
+    if decoder.numbers.head_dim > 512 or decoder.numbers.head_dim * decoder.dtype.itemsize % 4:
+        raise UnsupportedLayout(f"heads of {decoder.numbers.head_dim} dimensions")
     return c.KernelShape(
         hidden=decoder.embedding.shape[1],
         inner=layer.down.weights[0].shape[1],
         vocab=decoder.head.weights[0].shape[0],
         layers=len(decoder.layers),
-        heads=decoder.heads,
-        kv_heads=decoder.kv_heads,
-        head_dim=decoder.head_dim,
-        rotated_half=0,  # the rotary table knows
+        rotated_half=0,  # ``NativeForward`` sets it
         qk_norm=kind,
         activation=c.SILU if decoder.activation == "silu" else c.GELU_TANH,
-        eps=decoder.eps,
-        attention_scale=decoder.attention_scale,
-        attention_cap=decoder.attention_cap,
-        embedding_scale=decoder.embedding_scale,
-        residual_scale=decoder.residual_scale,
-        logit_scale=decoder.logit_scale,
-        logit_cap=decoder.logit_cap,
+        **asdict(decoder.numbers),
     )
 
 
@@ -166,12 +153,12 @@ def _outputs(projection: Projection) -> int:
 
 
 def _padded(outputs: int) -> int:
-    # Also what interleaved gates and ups take: each half is padded to half a panel.
+    # Interleaved gates and ups need as much: each half is padded to half a panel.
     return math.ceil(outputs / PANEL) * PANEL
 
 
 def _interleaved(gates: Tensor, ups: Tensor) -> Tensor:
-    """Rows of 16 gates and their 16 ups in turn, so that one panel holds both sides of a product."""
+    """Returns 16 gates and their 16 ups in turn, so that one panel holds both factors of a product."""
     half = PANEL // 2
     missing = -gates.shape[0] % half
     parts = [part.reshape(part.shape[0], -1) for part in (gates, ups)]

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.devices import device_name, execution_device
+from mlserver_torch_stream.engine.devices import computing_device, execution_device
 from mlserver_torch_stream.engine.process_resources import FairLock
-
-_OFFLOADED = ("cpu", "disk")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +37,9 @@ def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
     for name, place in (getattr(model, "hf_device_map", None) or {}).items():
         try:
             module = model.get_submodule(name)
-        except AttributeError:  # a parameter by itself: its module is entered with what surrounds it
+        except AttributeError:  # a parameter by itself belongs to the stage of the module around it
             continue
-        found.setdefault(_computed_on(module, place), []).extend(_called(module))
+        found.setdefault(computing_device(module, place), []).extend(_called(module))
     devices = {name: _device(modules) for name, modules in found.items()}
     return tuple(
         Stage(name, devices[name], tuple(modules), partial(_synchronise, devices[name]))
@@ -52,12 +50,6 @@ def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _computed_on(module: nn.Module, place: str | int | torch.device) -> str:
-    """Returns the device that computes a module. Offloaded weights are computed where their hook moves them."""
-    hook_place = execution_device(module) if str(place) in _OFFLOADED else None
-    return device_name(place if hook_place is None else hook_place)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

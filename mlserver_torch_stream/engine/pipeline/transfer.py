@@ -1,7 +1,7 @@
-"""Tensors on their way from one GPU to the next, and out of the last one, on streams of their own.
+"""Copies tensors from one GPU to the next, and out of the last one, on streams of their own.
 
-Knows nothing of stages. A copy between GPUs runs in order with all that is queued on its streams, and while one group
-of rows goes over, the device that it leaves is busy with the next: on the usual streams it would wait for that.
+Knows nothing of stages. A copy between GPUs runs in order with all work that is queued on its stream. While the tensors
+of one batch are copied, the device that they leave computes the next batch: on the default streams a copy waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Transfers:
-    """Two streams per GPU, for what comes and goes and for what is made of it; none where there is only one GPU."""
+    """Has two streams per GPU, for copies and for work on outputs; none if there is only one GPU."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         gpus = [device for device in devices if device.type == "cuda"]
@@ -22,25 +22,25 @@ class Transfers:
         self._asides = {device: torch.cuda.Stream(device) for device in self._streams}
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """For work on what is complete there, until Python has its result: it is not queued behind other rows'."""
+        """Returns a stream for work on complete outputs, which is not queued behind the work of other batches."""
         return torch.cuda.stream(self._asides[device]) if device in self._asides else nullcontext()
 
     def bring(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A module's arguments with the tensors on ``device``; None: as they are."""
+        """Returns a module's arguments with their tensors on ``device``; None if they can stay as they are."""
         if device not in self._streams:
             return None
-        return self._brought(args, device), self._brought(kwargs, device)
+        return self._moved(args, device), self._moved(kwargs, device)
 
-    def _brought(self, value: Any, device: torch.device) -> Any:
+    def _moved(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, torch.Tensor):
             away = value.device != device and value.device in self._streams
             return self._copy(value, device) if away else value
         if type(value) in (tuple, list):
-            return type(value)(self._brought(each, device) for each in value)
+            return type(value)(self._moved(each, device) for each in value)
         if type(value) is dict:
-            return {key: self._brought(each, device) for key, each in value.items()}
+            return {key: self._moved(each, device) for key, each in value.items()}
         return value
 
     def _copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Transfers:
         source, target = self._streams[value.device], self._streams[device]
         with torch.cuda.stream(source), torch.cuda.stream(target):
             copied = value.to(device, non_blocking=True)
-        # The allocator must not give either block away before both streams are done with it.
+        # The allocator must not reuse either block before both streams are done with it.
         value.record_stream(source)
         user = torch.cuda.current_stream(device)
         copied.record_stream(user)

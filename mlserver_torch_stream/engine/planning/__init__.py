@@ -1,1 +1,1 @@
-"""What a model needs and what a device gives it, worked out before anything is loaded."""
+"""Computes the memory and speed of a model on a device before anything is loaded."""

@@ -1,6 +1,7 @@
-"""How many streams a model gets on some devices, and how fast memory and arithmetic let it be.
+"""Computes how many streams a model can have on some devices, and how fast memory and arithmetic let it be.
 
-Knows nothing of torch. The memory is what the engine really takes; the speeds are limits, which no engine reaches.
+Knows nothing of how a plan is printed. The memory is what the engine takes; the speeds are limits that no engine
+reaches.
 """
 
 from __future__ import annotations
@@ -8,25 +9,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from mlserver_torch_stream.engine.kv_cache.memory_budget import GPU_CACHE_SHARE, prefix_bytes
+from mlserver_torch_stream.engine.loading.host_limits import KV_SHARE
 from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
+from mlserver_torch_stream.engine.planning.model_size import ModelSize
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.planning.model_size import ModelSize
-
 _MOST_STREAMS = 4096
-_KEPT = 1 / 8  # of the cache's memory, for kept prompts
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """One model over ``ranks`` devices; the speeds in tokens a second, None where the device's is not known."""
+    """One model over ``ranks`` devices. Speeds are in tokens per second; None if that of the device is not known."""
 
     ranks: int
     weights: int  # bytes on each device
-    cache: int  # likewise
+    cache: int  # bytes on each device
     streams: int
     alone: float  # one stream
     together: float  # all of them
@@ -37,17 +36,29 @@ class CapacityPlan:
         return self.streams > 0
 
 
-def make_plan(
-    size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float, most_kept: int | None = None
-) -> CapacityPlan:
-    """``context``: tokens that each stream comes to hold; ``cache_share``: of what the weights leave free.
+def plan_model(
+    size: ModelSize, device: DeviceSpec, context: int, most_devices: int, *, on_host: bool
+) -> list[CapacityPlan]:
+    """Returns a plan for each number of ranks up to ``most_devices`` that can share the model.
 
-    ``most_kept``: bytes that kept prompts may take at most.
+    ``on_host``: the device is this machine's CPU. Its ranks would share one memory, so there is one of them.
+    """
+    share = KV_SHARE if on_host else GPU_CACHE_SHARE
+    counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else most_devices)]
+    return [make_plan(size, device, ranks, context, share, on_host=on_host) for ranks in counts]
+
+
+def make_plan(
+    size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float, *, on_host: bool = False
+) -> CapacityPlan:
+    """``context`` counts the tokens that each stream reaches; ``cache_share`` is of the memory that the weights leave.
+
+    The prefix cache has its default size.
     """
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))
-    kept = int(cache * _KEPT) if most_kept is None else min(int(cache * _KEPT), most_kept)
-    streams = _streams(lambda rows, columns: size.cost.of(rows, columns) // ranks, cache - kept, context)
+    left = cache - prefix_bytes(cache, None, on_host)
+    streams = _streams(lambda rows, columns: size.cost.of(rows, columns) // ranks, left, context)
     return CapacityPlan(
         ranks=ranks,
         weights=weights,
@@ -60,15 +71,15 @@ def make_plan(
 
 
 def _streams(cost: Callable[[int, int], int], budget: int, context: int) -> int:
-    """The most rows of this length that the engine's own account lets in at a time."""
+    """Returns the most sequences of this length that the engine's scheduler admits at a time."""
     scheduler = Scheduler(SchedulerLimits(_MOST_STREAMS, None, budget, cost))
-    rows = range(1, _MOST_STREAMS + 1)
-    return bisect_left(rows, True, key=lambda count: not scheduler.fits_alone(count, context, context))
+    counts = range(1, _MOST_STREAMS + 1)
+    return bisect_left(counts, True, key=lambda count: not scheduler.fits_alone(count, context, context))
 
 
-def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, rows: int) -> float:
-    """Tokens a second: a step reads the weights and each row's cache once, and multiplies each row with the weights."""
-    seconds = (size.read_per_step(rows) + size.cost.of(rows, context)) / (ranks * device.bandwidth)
+def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, sequences: int) -> float:
+    """Returns tokens per second: a step reads all weights and caches, and multiplies each token with the weights."""
+    seconds = (size.read_per_step(sequences) + size.cost.of(sequences, context)) / (ranks * device.bandwidth)
     if device.flops is not None:
-        seconds = max(seconds, rows * 2 * size.active / (ranks * device.flops))
-    return rows / seconds
+        seconds = max(seconds, sequences * 2 * size.active / (ranks * device.flops))
+    return sequences / seconds

@@ -1,16 +1,16 @@
-"""Devices by name: memory, bandwidth and speed as their vendor gives them.
+"""Lists devices by name, with the memory, bandwidth and speed that their vendors state.
 
-Knows nothing of models. Figures without sparsity; a data sheet's GB are taken as 10^9 bytes, which is on the safe side:
-drivers report up to 7 % more (85.5 for the H100's 80, 24.15 for the 24 of L4 and A10).
+Knows nothing of models. Speeds are without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 %
+more (85.5 for the 80 of an H100, 24.15 for the 24 of L4 and A10).
 
-Checked on 2026-11-22, where the vendor's document could be found quoted only:
+Checked on 2026-11-22. Not all of the vendor's documents could be read themselves:
 
 - A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G of a cloud is another chip.
 - H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
   hpctech.co.jp has it and in the product brief PB-11133.
 - RTX 4090: 165.2 with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
 - B200: 2,250 at 1,000 W in table 3 of the Blackwell architecture's technical brief, which says 8 TB/s. Boards have
-  180 GB, and as their driver tells it 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002): 7.67 TB/s.
+  180 GB; their driver reports 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002): 7.67 TB/s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlserver_torch_stream.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """``source``: the document of the vendor's that has these figures."""
+    """``source`` is the vendor's document with these numbers."""
 
     name: str
     memory: int  # bytes
@@ -46,12 +46,12 @@ KNOWN = {
     "h100-pcie": _nvidia("H100 PCIe", 80, 2000, 756, "H100 data sheet"),
     "h100": _nvidia("H100 SXM", 80, 3350, 989, "H100 data sheet"),
     "h200": _nvidia("H200 SXM", 141, 4800, 989, "H200 data sheet"),
-    "b200": _nvidia("HGX B200", 180, 7672, 2250, "Blackwell architecture brief; memory as the driver tells it"),
+    "b200": _nvidia("HGX B200", 180, 7672, 2250, "Blackwell architecture brief; memory as the driver reports it"),
 }
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Raises SettingsError, which names those that are known."""
+    """Raises SettingsError, which names the known devices."""
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:
         hint = did_you_mean_or_known(name.lower(), KNOWN, str)

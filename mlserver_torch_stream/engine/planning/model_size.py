@@ -1,20 +1,23 @@
-"""What a model weighs and what a token of its cache costs, read from its config: no weight is loaded.
+"""Computes a model's weights and the cost of a token in its cache from its config. Loads no weights.
 
-The model is made on torch's ``meta`` device, where tensors have shapes and nothing else, and takes three tokens there.
+Knows nothing of devices. The model is made on torch's ``meta`` device, where tensors have shapes only, and takes three
+tokens there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device
 from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, UnsupportedCache
+from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.tensor_parallel.validate import check_model
@@ -27,7 +30,7 @@ _MOST_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """``parameters``: all; of them ``experts`` in mixtures of which each token takes ``expert_share``."""
+    """``experts`` of the ``parameters`` are in mixtures, of which each token uses the part ``expert_share``."""
 
     kind: str
     dtype: str
@@ -38,29 +41,32 @@ class ModelSize:
     unread: int  # an embedding of which a step reads one row per token
     cost: CacheCost
     max_model_len: int
-    ranks: tuple[int, ...]  # numbers of ranks that can share it
+    ranks: tuple[int, ...]  # the numbers of ranks that can share the model
 
     @property
     def weight_bytes(self) -> int:
         return self.parameters * self.element
 
-    def read_per_step(self, rows: int) -> float:
-        """Bytes of weights that a decode step of so many rows reads.
+    def read_per_step(self, sequences: int) -> float:
+        """Returns the bytes of weights that a decode step reads.
 
-        Each row takes its experts as if at random: the more rows, the more of them are read.
+        Sequences use experts as if at random: a step of more sequences reads more of them.
         """
-        met = 1 - (1 - self.expert_share) ** rows if self.experts else 0.0
-        return (self.parameters - self.unread - self.experts * (1 - met)) * self.element
+        used = 1 - (1 - self.expert_share) ** sequences if self.experts else 0.0
+        return (self.parameters - self.unread - self.experts * (1 - used)) * self.element
 
     @property
     def active(self) -> float:
-        """Parameters that one token is multiplied with."""
+        """The parameters that one token is multiplied with."""
         return self.parameters - self.unread - self.experts * (1 - self.expert_share)
 
 
 def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = None) -> ModelSize:
-    """Raises LoadFailed where the config cannot be read, or the model's code needs more than shapes."""
-    config = _config(source, revision)
+    """Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes."""
+    location, gguf_file = source.location, None
+    if source.kind in ("gguf", "embedded"):
+        gguf_file = find_embedded(location) if source.kind == "embedded" else Path(location)
+    config = read_config(source.name, location, gguf_file, revision=revision or "main")
     if getattr(config, "quantization_config", None):
         raise LoadFailed(f"{source.name} is quantised, and a config does not say how large that makes it")
     text = config.get_text_config(decoder=True)
@@ -91,19 +97,6 @@ def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = N
         max_model_len=max_model_len(model, None),
         ranks=_ranks(config),
     )
-
-
-def _config(source: ModelSource, revision: str | None) -> Any:
-    options: dict[str, Any] = {"revision": revision or "main"}
-    place = source.location
-    if source.kind in ("gguf", "embedded"):
-        file = find_embedded(source.location) if source.kind == "embedded" else source.location
-        folder, _, name = str(file).rpartition("/")
-        place, options = folder, {"gguf_file": name}
-    try:
-        return AutoConfig.from_pretrained(place, **options)
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"cannot read the config of {source.name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _cost(model: PreTrainedModel) -> CacheCost:

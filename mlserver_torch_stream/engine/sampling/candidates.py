@@ -8,12 +8,12 @@ its neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
 from mlserver_torch_stream.engine.sampling.noise import gumbel
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
 FAILED = -1  # no finite logit to choose
 _WIDER = -2  # the filters reach beyond the candidates
@@ -24,20 +24,7 @@ _WIDTHS = (_HEAD, 1024)
 _TAIL_COUNTER = 1 << 62  # a noise counter that is no token id
 
 
-class SampledRow(Protocol):
-    """The sampling parameters of a row. 0 turns ``top_k`` and ``min_p`` off, 1 turns the other two off."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-
-    @property
-    def noise_key(self) -> int: ...
-
-
-def draw(work: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
+def draw(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
     """Returns one token id for each row, or ``FAILED``.
 
     ``work``, float32 [n, V], are the adjusted logits before the temperature. Each filter keeps the same set as that of
@@ -53,7 +40,7 @@ def draw(work: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
     return chosen
 
 
-def _resolve(work: torch.Tensor, rows: Sequence[SampledRow], chosen: list[int], width: int) -> None:
+def _resolve(work: torch.Tensor, rows: Sequence[RowSampler], chosen: list[int], width: int) -> None:
     """Draws the rows without a token for which the ``width`` largest logits can be enough."""
     everything = width == work.shape[1]
     todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
@@ -62,13 +49,13 @@ def _resolve(work: torch.Tensor, rows: Sequence[SampledRow], chosen: list[int], 
         _store(chosen, todo, _draw_among(some, [rows[i] for i in todo], width))
 
 
-def _may_fit(row: SampledRow, width: int) -> bool:
+def _may_fit(row: RowSampler, width: int) -> bool:
     if row.top_k:
         return row.top_k < width
     return row.typical_p >= 1.0 or row.top_p < 1.0 or row.min_p > 0.0
 
 
-def _unfiltered(row: SampledRow) -> bool:
+def _unfiltered(row: RowSampler) -> bool:
     return not row.top_k and row.top_p >= 1.0 and row.min_p <= 0.0 and row.typical_p >= 1.0
 
 
@@ -77,7 +64,7 @@ def _store(chosen: list[int], where: list[int], ids: torch.Tensor) -> None:
         chosen[i] = token_id
 
 
-def _draw_among(work: torch.Tensor, rows: Sequence[SampledRow], width: int) -> torch.Tensor:
+def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int) -> torch.Tensor:
     """Draws among the ``width`` largest logits of each row. Returns token ids or markers, int64 [n]."""
     values, ids = work.topk(width, dim=-1)
     top = values[:, :1]
@@ -110,7 +97,7 @@ def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 def _rest(
-    work: torch.Tensor, rows: Sequence[SampledRow], ids: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor
+    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
     """Returns the weight beyond the candidates, float32 [n], relative to the largest; zero for rows that ignore it."""
     rest = torch.zeros(len(rows), device=work.device)
@@ -124,7 +111,7 @@ def _rest(
     return rest
 
 
-def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     """Returns the smallest scaled logit that top-k, top-p and min-p keep, [n, 1]. ``scaled`` is sorted from 0 down."""
     floor = _column(scaled, [row.min_p for row in rows]).log_()
     if any(row.top_k for row in rows):
@@ -143,7 +130,7 @@ def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows
     return floor
 
 
-def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSampler]) -> None:
     """Narrows ``keep`` in place for the rows that use typical-p."""
     for i, row in enumerate(rows):
         if row.typical_p < 1.0:
@@ -158,7 +145,7 @@ def _tail_score(keys: list[int], weight: torch.Tensor) -> torch.Tensor:
     return weight.log() + gumbel(keys, counter)[:, 0]
 
 
-def _draw_tail(work: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+def _draw_tail(work: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     """Returns token ids, int64 [n], for unfiltered rows whose token lies beyond the head."""
     last = work.topk(_HEAD, dim=-1).values[:, -1:]
     temperature = _column(work, [row.temperature for row in rows])

@@ -5,18 +5,16 @@ Knows nothing of sequences, text or the model: a row has a sampling state, and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
-from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.noise import derive_key
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
+from mlserver_torch_stream.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,59 +23,6 @@ class SampledToken:
 
     token_id: int
     logprob: TokenLogprob | None = None
-
-
-class RowSampler:
-    """One sequence's sampling state.
-
-    ``end_ids`` end the sequence, and are not chosen before ``min_tokens``. ``seed`` is any integer, taken modulo 2**64.
-    ``sample_index`` is the sequence's number among the n of its request, so that they differ under one seed.
-    ``max_tokens`` bounds the generated tokens; the model's ``rules`` need it.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParameters,
-        *,
-        prompt_ids: Sequence[int],
-        vocab_size: int,
-        end_ids: Iterable[int],
-        seed: int,
-        sample_index: int,
-        bad_words_ids: Sequence[Sequence[int]] = (),
-        rules: GenerationRules | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.adjuster = LogitAdjuster(
-            params,
-            prompt_ids=prompt_ids,
-            vocab_size=vocab_size,
-            end_ids=end_ids,
-            bad_words_ids=bad_words_ids,
-            rules=rules,
-            max_tokens=max_tokens,
-        )
-        self.greedy = params.greedy
-        self.temperature = params.temperature
-        self.top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-        self.top_p = min(params.top_p, 1.0)
-        self.min_p = params.min_p
-        self.typical_p = params.typical_p
-        self.wants_logprob = params.logprobs or params.top_logprobs > 0
-        self.top_logprobs = min(params.top_logprobs, vocab_size)
-        self._key = derive_key(derive_key(0, seed), sample_index)
-        self._position = 0
-
-    @property
-    def noise_key(self) -> int:
-        """The key of this position's random numbers."""
-        return derive_key(self._key, self._position)
-
-    def accept(self, token_id: int) -> None:
-        """Records a chosen token: call it once for each, in order."""
-        self._position += 1
-        self.adjuster.accept(token_id)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[SampledToken | GenerationFailed]:

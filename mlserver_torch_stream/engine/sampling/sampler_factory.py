@@ -9,7 +9,8 @@ import secrets
 
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
-from mlserver_torch_stream.engine.sampling.sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 
@@ -26,14 +27,13 @@ class SamplerFactory:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bad_words = self._codec.bad_words_ids(params.bad_words) if params.bad_words else ()
         for number, sequence in enumerate(request.sequences):
-            sequence.sampler = RowSampler(
+            adjuster = LogitAdjuster(
                 params,
                 prompt_ids=request.prompt,
                 vocab_size=self._vocab_size,
                 end_ids=request.end_ids,
-                seed=seed,
-                sample_index=number,
                 bad_words_ids=bad_words,
                 rules=self._rules,
                 max_tokens=request.max_tokens,
             )
+            sequence.sampler = RowSampler(params, adjuster, self._vocab_size, seed, number)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.errors import InvalidInput, QueueFull
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits, ServiceRate
+from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput, QueueFull
 from mlserver_torch_stream.types import ModelInfo
 
 Refusal = Callable[[int, int, int], str | None]
-"""Says why a request of (sequences, prompt tokens, tokens at the end) could never run; None if it can."""
+"""Returns why a request of (sequences, prompt tokens, tokens at the end) can never run; None if it can."""
 
 
 class Admission:
@@ -26,30 +26,32 @@ class Admission:
     def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
         most = self._queue_limits.max_queued_requests
         if len(requests) > most:
-            raise InvalidInput(
-                "text_input",
-                f"{len(requests)} prompts are more than the queue's {most}",
-            )
+            raise InvalidInput("text_input", f"{len(requests)} prompts are more than the queue's {most}")
         for request in requests:
-            self.check_length(len(request.prompt_ids), open_ended=request.open)
-            self.check_ids(request.prompt_ids)
-            self.check_size(request, len(request.prompt_ids), refusal)
+            self.check_prompt(request, request.prompt_ids, len(request.prompt_ids), refusal, whole=not request.open)
 
-    def check_length(self, tokens: int, *, open_ended: bool) -> None:
+    def check_prompt(
+        self, request: EngineRequest, prompt_ids: Sequence[int], tokens: int, refusal: Refusal, *, whole: bool
+    ) -> None:
+        """Checks a request whose prompt has ``tokens`` so far, of which ``prompt_ids`` are new."""
+        self._check_length(tokens, whole)
+        self._check_ids(prompt_ids)
+        self._check_size(request, tokens, refusal)
+
+    def _check_length(self, tokens: int, whole: bool) -> None:
         context = self._info.max_model_len
-        if tokens == 0 and not open_ended:
+        if tokens == 0 and whole:
             raise InvalidInput("text_input", "the prompt is empty")
         if tokens >= context:
-            raise InvalidInput("text_input", f"the prompt has {tokens} tokens, the context holds {context}")
+            raise ContextLengthExceeded("text_input", tokens, context)
 
-    def check_ids(self, prompt_ids: Sequence[int]) -> None:
+    def _check_ids(self, prompt_ids: Sequence[int]) -> None:
         """Refuses ids that have no embedding: a tokenizer can have more ids than the model, and a GPU fails on them."""
         size = self._info.vocab_size
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
             raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
 
-    def check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
-        """Checks a request whose prompt has ``prompt`` tokens so far."""
+    def _check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
         context, asked = self._info.max_model_len, request.sampling.max_tokens
         final = context if asked is None else min(context, prompt + asked)
         reason = refusal(request.sampling.n, prompt, final)
@@ -57,19 +59,15 @@ class Admission:
             too_many = request.sampling.n > 1 and refusal(1, prompt, final) is None
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
-    def check_open(self, count: int, retry_after: int) -> None:
-        """Checks the number of open prompts before another one is opened."""
+    def check_open_prompts(self, requests: Sequence[EngineRequest], already_open: int) -> None:
         most = self._queue_limits.max_queued_requests
-        if count >= most:
-            raise QueueFull(
-                f"{count} prompts are being sent in pieces already, of {most} allowed",
-                retry_after,
-            )
+        if already_open >= most and any(request.open for request in requests):
+            raise QueueFull(f"{already_open} prompts are being sent in pieces already, of {most} allowed", 1)
 
     def check_queue(
-        self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, retry_after: int
+        self, requests: Sequence[EngineRequest], waiting: int, waiting_tokens: int, rate: ServiceRate
     ) -> None:
-        limits = self._queue_limits
+        limits, retry_after = self._queue_limits, rate.seconds_for(waiting)
         if waiting + len(requests) > limits.max_queued_requests:
             raise QueueFull(
                 f"{waiting} prompts are waiting already, of {limits.max_queued_requests} allowed", retry_after

@@ -44,6 +44,10 @@ class FairQueue:
     def __contains__(self, request: RequestState) -> bool:
         return request in self._tags
 
+    def has_before(self, priority: int) -> bool:
+        """Whether a request of a higher priority, which is a lower number, waits."""
+        return any(request.priority < priority for request in self._tags)
+
     def add(self, request: RequestState) -> None:
         self._backlog[request.client] += 1
         self._tags[request] = self._virtual_time + request.work * self._backlog[request.client]

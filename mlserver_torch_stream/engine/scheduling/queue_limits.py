@@ -59,9 +59,9 @@ class Deadlines:
         heapq.heapify(self._heap)
         self._most = max(_FEW, 2 * len(self._heap))
 
-    def seconds_left(self, now: float) -> float | None:
-        """Returns the seconds until the next deadline, at most ``FAR``; None if there is no deadline."""
-        return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else None
+    def seconds_left(self, now: float) -> float:
+        """Returns the seconds until the next deadline, at most ``FAR``."""
+        return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else FAR
 
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
         """Removes passed deadlines; yields the unfinished requests, each with whether it still waits."""

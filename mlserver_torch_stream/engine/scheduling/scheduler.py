@@ -41,7 +41,7 @@ class SchedulerLimits:
     is better than one that has to move because it grows.
     """
 
-    max_rows: int
+    max_num_seqs: int
     prefill_tokens: int | None
     cache_bytes: int
     cost: Cost
@@ -69,19 +69,19 @@ def joint_limits(limits: SchedulerLimits) -> SchedulerLimits:
 class DecodeBatch:
     """Sequences that decode together, requests that will join them, and the capacity of their cache."""
 
-    rows: list[SequenceState] = field(default_factory=list)
+    sequences: list[SequenceState] = field(default_factory=list)
     expected: list[RequestState] = field(default_factory=list)
     row_capacity: int = 0
     column_capacity: int = 0
 
     @property
     def lengths(self) -> list[int]:
-        return [row.length for row in self.rows] + [len(request.prompt) for request in self.expected]
+        return [sequence.length for sequence in self.sequences] + [len(request.prompt) for request in self.expected]
 
     @property
     def size(self) -> int:
         """Sequences in the batch, and those of the expected requests."""
-        return len(self.rows) + sum(request.rows for request in self.expected)
+        return len(self.sequences) + sum(request.params.n for request in self.expected)
 
     def wanted(self) -> tuple[int, int]:
         """Returns the rows and columns that its sequences can come to need."""
@@ -89,7 +89,7 @@ class DecodeBatch:
 
     def needed(self, request: RequestState | None = None) -> tuple[int, int]:
         """Returns the capacity that the batch needs, with ``request`` if given: the present one while it has room."""
-        rows, longest = self.size + (request.rows if request else 0), self._longest(request)
+        rows, longest = self.size + (request.params.n if request else 0), self._longest(request)
         fits = longest * _LEAST_SLACK <= self.column_capacity
         return (
             self.row_capacity if rows <= self.row_capacity else row_step(rows),
@@ -98,10 +98,10 @@ class DecodeBatch:
 
     def has_room(self, request: RequestState) -> bool:
         """Whether ``request`` can join without moving the cache."""
-        return not self.rows or self.needed(request) == (self.row_capacity, self.column_capacity)
+        return not self.sequences or self.needed(request) == (self.row_capacity, self.column_capacity)
 
     def _longest(self, request: RequestState | None = None) -> int:
-        requests = [*(row.request for row in self.rows), *self.expected, *([request] if request else [])]
+        requests = [*(sequence.request for sequence in self.sequences), *self.expected, *([request] if request else [])]
         return max((each.final_length for each in requests), default=0)
 
     def takes(self, length: int, spread: int) -> bool:
@@ -129,22 +129,22 @@ class Scheduler:
         self.waiting = FairQueue()
         self.open_prompts = OpenPrompts(limits.cost, row_step)
         self.prefilling: list[RequestState] = []
-        self.groups: list[DecodeBatch] = []
+        self.batches: list[DecodeBatch] = []
         self._targets: dict[RequestState, DecodeBatch] = {}
 
     @property
     def running_sequences(self) -> int:
-        return sum(len(group.rows) for group in self.groups)
+        return sum(len(batch.sequences) for batch in self.batches)
 
     @property
     def reserved_bytes(self) -> int:
-        batches = sum(self.limits.cost(*group.needed()) for group in self.groups)
-        return batches + self.open_prompts.bytes + sum(map(self._prefill_bill, self.prefilling))
+        decoding = sum(self.limits.cost(*batch.needed()) for batch in self.batches)
+        return decoding + self.open_prompts.bytes + sum(map(self._prefill_bytes, self.prefilling))
 
-    def fits_alone(self, rows: int, final_length: int, prompt: int) -> bool:
+    def fits_alone(self, sequences: int, final_length: int, prompt: int) -> bool:
         """Whether a request of this size could run on an idle engine."""
-        need = bytes_alone(self.limits.cost, rows, final_length, prompt)
-        return rows <= self.limits.max_rows and need <= self.limits.cache_bytes
+        need = bytes_alone(self.limits.cost, sequences, final_length, prompt)
+        return sequences <= self.limits.max_num_seqs and need <= self.limits.cache_bytes
 
     def add(self, request: RequestState) -> None:
         if request.sealed:
@@ -157,8 +157,9 @@ class Scheduler:
     ) -> list[PrefillChunk]:
         """Returns the chunks to prefill in this step: of begun prompts, of new requests, then of open prompts.
 
-        There are at most ``most``, and none of ``busy`` requests, whose last chunk is still in a forward. The forwards
-        of this step have used up ``spent`` tokens already.
+        A prompt of a higher priority comes before the rest of begun ones. There are at most ``most``, and none of
+        ``busy`` requests, whose last chunk is still in a forward. The forwards of this step have used up ``spent``
+        tokens already.
         """
         left = self.limits.prefill_tokens
         if spent:
@@ -166,7 +167,15 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         for request in self.open_prompts.take_whole(busy):
             self.waiting.add(request)
-        for request in self.prefilling:
+        for request in sorted(self.prefilling, key=lambda each: each.priority):
+            while (
+                (left is None or left > 0)
+                and len(chunks) != most
+                and self.waiting.has_before(request.priority)
+                and (urgent := self._admit(busy)) is not None
+            ):
+                if urgent not in busy:
+                    left = self._take(urgent, left, chunks)
             if request not in busy and len(chunks) != most:
                 left = self._take(request, left, chunks)
         while (left is None or left > 0) and len(chunks) != most and (newcomer := self._admit(busy)) is not None:
@@ -200,58 +209,60 @@ class Scheduler:
         return left - self.limits.prefill_charge(count)
 
     def _admit(self, busy: Collection[RequestState]) -> RequestState | None:
-        rows = self.running_sequences + sum(request.rows for request in self.prefilling)
-        if rows >= self.limits.max_rows:
+        slots = self.running_sequences + sum(request.params.n for request in self.prefilling)
+        if slots >= self.limits.max_num_seqs:
             return None
         reserved = self.reserved_bytes - self.open_prompts.bytes_to_spare(busy)
-        admitted = self.waiting.admit(lambda request: self._choose(request, self.limits.max_rows - rows, reserved))
+        admitted = self.waiting.admit(lambda request: self._choose(request, self.limits.max_num_seqs - slots, reserved))
         if admitted is None:
             return None
-        request, group = admitted
-        group.expected.append(request)
-        if group not in self.groups:
-            self.groups.append(group)
-        self._targets[request] = group
+        request, batch = admitted
+        batch.expected.append(request)
+        if batch not in self.batches:
+            self.batches.append(batch)
+        self._targets[request] = batch
         self.prefilling.append(request)
         self.open_prompts.remove(request)
         self.open_prompts.give_up(self.reserved_bytes - self.limits.cache_bytes, busy)
         return request
 
-    def _choose(self, request: RequestState, free_rows: int, reserved: int) -> DecodeBatch | None:
+    def _choose(self, request: RequestState, free_slots: int, reserved: int) -> DecodeBatch | None:
         """Returns the batch that the request joins: one of its length, or a new one, as the memory allows."""
-        if request.rows > free_rows:
+        if request.params.n > free_slots:
             return None
-        free = self.limits.cache_bytes - reserved - self._prefill_bill(request)
-        for group in self._candidates(request, free_rows, free):
-            now = self.limits.cost(*group.needed()) if group in self.groups else 0
-            if self.limits.cost(*group.needed(request)) - now <= free:
-                return group
+        free = self.limits.cache_bytes - reserved - self._prefill_bytes(request)
+        for batch in self._candidates(request, free_slots, free):
+            now = self.limits.cost(*batch.needed()) if batch in self.batches else 0
+            if self.limits.cost(*batch.needed(request)) - now <= free:
+                return batch
         return None
 
-    def _candidates(self, request: RequestState, free_rows: int, free: int) -> Sequence[DecodeBatch]:
+    def _candidates(self, request: RequestState, free_slots: int, free: int) -> Sequence[DecodeBatch]:
         """Returns the batches that the request can join, the best first."""
         stages = self.limits.stages
-        alike = [group for group in self.groups if group.takes(len(request.prompt), self.limits.spread)]
+        alike = [batch for batch in self.batches if batch.takes(len(request.prompt), self.limits.spread)]
         if stages > 1:
-            alike.sort(key=lambda group: group.size)
-        full = len(self.groups) >= self.limits.batches * stages
+            alike.sort(key=lambda batch: batch.size)
+        full = len(self.batches) >= self.limits.batches * stages
         if self.limits.joint:
-            roomy = [group for group in alike if group.has_room(request)]
-            new = [] if full else [self._new_group(request, alike, free_rows, free)]
-            return [*roomy, *new, *(group for group in alike if group not in roomy)] or self.groups
+            roomy = [batch for batch in alike if batch.has_room(request)]
+            new = [] if full else [self._new_batch(request, alike, free_slots, free)]
+            return [*roomy, *new, *(batch for batch in alike if batch not in roomy)] or self.batches
         if full:
-            return alike or self.groups
+            return alike or self.batches
         # Each stage gets a batch before any batch gets a second sequence.
         alike.insert(0 if len(alike) < stages else len(alike), DecodeBatch())
         return alike
 
-    def _new_group(self, request: RequestState, alike: Sequence[DecodeBatch], free_rows: int, free: int) -> DecodeBatch:
+    def _new_batch(
+        self, request: RequestState, alike: Sequence[DecodeBatch], free_slots: int, free: int
+    ) -> DecodeBatch:
         """Returns a new batch. It has room for the waiting requests too, if half of the free memory is enough."""
-        ahead = min(free_rows, max(request.rows + len(self.waiting) - 1, sum(group.size for group in alike)))
-        capacity = row_step(max(request.rows, ahead)), column_step(request.final_length)
+        ahead = min(free_slots, max(request.params.n + len(self.waiting) - 1, sum(batch.size for batch in alike)))
+        capacity = row_step(max(request.params.n, ahead)), column_step(request.final_length)
         return DecodeBatch([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else DecodeBatch()
 
-    def _prefill_bill(self, request: RequestState) -> int:
+    def _prefill_bytes(self, request: RequestState) -> int:
         return self.limits.cost(1, self.open_prompts.columns(request))
 
     def is_admitted(self, request: RequestState) -> bool:
@@ -263,40 +274,40 @@ class Scheduler:
 
     def place(self, request: RequestState) -> DecodeBatch:
         """Moves a prefilled request's sequences into their batch and sets the capacity of its cache."""
-        group = self._targets[request]
-        group.row_capacity, group.column_capacity = group.needed()
+        batch = self._targets[request]
+        batch.row_capacity, batch.column_capacity = batch.needed()
         self.drop(request)
-        group.rows += request.sequences
-        return group
+        batch.sequences += request.sequences
+        return batch
 
     def drop(self, request: RequestState) -> None:
         """Forgets a request that is not in a batch: it was cancelled, it failed, or ``place`` puts it there now."""
         if request in self._targets:
-            group = self._targets.pop(request)
-            group.expected.remove(request)
+            batch = self._targets.pop(request)
+            batch.expected.remove(request)
             self.prefilling.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         self.open_prompts.remove(request)
 
-    def keep(self, group: DecodeBatch, order: list[int]) -> bool:
+    def keep(self, batch: DecodeBatch, order: list[int]) -> bool:
         """Keeps the sequences at these old indices, in this order. Returns True if the cache should shrink."""
-        group.rows = [group.rows[row] for row in order]
-        rows, columns = group.wanted()
-        if rows > _SHRINK * group.row_capacity and columns > _SHRINK * group.column_capacity:
+        batch.sequences = [batch.sequences[row] for row in order]
+        rows, columns = batch.wanted()
+        if rows > _SHRINK * batch.row_capacity and columns > _SHRINK * batch.column_capacity:
             return False
-        group.row_capacity, group.column_capacity = max(1, rows), max(1, columns)
+        batch.row_capacity, batch.column_capacity = max(1, rows), max(1, columns)
         return True
 
     def retire(self) -> list[DecodeBatch]:
         """Removes and returns the batches without sequences and expected requests."""
-        empty = [group for group in self.groups if not group.rows and not group.expected]
-        self.groups = [group for group in self.groups if group.rows or group.expected]
+        empty = [batch for batch in self.batches if not batch.sequences and not batch.expected]
+        self.batches = [batch for batch in self.batches if batch.sequences or batch.expected]
         return empty
 
 
 def longest_sequence(cost: Cost, cache_bytes: int, max_model_len: int) -> int:
-    """The most tokens, prompt included, of a single sequence that ``cache_bytes`` of cache have room for."""
+    """Returns the most tokens, prompt included, of a single sequence for which ``cache_bytes`` are enough."""
     low, high = 0, max_model_len
     while low < high:
         middle = (low + high + 1) // 2

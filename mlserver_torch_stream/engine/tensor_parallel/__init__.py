@@ -1,1 +1,1 @@
-"""Tensor parallel: ranks that hold a part of every layer. The first one runs the engine, the others do as it does."""
+"""Tensor parallel: each rank holds a part of every layer. Rank 0 runs the engine and the other ranks follow it."""

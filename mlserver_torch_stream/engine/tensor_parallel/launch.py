@@ -1,4 +1,4 @@
-"""From settings to rank 0 of a loaded model: refuse, gather the ranks, load in step.
+"""Loads a model that is split over ranks: checks the settings, forms the group, and loads on all ranks at once.
 
 Knows nothing of engines.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import AutoConfig
-
+from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.engine.loading.loader import ModelFiles
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.load_message import write_order
 from mlserver_torch_stream.engine.tensor_parallel.mirrored_cache import MirroredForward, MirroredLayout
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
-from mlserver_torch_stream.engine.tensor_parallel.shard import Shard, load_shard
+from mlserver_torch_stream.engine.tensor_parallel.shard import Shard, load_shard, send_settings
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -25,7 +22,7 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 @dataclass(frozen=True, slots=True)
 class LaunchedModel:
-    """Rank 0's part of a model, what makes the others do as it does, and their end."""
+    """Rank 0's shard, the leader of the other ranks, and a layout and a forward that run on all ranks."""
 
     shard: Shard
     leader: Leader
@@ -33,16 +30,18 @@ class LaunchedModel:
     forward: MirroredForward
 
 
-def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Blocks while all ranks load. Raises LoadFailed, with no rank left behind. ``module``: as of ``form``."""
+def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
+    """Blocks while all ranks load. Raises LoadFailed, with no rank left behind. ``module`` is that of ``form``."""
     settings = resolved.settings
     check_settings(settings)
-    if place.gguf_file is not None:
-        raise LoadFailed(f"{KEY}: needs the converted {place.gguf_file.name}: set a writable cache_dir")
-    check_model(_config(place, resolved), settings.tensor_parallel_size)
+    if files.gguf_file is not None:
+        raise LoadFailed(f"{KEY}: needs the converted {files.gguf_file.name}: set a writable cache_dir")
+    revision, trust = settings.revision or "main", settings.trust_remote_code
+    config = read_config(resolved.source.name, files.location, revision=revision, trust_remote_code=trust)
+    check_model(config, settings.tensor_parallel_size)
     group, other_ranks = form(settings.tensor_parallel_size, os.environ, module)
     try:
-        group.tell(write_order(resolved))
+        send_settings(resolved, group)
         shard = load_shard(resolved, group)
     except BaseException as error:
         fate = other_ranks.fate(0 if isinstance(error, LoadFailed) else 1)
@@ -54,13 +53,3 @@ def prepare_ranks(place: ModelFiles, resolved: ResolvedSettings, module: str = M
     leader = Leader(group, other_ranks)
     model = shard.weights.model
     return LaunchedModel(shard, leader, MirroredLayout(model, leader), MirroredForward(model, leader))
-
-
-def _config(place: ModelFiles, resolved: ResolvedSettings) -> Any:
-    settings = resolved.settings
-    try:
-        return AutoConfig.from_pretrained(
-            place.location, revision=settings.revision or "main", trust_remote_code=settings.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise LoadFailed(f"cannot read the config of {resolved.source.name}: {error}") from error

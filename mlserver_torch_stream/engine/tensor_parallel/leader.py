@@ -1,6 +1,6 @@
-"""Rank 0's word to the others: what they are to do, that it still lives, and that they are lost or may go.
+"""Sends the other ranks the operations of rank 0 and signs of life, and finds out when a rank is lost.
 
-Knows nothing of models. Calls that talk are made one at a time, whichever thread makes them.
+Knows nothing of models. One thread at a time sends.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from itertools import count
 from typing import Any
 
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import OtherRanks
+from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
-_BEAT = 5.0  # seconds between two signs of life; a quarter of the silence that means death
-_FATE = 1.0  # seconds in which a process that has hung up is seen to end
-_LEAVE = 5.0  # seconds for the others to end
-PATIENCE = 5.0  # seconds for a step to notice that nobody answers it any more
+_PULSE_SECONDS = 5.0  # between two signs of life; a quarter of the time without an answer that means a lost rank
+_FATE_SECONDS = 1.0  # in which a process that has closed its connections is seen to end
+_END_SECONDS = 5.0  # for the other ranks to end by themselves
+PATIENCE = 5.0  # seconds in which a step notices that the other ranks do not answer
 
 
 OnLoss = Callable[[BaseException, float], None]
-"""A method that is told why, and how many seconds' patience to have."""
+"""A method that gets the error, and the seconds after which to give up the engine's step."""
 
 
 class RanksLost(RuntimeError):
-    """A rank is gone, or has done something else than the others: what they hold is worth nothing any more."""
+    """A rank has ended, or has done something else than the others. The contents of all caches are void."""
 
 
 class Leader:
-    """Collects what the followers are to do and sends it with the next forward, or with the next sign of life."""
+    """Collects the operations for the followers and sends them with the next forward or the next sign of life."""
 
-    def __init__(self, group: RankGroup, other_ranks: OtherRanks) -> None:
+    def __init__(self, group: RankGroup, other_ranks: RankProcesses) -> None:
         self.size = group.size
         self.lost: str | None = None
         self._group = group
         self._other_ranks = other_ranks
-        self._speaking_lock = threading.RLock()
+        self._sending_lock = threading.RLock()
         self._fate_lock = threading.Lock()
         self._notes: deque[list[Any]] = deque()
         self._names = count(1)
@@ -50,39 +50,21 @@ class Leader:
         self._left = False
         self._listeners: list[weakref.WeakMethod[OnLoss]] = []
         other_ranks.watch(self.lose)
-        threading.Thread(target=self._live, name="ranks-pulse", daemon=True).start()
+        threading.Thread(target=self._send_pulses, name="ranks-pulse", daemon=True).start()
         atexit.register(self.stop)
 
     def name(self) -> int:
-        """A new one, for something that exists on every rank."""
+        """Returns a new name for a cache that exists on every rank."""
         return next(self._names)
 
     def note(self, *operation: Any) -> None:
-        """Something that the others are to do before the next forward. From any thread."""
+        """Records an operation that the followers run before the next forward. From any thread."""
         if not self._over.is_set():
             self._notes.append(list(operation))
 
     @contextmanager
-    def speaking(self, *operation: Any) -> Iterator[None]:
-        """Has the others do what was noted and ``operation`` while the block does the same here.
-
-        Whatever it raises has not happened on all ranks alike, so the group is lost.
-        """
-        with self._speaking_lock:
-            self.check()
-            if self._over.is_set():
-                raise RanksLost("the ranks were let go")
-            try:
-                self.note(*operation)
-                self._send()
-                yield
-            except BaseException as error:
-                self.lose(f"{type(error).__name__}: {error}")
-                raise
-
-    @contextmanager
     def mirrored(self, *operation: Any) -> Iterator[None]:
-        """Notes what the block does here. Raising in it loses the group."""
+        """Records the operation that the block runs here. If the block raises, the ranks differ and all are lost."""
         self.note(*operation)
         try:
             yield
@@ -90,8 +72,19 @@ class Leader:
             self.lose(f"{type(error).__name__}: {error}")
             raise
 
+    @contextmanager
+    def sending(self, *operation: Any) -> Iterator[None]:
+        """As ``mirrored``, but sends the operation and all recorded ones now: the followers run it beside the block."""
+        with self._sending_lock:
+            self.check()
+            if self._over.is_set():
+                raise RanksLost("the ranks were let go")
+            with self.mirrored(*operation):
+                self._send()
+                yield
+
     def check(self) -> None:
-        """Raises RanksLost if they are."""
+        """Raises RanksLost if a rank is lost."""
         if self.lost is not None:
             raise RanksLost(f"the ranks have lost each other: {self.lost}")
 
@@ -105,12 +98,12 @@ class Leader:
             on_loss(RanksLost(lost), PATIENCE)
 
     def lose(self, why: str) -> None:
-        """Gives the group up. The first reason counts, unless a process has ended: then that is the reason."""
+        """Kills all ranks and reports the loss. The first call counts. If a process has ended, that is the reason."""
         with self._fate_lock:
             if self._over.is_set():
                 return
             self._over.set()
-            self.lost = self._other_ranks.fate(_FATE) or why
+            self.lost = self._other_ranks.fate(_FATE_SECONDS) or why
             listeners = self._listeners
         logger.error("The ranks have lost each other: %s", self.lost)
         self._other_ranks.kill()
@@ -119,20 +112,20 @@ class Leader:
                 on_loss(RanksLost(self.lost), PATIENCE)
 
     def stop(self) -> None:
-        """Lets the others go. Idempotent; blocks until they have ended."""
+        """Ends the other ranks. Idempotent; blocks until they have ended."""
         with self._fate_lock:
             orderly = not self._over.is_set()
             self._over.set()
         atexit.unregister(self.stop)
-        if orderly and self._speaking_lock.acquire(timeout=_LEAVE):
+        if orderly and self._sending_lock.acquire(timeout=_END_SECONDS):
             try:
                 self._notes.append(["stop"])
                 self._send()
             except RuntimeError as error:
-                logger.warning("the other ranks did not hear that they may go: %s", error)
+                logger.warning("The other ranks did not get the message to stop: %s", error)
             finally:
-                self._speaking_lock.release()
-        self._other_ranks.end(_LEAVE if orderly else 0)
+                self._sending_lock.release()
+        self._other_ranks.end(_END_SECONDS if orderly else 0)
         if not self._left:
             self._left = True
             self._group.leave()
@@ -141,12 +134,12 @@ class Leader:
         operations = []
         while self._notes:
             operations.append(self._notes.popleft())
-        self._group.command(operations)
+        self._group.send_operations(operations)
 
-    def _live(self) -> None:
-        while not self._over.wait(_BEAT):
+    def _send_pulses(self) -> None:
+        while not self._over.wait(_PULSE_SECONDS):
             try:
-                with self.speaking("pulse"):
+                with self.sending("pulse"):
                     self._group.pulse()
             except RuntimeError:
-                return  # told by ``lose``
+                return  # ``lose`` has reported it

@@ -1,6 +1,6 @@
-"""Rank 0's caches and forwards, each of which happens on every rank.
+"""Defines rank 0's caches and forward, whose operations all ranks run.
 
-Knows nothing of who asks for them: to a backend they are a layout and a forward as any.
+Knows nothing of batchers, to which they are a layout and a forward like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 
 
 class MirroredLayout(CacheLayout):
-    """Its caches have a twin of the same name on each rank."""
+    """Makes caches that exist on each rank under the same name."""
 
     def __init__(self, model: PreTrainedModel, leader: Leader) -> None:
         super().__init__(model.config)
@@ -28,7 +28,7 @@ class MirroredLayout(CacheLayout):
 
 
 class MirroredCache(RowCache):
-    """Holds this rank's part; whatever changes it, a forward but for, is noted for the others."""
+    """Holds rank 0's part of a cache, and records each change but a forward's for the other ranks."""
 
     def __init__(self, layout: CacheLayout, leader: Leader, rows: int, capacity: int) -> None:
         super().__init__(layout, rows, capacity)
@@ -72,7 +72,7 @@ class MirroredCache(RowCache):
 
 
 class MirroredForward:
-    """A ``Forward``: the model's own, on all ranks at once."""
+    """The ``Forward`` of transformers, on all ranks at once."""
 
     def __init__(self, model: PreTrainedModel, leader: Leader) -> None:
         self._forward = ModelForward(model)
@@ -80,5 +80,5 @@ class MirroredForward:
 
     def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
         assert isinstance(cache, MirroredCache)
-        with self._leader.speaking("forward", cache.name, [list(row) for row in tokens]):
+        with self._leader.sending("forward", cache.name, [list(row) for row in tokens]):
             return self._forward(tokens, cache)

@@ -1,6 +1,6 @@
-"""One rank's seat among all: messages from rank 0 to the others, and what all have to agree on.
+"""Connects a rank with all others: messages from rank 0, and values on which all ranks agree.
 
-Knows nothing of models or engines. What a lost rank leaves behind is a RuntimeError from any of these calls.
+Knows nothing of models or engines. If a rank is lost, each call raises a RuntimeError.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from mlserver_torch_stream.errors import LoadFailed
 
-# A rank that says nothing for so long is lost; one whose process ends is noticed at once.
-SILENCE = timedelta(seconds=20)
+# A rank that does not answer for so long is lost; a rank whose process ends is noticed at once.
+_SERVING_TIMEOUT = timedelta(seconds=20)
 # Ranks load at different speeds: from other disks, through other networks.
-_LOADING = timedelta(hours=2)
-_FRAME = 4096  # bytes, which hold what most steps have to say: a second broadcast costs as much as the first
-_PROBLEM = 512  # bytes of what a rank may say of its failure
+_LOADING_TIMEOUT = timedelta(hours=2)
+# Bytes of a broadcast, enough for the operations of most steps: a second broadcast costs as much as the first.
+_FRAME = 4096
 
 
 class RankGroup:
-    """``size`` ranks, of which this is number ``rank``. Blocks until all are there."""
+    """``size`` ranks, of which this is number ``rank``. Blocks until all are connected."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
@@ -33,56 +33,54 @@ class RankGroup:
         self._store = store  # rank 0's is the server that the others have found
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SILENCE)
-            self._loading = dist.new_group(backend="gloo", timeout=_LOADING)
-            self._serving = dist.new_group(backend="gloo", timeout=SILENCE)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_SERVING_TIMEOUT)
+            self._loading = dist.new_group(backend="gloo", timeout=_LOADING_TIMEOUT)
+            self._serving = dist.new_group(backend="gloo", timeout=_SERVING_TIMEOUT)
         except BaseException:
             if dist.is_initialized():
                 self.leave()
             raise
 
-    # --- while they load ---
+    # --- during the load ---
 
-    def tell(self, message: Any) -> None:
-        """From rank 0 to all others, which ``hear`` it."""
+    def send(self, message: Any) -> None:
+        """Sends JSON from rank 0 to all others, which call ``receive``."""
         _send(message, self._loading)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return _receive(self._loading)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A stretch of work that all ranks do, or none: raises LoadFailed on all of them if it raises on one."""
+    def all_or_none(self) -> Iterator[None]:
+        """Runs the block on all ranks. If it raises on one, raises LoadFailed on all of them."""
         problem = ""
         try:
             yield
         except Exception as error:
             problem = str(error) if isinstance(error, LoadFailed) else f"{type(error).__name__}: {error}"
-        told = torch.zeros(_PROBLEM, dtype=torch.uint8)
-        _put(told, problem.encode()[:_PROBLEM])
-        everybodys = [torch.empty_like(told) for _ in range(self.size)]
-        dist.all_gather(everybodys, told, group=self._loading)
-        for rank, one in enumerate(everybodys):
-            if text := bytes(one.tolist()).rstrip(b"\0").decode(errors="replace"):
+        problems: list[Any] = [""] * self.size
+        dist.all_gather_object(problems, problem, group=self._loading)
+        for rank, text in enumerate(problems):
+            if text:
                 raise LoadFailed(text if rank == self.rank else f"rank {rank}: {text}")
 
     def smallest(self, number: int) -> int:
-        """Of the numbers that all ranks give."""
+        """Returns the smallest of the numbers of all ranks."""
         given = torch.tensor([number])
         dist.all_reduce(given, op=dist.ReduceOp.MIN, group=self._loading)
         return int(given.item())
 
-    # --- while they serve ---
+    # --- during generation ---
 
-    def command(self, operations: Any) -> None:
-        """From rank 0 to all others, which are in ``next_command``."""
+    def send_operations(self, operations: Any) -> None:
+        """Sends JSON from rank 0 to all others, which call ``receive_operations``."""
         _send(operations, self._serving)
 
-    def next_command(self) -> Any:
+    def receive_operations(self) -> Any:
         return _receive(self._serving)
 
     def pulse(self) -> None:
-        """Returns if all are alive: each has called it."""
+        """Returns when every rank has called it."""
         dist.barrier(group=self._serving)
 
     def leave(self) -> None:
@@ -91,27 +89,21 @@ class RankGroup:
 
 def _send(message: Any, group: dist.ProcessGroup) -> None:
     body = json.dumps(message).encode()
-    data = len(body).to_bytes(8, "little") + body
-    frame = torch.zeros(_FRAME, dtype=torch.uint8)
-    _put(frame, data[:_FRAME])
-    dist.broadcast(frame, 0, group=group)
-    if rest := data[_FRAME:]:
-        dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, group=group)
+    data = (len(body).to_bytes(8, "little") + body).ljust(_FRAME, b"\0")
+    for part in (data[:_FRAME], data[_FRAME:]):
+        if part:
+            dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=group)
 
 
 def _receive(group: dist.ProcessGroup) -> Any:
-    frame = torch.empty(_FRAME, dtype=torch.uint8)
-    dist.broadcast(frame, 0, group=group)
-    data = bytes(frame.tolist())
-    length = int.from_bytes(data[:8], "little")
-    body = data[8 : 8 + length]
-    if len(body) < length:
-        rest = torch.empty(length - len(body), dtype=torch.uint8)
-        dist.broadcast(rest, 0, group=group)
-        body += bytes(rest.tolist())
-    return json.loads(body)
+    data = _receive_bytes(_FRAME, group)
+    end = 8 + int.from_bytes(data[:8], "little")
+    if end > _FRAME:
+        data += _receive_bytes(end - _FRAME, group)
+    return json.loads(data[8:end])
 
 
-def _put(target: torch.Tensor, data: bytes) -> None:
-    if data:
-        target[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _receive_bytes(count: int, group: dist.ProcessGroup) -> bytes:
+    received = torch.empty(count, dtype=torch.uint8)
+    dist.broadcast(received, 0, group=group)
+    return bytes(received.tolist())

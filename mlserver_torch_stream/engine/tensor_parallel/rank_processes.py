@@ -1,6 +1,6 @@
-"""The other ranks as child processes of this one: started, watched and ended, each by a thread of its own.
+"""Starts the other ranks as child processes of this one, watches them and ends them.
 
-Knows nothing of torch or of what they do.
+Knows nothing of torch, nor of the work of a rank.
 """
 
 from __future__ import annotations
@@ -11,49 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 MODULE = "mlserver_torch_stream.engine.tensor_parallel.rank_main"
 
 OnEnd = Callable[[str], None]
-"""Is told in words which rank has ended, and how; on a thread of its own."""
-
-
-class OtherRanks(Protocol):
-    """The processes of the other ranks, as far as this one has to do with them."""
-
-    def fate(self, seconds: float) -> str | None:
-        """How the first of them to end has ended; waits for so long for one to do so."""
-
-    def watch(self, on_end: OnEnd) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def end(self, grace: float) -> None:
-        """Waits for so many seconds for them to end by themselves, then kills them. Blocks."""
-
-
-class LaunchedRanks:
-    """Ranks that somebody else has started, watches and ends."""
-
-    def fate(self, seconds: float) -> str | None:
-        return None
-
-    def watch(self, on_end: OnEnd) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-    def end(self, grace: float) -> None:
-        pass
+"""Gets a text such as ``rank 1 was killed by SIGKILL``, on a thread of its own."""
 
 
 class RankProcesses:
     """Ranks 1 to ``size - 1``, which run ``module`` and find rank 0 at ``port`` on this machine.
 
-    Raises OSError if one cannot be started.
+    ``size`` is 1 if a launcher has started the other ranks: then the launcher watches and ends them.
+    Raises OSError if a process cannot be started.
     """
 
     def __init__(self, size: int, port: int, module: str = MODULE) -> None:
@@ -61,24 +31,22 @@ class RankProcesses:
         self._one_ended = threading.Event()
         self._fate: str | None = None
         self._on_end: OnEnd = lambda fate: None
-        self._members: list[_Child] = []
+        self._children: list[_Child] = []
         try:
             for rank in range(1, size):
-                self._members.append(_Child(module, rank, size, port, self._ended))
+                self._children.append(_Child(module, rank, size, port, self._ended))
         except OSError:
             self.end(0)
             raise
 
-    @property
-    def pids(self) -> Sequence[int]:
-        return [member.process.pid for member in self._members]
-
     def fate(self, seconds: float) -> str | None:
-        self._one_ended.wait(seconds)
+        """Waits up to ``seconds`` for a process to end. Returns how the first one ended; None if all run."""
+        if self._children:
+            self._one_ended.wait(seconds)
         return self._fate
 
     def watch(self, on_end: OnEnd) -> None:
-        """From now on, and at once for the first that has ended already."""
+        """Calls ``on_end`` for each process that ends from now on, and at once if one has ended already."""
         with self._lock:
             self._on_end = on_end
             fate = self._fate
@@ -86,16 +54,17 @@ class RankProcesses:
             on_end(fate)
 
     def kill(self) -> None:
-        for member in self._members:
-            member.process.kill()
+        for child in self._children:
+            child.process.kill()
 
     def end(self, grace: float) -> None:
+        """Waits up to ``grace`` seconds until all processes have ended, then kills the rest. Blocks."""
         end = time.monotonic() + grace
-        for member in self._members:
-            member.join(max(0.0, end - time.monotonic()))
+        for child in self._children:
+            child.join(max(0.0, end - time.monotonic()))
         self.kill()
-        for member in self._members:
-            member.join()
+        for child in self._children:
+            child.join()
 
     def _ended(self, fate: str) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""One rank's part of a model: loaded and checked by all ranks in step, or by none.
+"""Loads and checks each rank's part of a model on all ranks at once: it succeeds on all of them or fails on all.
 
-Knows nothing of requests; it runs alike on every rank.
+Knows nothing of requests. ``load_shard`` is the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,30 +18,41 @@ from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.model_source import ModelSource
+from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``room``: bytes that are free on the fullest of the ranks' devices, once all have loaded."""
+    """``room``: the bytes that are free on the fullest of the ranks' devices, once all ranks have loaded."""
 
     weights: LoadedWeights
     findings: SelfCheckResult
     room: int
 
 
+def send_settings(resolved: ResolvedSettings, group: RankGroup) -> None:
+    source = resolved.source
+    group.send([resolved.settings.model_dump(mode="json"), source.kind, source.location])
+
+
+def receive_settings(group: RankGroup) -> ResolvedSettings:
+    settings, kind, location = group.receive()
+    return ResolvedSettings(EngineSettings.model_validate(settings), ModelSource(kind, location), {})
+
+
 def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
-    """Raises LoadFailed on all ranks if one cannot; it names the rank."""
+    """Raises LoadFailed, which names the rank, on all ranks if one of them fails."""
     with torch.inference_mode():
-        with group.together():
-            place = locate(resolved)
-        with group.together():
-            weights = load_weights(place, resolved)
-        room = group.smallest(_room(input_device(weights.model), group.size))  # all ranks check the same
-        with group.together():
+        with group.all_or_none():
+            files = locate(resolved)
+        with group.all_or_none():
+            weights = load_weights(files, resolved)
+        room = group.smallest(_room(input_device(weights.model), group.size))  # the ranks check the same lengths
+        with group.all_or_none():
             findings = check_batching(weights.model, room)
             if findings.problem is not None:
-                raise LoadFailed(f"{KEY}: rows of this model cannot be batched: {findings.problem}")
+                raise LoadFailed(f"{KEY}: this model cannot be batched: {findings.problem}")
     return Shard(weights, findings, group.smallest(_room(input_device(weights.model), group.size)))
 
 

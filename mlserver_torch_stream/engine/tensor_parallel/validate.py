@@ -1,4 +1,4 @@
-"""Which models and settings can be split over ranks, said before any rank is started.
+"""Refuses models and settings that ranks cannot split, before any rank is started.
 
 Knows nothing of processes or devices.
 """
@@ -13,7 +13,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings
 
 KEY = "parameters.extra.tensor_parallel_size"
-# Setting -> what it may be: a rank is one device that holds plain weights and follows the batched engine.
+# The allowed values of other settings: a rank is one device with plain weights, and follows a batched engine.
 _NEEDS: Mapping[str, tuple[Any, ...]] = {
     "device_map": (None,),
     "max_memory": (None,),
@@ -25,7 +25,7 @@ _NEEDS: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_settings(settings: EngineSettings) -> None:
-    """Raises LoadFailed, which names the setting that is against it."""
+    """Raises LoadFailed, which names the setting that does not allow ranks."""
     for key, allowed in _NEEDS.items():
         value = getattr(settings, key)
         if value not in allowed:
@@ -33,9 +33,9 @@ def check_settings(settings: EngineSettings) -> None:
 
 
 def check_launched(sizes: Mapping[str, int], started: int) -> None:
-    """Raises LoadFailed where no model of a server, or not all that are split, take the ranks that were started for it.
+    """Raises LoadFailed if the ranks that were started for a server do not fit the models that are split.
 
-    ``sizes``: by the models' names. A server that starts with none may be told of one later.
+    ``sizes`` are the models' settings, by name. A server without models may load one later.
     """
     for name, size in sizes.items():
         if size not in (1, started):
@@ -46,7 +46,7 @@ def check_launched(sizes: Mapping[str, int], started: int) -> None:
 
 
 def check_model(config: Any, size: int) -> None:
-    """Raises LoadFailed where transformers cannot give each of ``size`` ranks whole heads of the model."""
+    """Raises LoadFailed if transformers cannot give each of ``size`` ranks whole attention heads of the model."""
     if getattr(config, "quantization_config", None):
         raise LoadFailed(f"{KEY}: this checkpoint is quantised, which ranks do not split")
     text = config.get_text_config(decoder=True)

@@ -1,1 +1,1 @@
-"""Between text and token ids."""
+"""Converts text to token ids and back, and finds stop strings."""

@@ -7,22 +7,16 @@ that it has returned: this works for any tokenizer, never raises on odd ids, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PENDING_CHARS = 3  # the bytes of an unfinished character decode to at most so many replacement characters
 _CONTEXT = 4  # tokens kept before new ones: their text fixes the space in front of the next
 _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
-
-
-class TokenDecoder(Protocol):
-    """The part of TextCodec that a detokenizer uses."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
 
 class Detokenizer:
@@ -33,7 +27,7 @@ class Detokenizer:
     replaces the entire run, and the number of replacement characters can differ.
     """
 
-    def __init__(self, codec: TokenDecoder, skip_special_tokens: bool) -> None:
+    def __init__(self, codec: TextCodec, skip_special_tokens: bool) -> None:
         self._codec = codec
         self._skip = skip_special_tokens
         self._silent = codec.special_ids if skip_special_tokens else frozenset[int]()
@@ -49,7 +43,10 @@ class Detokenizer:
     def flush(self) -> str:
         """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
         text = self._decode()
-        rest = text[len(self._returned) :] if text.startswith(self._returned) else self._after_complete()
+        if text.startswith(self._returned):
+            rest = text[len(self._returned) :]
+        else:
+            rest = self._codec.decode(self._window[self._complete :], self._skip)
         self._window, self._returned, self._complete, self._cut = [], "", 0, 0
         return rest
 
@@ -98,9 +95,6 @@ class Detokenizer:
         self._window = self._window[self._complete :]
         self._returned, self._complete, self._cut = "", 0, 0
         return self._release(self._decode())
-
-    def _after_complete(self) -> str:
-        return self._codec.decode(self._window[self._complete :], self._skip)
 
     def _decode(self) -> str:
         return self._codec.decode(self._window, self._skip)

@@ -22,16 +22,11 @@ class StopMatcher:
         self._include = include
         self._state = 0
         self._held = ""
-        self._hit: str | None = None
-
-    @property
-    def hit(self) -> str | None:
-        """The stop string that was found, or None."""
-        return self._hit
+        self.hit: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> str:
         """Adds the next part of the text and returns the text that is released; after a hit, always nothing."""
-        if self._hit is not None:
+        if self.hit is not None:
             return ""
         automaton, state = self._automaton, self._state
         if not automaton.stops:
@@ -55,7 +50,7 @@ class StopMatcher:
         return text[:cut]
 
     def _finish(self, text: str, stop: str) -> str:
-        self._hit = stop
+        self.hit = stop
         self._held = ""
         return text if self._include else text[: len(text) - len(stop)]
 

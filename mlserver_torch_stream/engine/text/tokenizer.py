@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
@@ -18,15 +19,15 @@ _HOLD_AT_MOST = 64
 
 
 class TextCodec:
-    """One tokenizer and its chat template: ``chat_template`` if given, else the tokenizer's own.
+    """One tokenizer and its chat template.
 
     The messages of a ``ChatPrompt`` are at least one, and the content of each is one string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
         self._silent_ids: frozenset[int] | None = None
+        self._token_bytes: TokenBytes | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -35,7 +36,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._chat_template or self._tokenizer.chat_template)
+        return bool(self._tokenizer.chat_template)
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -60,6 +61,12 @@ class TextCodec:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of one token; a special token's are those of its name."""
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self._tokenizer)
+        return self._token_bytes.of(token_id)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the ids of each word, as it is tokenized at the start of a text and after a space."""
@@ -101,13 +108,12 @@ class TextCodec:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in prompt.messages],
                 tools=tools,
-                chat_template=self._chat_template,
                 tokenize=False,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 **prompt.template_kwargs,
             )
-        except Exception as error:  # a template is a program that runs on the client's data: whatever it raises
+        except Exception as error:  # a template is a program that runs on the client's data, and can raise any error
             raise InvalidInput("messages", f"the chat template refused them: {_reason(error)}") from error
         return self._plain(str(text), "messages")
 

@@ -1,0 +1,67 @@
+"""Finds the bytes that each token of a tokenizer stands for, as log-probabilities show them.
+
+Knows nothing of texts: a token may be a part of a character, and text that joins tokens may drop a leading space.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how tokenizers with byte fallback write one byte
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+
+
+class TokenBytes:
+    """Looks each token up once. An id that has no token has no bytes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._byte_level = "ByteLevel" in _decoders(tokenizer)
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token_id: int) -> bytes:
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._look_up(token_id)
+        return found
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        token = str(token)
+        if self._byte_level and all(char in _BYTE_LEVEL for char in token):
+            return bytes(_BYTE_LEVEL[char] for char in token)
+        byte = _BYTE.fullmatch(token)
+        if byte is not None:
+            return bytes.fromhex(byte[1])
+        if _SPACE in token:
+            return token.replace(_SPACE, " ").encode()
+        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)).encode()
+
+
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The kinds of decoder that a fast tokenizer goes through."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = None if backend is None else backend.decoder
+    if decoder is None:
+        return set()
+    state = json.loads(decoder.__getstate__())
+    return {part["type"] for part in state.get("decoders", [state])}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters are their own byte, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
