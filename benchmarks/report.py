@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gains
+from benchmarks import beside_batch, gains
 from benchmarks.cases import describe
 
 _NONE = "-"
@@ -130,6 +130,8 @@ def sections(result: Mapping[str, Any]) -> list[tuple[str, list[str] | Table]]:
         found += [("", legend(servers[0])), ("Servers", server_table(result))]
     if "gains" in result:
         found.append(("Batching and liveness", gains.lines(result["gains"])))
+    if "batches" in result:
+        found.append(("Beside a batch", beside_batch.lines(result["batches"])))
     if "growth" in result:
         found += [("Growth", table) for table in growth_tables(result["growth"])]
     if "chunks" in result:

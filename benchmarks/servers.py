@@ -22,7 +22,7 @@ from benchmarks.grpc_endpoint import GrpcEndpoint
 from benchmarks.http_endpoint import HOST, HttpEndpoint
 from benchmarks.load import Endpoint
 from benchmarks.process import free_ports, running
-from benchmarks.spellings import V2Spelling
+from benchmarks.spellings import OpenAISpelling, V2Spelling
 
 OURS = "mlserver-torch-stream"
 _READY_S = 900.0  # the first start converts, compiles or warms
@@ -83,10 +83,12 @@ class Ours:
         log = folder / "server.log"
         began = time.perf_counter()
         command = [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)]
-        with running(command, clean_environment(), log, folder) as process:
+        environment = {**clean_environment(), "MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder / "batches")}
+        with running(command, environment, log, folder) as process:
             wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)
             rest: Endpoint = HttpEndpoint(http_port, V2Spelling(self.model))
-            endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model)}
+            openai = HttpEndpoint(http_port, OpenAISpelling(self.model, {"ignore_eos": True}))
+            endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model), "openai": openai}
             yield Live(process.pid, http_port, time.perf_counter() - began, endpoints)
 
 

@@ -1,4 +1,4 @@
-"""Token-by-token streaming of Hugging Face causal language models on MLServer.
+"""Streams Hugging Face causal language models token by token on MLServer.
 
 MLServer reloads this module each time it resolves ``implementation: mlserver_torch_stream.TorchStreamRuntime``
 (``importlib.reload``), so it holds nothing but lazy re-exports: no torch, no state, no patches.

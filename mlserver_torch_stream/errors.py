@@ -1,15 +1,22 @@
-"""The error table: every way a request can fail, with its REST status.
+"""Defines the error table: every way in which a request can fail, with its REST status.
 
-Knows nothing of who raises or who answers; gRPC codes are derived from the REST status by ``server``.
+Knows nothing of where errors are raised or answered. ``server`` derives gRPC codes from the REST status.
 """
 
 from __future__ import annotations
 
 
 class RequestError(Exception):
-    """A request that fails, with the status that its client sees before the first token."""
+    """A request that fails, with the status that its client sees before the first token.
 
-    status = 500
+    ``field``: the part of the request that is wrong, in the client's own spelling. ``code``: what OpenAI's API calls
+    the error, where clients act on it. ``retry_after``: whole seconds until it should be gone.
+    """
+
+    status: int = 500
+    field: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -21,25 +28,40 @@ class InvalidInput(RequestError):
 
     status = 422
 
+    field: str
+
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.reason = message
 
 
+class ContextLengthExceeded(InvalidInput):
+    """The prompt has more tokens than the model's context holds. Clients know it by the code or by OpenAI's words."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, field: str, tokens: int, context: int) -> None:
+        most = f"this model's maximum context length is {context} tokens"
+        super().__init__(field, f"the prompt has {tokens} tokens, {most}")
+
+
 class UnknownModel(RequestError):
     """The request names a model that is not served here."""
 
     status = 404
+    field = "model"
+    code = "model_not_found"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {name!r} does not exist here")
 
 
 class QueueFull(RequestError):
-    """More is waiting than the settings allow. ``retry_after``: whole seconds until some of it should be gone."""
+    """More requests wait than the settings allow. ``retry_after``: whole seconds until there should be room."""
 
     status = 429
+    code = "rate_limit_exceeded"
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -47,14 +69,14 @@ class QueueFull(RequestError):
 
 
 class NotServing(RequestError):
-    """The engine is not there: loading, draining, unloading, or dead."""
+    """The model has no engine that takes requests: it is loading, draining, unloading, or dead."""
 
     status = 503
     retry_after = 1
 
 
 class TimedOut(RequestError):
-    """The request's time was over before its first token."""
+    """The request's time limit passed before its first token."""
 
     status = 504
 
@@ -63,6 +85,11 @@ class GenerationFailed(RequestError):
     """The model raised while this request was running."""
 
     status = 500
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """An error of a sequence as the error of its request."""
+    return error if isinstance(error, RequestError) else GenerationFailed(str(error) or type(error).__name__)
 
 
 class SettingsError(Exception):

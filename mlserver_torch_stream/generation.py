@@ -1,4 +1,4 @@
-"""From a decoded request to its running token stream: prompts are tokenized and submitted.
+"""Tokenizes the prompts of a decoded request and submits them to an engine, which streams the tokens.
 
 Knows neither V2 nor MLServer, and nothing of an engine beyond its interface.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, EngineRequest, TokenStream
@@ -25,12 +25,13 @@ from mlserver_torch_stream.types import (
 
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
 _MOST_CHARS_ON_LOOP = 4096
-# The pieces of a text are tokenized anew when they have grown by this factor, so that n pieces cost O(n).
+# The pieces of a text are tokenized again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 Opened = Callable[[TokenStream], None]
-"""Is given a stream as soon as there is one, so that its owner can close it at any time."""
+"""Is called with a stream as soon as there is one, so that its owner can close it at any time."""
 
 
 class PromptEncoder(Protocol):
@@ -42,62 +43,67 @@ class PromptEncoder(Protocol):
         """Ids of the part of ``text`` that more text behind it cannot change."""
 
 
-class RequestObserver(Protocol):
-    """Is told how one request fares; what it is told after the request's end it ignores."""
+class RequestObserver:
+    """Sees what happens to one request until it ends, and ignores later calls. This one records nothing."""
 
     def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None:
-        """Its prompts are known to their end."""
+        """The prompts are complete."""
 
     def accepted(self) -> None:
-        """The engine has it."""
+        """The engine has accepted the request."""
 
-    def event(self, event: TokenEvent) -> None: ...
+    def event(self, event: TokenEvent) -> None:
+        """Called for every event that the reader takes, so it must be cheap."""
 
-    def failed(self, error: BaseException) -> None: ...
+    def failed(self, error: BaseException) -> None:
+        """The request ends with this error, which its client gets."""
 
     def closed(self) -> None:
-        """Nobody reads on."""
+        """The stream is closed: no event is read any more."""
 
 
-class RequestObservers(Protocol):
-    """Is told of every request before anything is done for it."""
+class RequestObservers:
+    """Makes an observer for each request, before anything is done for it."""
 
-    def started(self, request: GenerationRequest) -> RequestObserver: ...
+    def started(self, request: GenerationRequest) -> RequestObserver:
+        return RequestObserver()
 
     def refused(self, request_id: str, error: BaseException) -> None:
-        """A request that could not be decoded."""
+        """A request could not be decoded, or met no engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A loaded model's engine and codec: what turns requests into token streams, each watched by ``watcher``."""
+    """A loaded model's engine and codec. Turns requests into token streams, which ``observers`` see."""
 
     engine: Engine
     codec: PromptEncoder
     info: ModelInfo
-    watcher: RequestObservers | None = None
+    observers: RequestObservers = field(default_factory=RequestObservers)
 
     async def start(self, request: GenerationRequest, opened: Opened) -> None:
         """Submits all prompts of a request. Raises RequestError."""
         n = request.sampling.n
         submitted = []
-        with self._watched(request) as watch:
-            for position, prompt in enumerate(request.prompts):
-                ids = tuple(await _off_loop_if_long(self.codec.encode, prompt))
+        with self._observed(request) as observer:
+            for position, ids in enumerate(await _off_loop_if_long(self._encode_all, request.prompts)):
                 submitted.append(_engine_request(request, ids, first_index=position * n))
-            watch.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
-            opened(_ObservedStream(self.engine.submit(submitted), watch))
+            observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
+            opened(_ObservedStream(self.engine.submit(submitted), observer))
+
+    def _encode_all(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
+        return [tuple(self.codec.encode(prompt)) for prompt in prompts]
 
     async def assemble(
         self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
     ) -> None:
-        """Submits one prompt that comes in pieces: prefilled as they come, sealed when they end.
+        """Submits one prompt that arrives in pieces. The pieces are prefilled as they arrive; the last one seals it.
 
-        ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one has to come within
+        ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one must arrive within
         ``timeout`` seconds (0: at any time). Raises RequestError.
         """
-        with self._watched(request) as watch:
-            stream = _ObservedStream(self.engine.submit([_engine_request(request, open=True)]), watch)
+        with self._observed(request) as observer:
+            stream = _ObservedStream(self.engine.submit([_engine_request(request, open=True)]), observer)
             opened(stream)
             arrivals = Arrivals(pieces, stream, timeout)
             try:
@@ -105,11 +111,11 @@ class Generator:
             finally:
                 arrivals.close()
             ids = await _off_loop_if_long(self.codec.encode, prompt)
-            watch.prompted([prompt], len(ids))
+            observer.prompted([prompt], len(ids))
             stream.seal(ids)
 
     async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
-        """The prompt of all pieces, each of which ``stream`` has been told of."""
+        """The prompt of all pieces. ``stream`` is extended by each of them."""
         parts: list[Prompt] = []
         known = _KnownIds(self.codec)
         piece: Prompt | None = first
@@ -121,25 +127,24 @@ class Generator:
 
     @contextmanager
     def decoding(self, request_id: str) -> Iterator[None]:
-        """Inside it a request is made; one that cannot be is never started, so it has to be noticed here."""
+        """The block decodes a request. A request that cannot be decoded never starts, so it is reported here."""
         try:
             yield
         except Exception as error:
-            if self.watcher is not None:
-                self.watcher.refused(request_id, error)
+            self.observers.refused(request_id, error)
             raise
 
     @contextmanager
-    def _watched(self, request: GenerationRequest) -> Iterator[RequestObserver]:
-        """Whatever ends the start of a request ends its watch."""
-        watch = _NO_OBSERVER if self.watcher is None else self.watcher.started(request)
+    def _observed(self, request: GenerationRequest) -> Iterator[RequestObserver]:
+        """An error of the block ends the request, so its observer is called."""
+        observer = self.observers.started(request)
         try:
-            yield watch
+            yield observer
         except (asyncio.CancelledError, GeneratorExit):
-            watch.closed()
+            observer.closed()
             raise
         except BaseException as error:
-            watch.failed(error)
+            observer.failed(error)
             raise
 
 
@@ -158,47 +163,30 @@ def _engine_request(
 
 
 class _ObservedStream:
-    """A token stream whose watch sees each event when its reader takes it."""
+    """A token stream whose observer sees each event when the reader takes it."""
 
-    def __init__(self, stream: TokenStream, watch: RequestObserver) -> None:
+    def __init__(self, stream: TokenStream, observer: RequestObserver) -> None:
         self._stream = stream
-        self._watch = watch
+        self._observer = observer
         self.extend = stream.extend
         self.seal = stream.seal
-        watch.accepted()
+        observer.accepted()
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
 
     async def __anext__(self) -> TokenEvent:
         event = await self._stream.__anext__()
-        self._watch.event(event)
+        self._observer.event(event)
         return event
 
     def close(self) -> None:
         self._stream.close()
-        self._watch.closed()
-
-
-class _NoObserver:
-    """Watches nothing."""
-
-    def prompted(self, prompts: Sequence[Prompt], tokens: int) -> None: ...
-
-    def accepted(self) -> None: ...
-
-    def event(self, event: TokenEvent) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
-
-    def closed(self) -> None: ...
-
-
-_NO_OBSERVER = _NoObserver()
+        self._observer.closed()
 
 
 class _KnownIds:
-    """The ids of a growing prompt that no further piece will change; those of a chat are known at its end."""
+    """The ids of a growing prompt that no further piece will change. A chat has none before its end."""
 
     def __init__(self, codec: PromptEncoder) -> None:
         self._codec = codec
@@ -225,7 +213,7 @@ class _KnownIds:
 
 
 def _join(parts: Sequence[Prompt]) -> Prompt:
-    """The whole prompt; a chat is never cut, so it is its only part."""
+    """The whole prompt. A chat never arrives in pieces, so it is the only part."""
     if isinstance(parts[0], TextPrompt):
         return TextPrompt("".join(part.text for part in parts if isinstance(part, TextPrompt)))
     if isinstance(parts[0], TokensPrompt):
@@ -233,7 +221,7 @@ def _join(parts: Sequence[Prompt]) -> Prompt:
     return parts[0]
 
 
-async def _off_loop_if_long(work: Callable[[_T], Sequence[int]], value: _T) -> Sequence[int]:
+async def _off_loop_if_long(work: Callable[[_T], _R], value: _T) -> _R:
     if _size(value) <= _MOST_CHARS_ON_LOOP:
         return work(value)
     return await asyncio.to_thread(work, value)
@@ -244,4 +232,6 @@ def _size(value: object) -> int:
         return len(value.text)
     if isinstance(value, ChatPrompt):
         return sum(len(str(message)) for message in value.messages)
+    if isinstance(value, tuple):
+        return sum(map(_size, value))
     return len(value) if isinstance(value, str) else 0

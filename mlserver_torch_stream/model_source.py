@@ -1,6 +1,6 @@
-"""Where a model's files are: what a ``uri`` or model name means.
+"""Finds out where a model's files are: what its ``uri`` or name means.
 
-Knows nothing of how they are loaded, and never asks the network.
+Knows nothing of how they are loaded, and uses no network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ModelSource:
 
 
 def find_path(path: str, source_folder: str | None) -> Path | None:
-    """The existing path that is meant: relative to the settings' folder first, then to the working directory."""
+    """The existing path: relative to the settings' folder, else to the working directory; None if there is none."""
     candidates = [Path(path).expanduser()]
     if source_folder is not None:
         candidates.insert(0, Path(source_folder, path))
@@ -38,7 +38,7 @@ def find_path(path: str, source_folder: str | None) -> Path | None:
 
 
 def resolve_source(uri: str, source_folder: str | None = None) -> ModelSource:
-    """What ``uri`` names. Raises SettingsError where it names nothing."""
+    """The model that ``uri`` names. Raises SettingsError if it names none."""
     if uri.startswith(EMBEDDED_SCHEME):
         return ModelSource("embedded", uri.removeprefix(EMBEDDED_SCHEME).strip("/"))
     if uri.startswith("hf://"):

@@ -1,4 +1,4 @@
-"""The pieces of one prompt as they arrive: in time, and as long as the stream that will answer it lives.
+"""Waits for the pieces of one prompt, each within a time limit, until the stream that will answer it ends.
 
 Knows nothing of what a piece is, nor of what is made of it.
 """
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Arrivals(Generic[T]):
-    """``next`` until it gives None, then the stream is its reader's; ``close`` in any case.
+    """Call ``next`` until it returns None, then read the stream; call ``close`` in any case.
 
-    A client that sends nothing for ``seconds`` (0: for ever) is told so without having to send, as it is of whatever
-    ends its stream meanwhile: a deadline, a shutdown, a failure.
+    A client that sends nothing for ``seconds`` (0: no limit) gets an error although it sends nothing. So does a client
+    whose stream ends meanwhile: at a deadline, a shutdown or a failure.
     """
 
     def __init__(self, pieces: AsyncIterator[T], stream: AsyncIterator[TokenEvent], seconds: float) -> None:
@@ -42,25 +42,22 @@ class Arrivals(Generic[T]):
         try:
             return self._following.result()
         except StopAsyncIteration:
-            await self._leave_stream()
-            return None
-
-    async def _leave_stream(self) -> None:
-        """It has one reader at a time."""
-        self._end.cancel()
+            pass
+        self._end.cancel()  # the stream has one reader at a time
         await asyncio.wait((self._end,))
         if not self._end.cancelled():
             raise self._reason()
+        return None
 
     def _reason(self) -> BaseException:
         error = self._end.exception()
         if error is not None and not isinstance(error, StopAsyncIteration):
             return error
-        told = None if error is not None else self._end.result().error
-        return told or NotServing("the stream ended before the prompt was whole")
+        last = None if error is not None else self._end.result().error
+        return last or NotServing("the stream ended before the prompt was whole")
 
     def close(self) -> None:
-        """Synchronous and idempotent: it may run where nothing can be awaited any more."""
+        """Synchronous and idempotent: it may run in a task that cannot await any more."""
         for waiting in (self._end, self._following):
             if waiting is not None and not waiting.cancel() and not waiting.cancelled():
-                waiting.exception()  # it is nobody's any more
+                waiting.exception()  # retrieved, so that asyncio does not log it

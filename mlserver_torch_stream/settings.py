@@ -1,4 +1,4 @@
-"""A model's settings: one frozen, validated object, and the origin of each of its values.
+"""Reads a model's settings into one frozen, validated object, with the origin of each of its values.
 
 Knows nothing of torch, of MLServer's classes or of loading; it reads the file system only to find the model.
 """
@@ -42,15 +42,15 @@ _DEFAULT = "default"
 
 def _number_keys(value: Any) -> Any:
     """Reads ``{"0": "20GiB"}`` as device 0, because JSON has only string keys."""
-    if not isinstance(value, dict):
-        return value
-    return {int(key) if isinstance(key, str) and key.isdigit() else key: item for key, item in value.items()}
+    return {_number(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _number_devices(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: int(item) if isinstance(item, str) and item.isdigit() else item for key, item in value.items()}
+    return {key: _number(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def _known_sampling(value: Any) -> Any:
@@ -175,7 +175,7 @@ def parse_settings(
     _refuse_misplaced(parameter_level_extras or {}, environ)
     from_environment = _environment_extra(environ)
     in_file = _file_parameters(source_folder)
-    values = _typed(from_environment if extra is None else extra)
+    values = typed_values(from_environment if extra is None else extra, EngineSettings)
 
     _refuse_unknown(values)
     origins = dict.fromkeys(KNOWN_KEYS, _DEFAULT)
@@ -202,11 +202,11 @@ def parse_settings(
     return ResolvedSettings(settings, resolve_source(settings.model, source_folder), origins)
 
 
-def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads strings as JSON where a key is not for text: Seldon's ``spec.parameters`` hold nothing but strings."""
+def typed_values(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Reads strings as JSON if the model's field is not for text: Seldon's ``spec.parameters`` hold only strings."""
     typed = dict(values)
     for key, value in values.items():
-        field = EngineSettings.model_fields.get(key)
+        field = model.model_fields.get(key)
         if isinstance(value, str) and field is not None and _reads_as_json(value, field.annotation):
             with contextlib.suppress(ValueError):  # the validation names what is wrong with it
                 typed[key] = json.loads(value)

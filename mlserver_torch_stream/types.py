@@ -1,4 +1,4 @@
-"""The vocabulary that every room shares: prompts, sampling parameters, requests, token events.
+"""Defines the vocabulary of all rooms: prompts, sampling parameters, requests, token events.
 
 Knows nothing of tensors, HTTP, gRPC or MLServer; it imports only the standard library.
 """
@@ -100,7 +100,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What the client asked to see in the reply, apart from the text."""
+    """The parts of the reply that the client asked for, apart from the text."""
 
     finish_reason: bool = True
     num_input_tokens: bool = True
@@ -108,8 +108,10 @@ class ReplyOptions:
     cumulative_logprob: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    details: bool = False  # flat JSON only
     echo_prompt: bool = False  # unary only: text_output starts with the prompt
     outputs: frozenset[str] | None = None  # None: all
+    usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +122,17 @@ class GenerationRequest:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParameters = SamplingParameters()
     reply: ReplyOptions = ReplyOptions()
-    stream: bool | None = None  # None: whatever the endpoint is
+    stream: bool | None = None  # None: as the endpoint does
     stream_mode: StreamMode = StreamMode.EACH
     priority: int | None = None  # 1 is highest; None: the default
     timeout_s: float | None = None  # from submit to the last token; None: the settings'
-    client: str = ""  # whose backlog it counts to while it waits; "": of all who do not say
+    client: str = ""  # waiting requests of one client share its place in the queue; "": unnamed
 
 
-# The most that one event holds, in characters, so that its line stays below 48 KiB in every spelling; there are proxies
-# that read lines of 64 KiB. A character is at most 19 bytes: a control character, which Seldon's spelling has three
-# times, once of these as JSON within JSON. A log-probability is up to 190 bytes there, each alternative up to 130.
+# The largest size of one event, in characters. Its line then stays below 48 KiB in every spelling; some proxies read
+# lines of at most 64 KiB. A character is at most 19 bytes: a control character, which Seldon's spelling writes three
+# times, once as JSON within JSON. A log-probability is up to 190 bytes there, each alternative up to 130, and each byte
+# of a token up to 11.
 MOST_PER_EVENT = 1536
 _CHARACTERS_PER_LOGPROB = 10
 _CHARACTERS_PER_ALTERNATIVE = 7
@@ -137,11 +140,24 @@ _CHARACTERS_PER_ALTERNATIVE = 7
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one chosen token and of the most likely alternatives at its position."""
+    """Natural-log probability of one chosen token and of the most likely alternatives at its position.
+
+    ``token`` and ``top_tokens`` are the tokens' bytes, in the order of ``top``; None and nothing where only ids are
+    known.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    token: bytes | None = None
+    top_tokens: tuple[bytes, ...] = ()
+    special: bool = False  # a special token of the tokenizer, such as its end token
+
+    @property
+    def size(self) -> int:
+        """In characters, as that of an event."""
+        token_bytes = len(self.token or b"") + sum(map(len, self.top_tokens))
+        return _CHARACTERS_PER_LOGPROB + _CHARACTERS_PER_ALTERNATIVE * len(self.top) + token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +168,17 @@ class Usage:
     num_output_tokens: int
     queue_s: float = 0.0
     ttft_s: float = 0.0
+    num_cached_tokens: int = 0  # of the prompt: copied from the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one sequence has to say since its last event: any number of tokens, and on the last one why it ended.
+    """The tokens of one sequence since its last event, and in the last event the reason of its end.
 
     ``text`` never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
     ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
-    ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet.
+    ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet. ``stop_reason``
+    is the stop string, or the id of ``stop_token_ids``, that ended the sequence; None for the model's own end token.
     """
 
     index: int
@@ -171,17 +189,12 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: Exception | None = None
+    stop_reason: int | str | None = None
 
     @property
     def size(self) -> int:
-        """In characters: what ``MOST_PER_EVENT`` bounds."""
-        alternatives = sum(len(entry.top) for entry in self.logprobs)
-        return (
-            len(self.text)
-            + len(self.token_ids)
-            + _CHARACTERS_PER_LOGPROB * len(self.logprobs)
-            + _CHARACTERS_PER_ALTERNATIVE * alternatives
-        )
+        """In characters; ``MOST_PER_EVENT`` is the limit."""
+        return len(self.text) + len(self.token_ids) + sum(entry.size for entry in self.logprobs)
 
     def merge(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one of the same sequence as one."""
@@ -194,6 +207,7 @@ class TokenEvent:
             finish_reason=later.finish_reason,
             usage=later.usage,
             error=later.error,
+            stop_reason=later.stop_reason,
         )
 
 
@@ -207,7 +221,7 @@ def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the protocol needs to know of a loaded model to validate a request.
+    """The properties of a loaded model against which the protocol validates a request.
 
     ``default_sampling`` holds request-parameter names (``temperature``, ``max_tokens``, …) from the model's
     generation config, overlaid by the settings'; it is the lowest level of precedence.
@@ -215,6 +229,6 @@ class ModelInfo:
 
     vocab_size: int
     max_model_len: int  # tokens, prompt and answer together
-    max_rows: int  # rows in one batch; bounds n
+    max_num_seqs: int  # the most sequences that decode at a time; bounds n
     has_chat_template: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -1,47 +1,96 @@
-"""Reads a V2 reply in JSON, a unary one or one event of a stream: what each sequence got, and whether it is the last.
+"""Reads a V2 reply in JSON, a unary one or one event of a stream: the part of each sequence, and the final flag.
 
 Knows nothing of HTTP and nothing of requests.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlserver_torch_stream.types import TokenLogprob
+
+_ONE_ELEMENT_EACH = {  # the output's name -> the field
+    "text_output": "text",
+    "finish_reason": "finish_reason",
+    "num_input_tokens": "num_input_tokens",
+    "num_output_tokens": "num_output_tokens",
+    "cumulative_logprob": "cumulative_logprob",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceReply:
-    """What one reply says about one sequence. None: the reply does not say."""
+    """The part of one sequence in a reply. None: the reply does not have the value."""
 
     index: int
     text: str | None = None
     finish_reason: str | None = None
-    logprobs: str | None = None  # JSON: a list of {"token_id", "logprob", "top"}
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
+    cumulative_logprob: float | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """``sequences``: at least one; ``final``: the stream's last event; ``error``: the error of a failed generation."""
+    """``sequences``: at least one; ``final``: the stream's last event; ``error``: the error of a failed generation.
+
+    The counts are the whole request's; None: the reply does not say.
+    """
 
     sequences: tuple[SequenceReply, ...]
     final: bool
     error: Any = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 def read_reply(body: Mapping[str, Any]) -> ServerReply:
     """A body that is no V2 reply raises KeyError, TypeError, ValueError or AttributeError."""
     parameters = body.get("parameters") or {}
-    tensors = {tensor["name"]: tensor["data"] for tensor in body.get("outputs", ())}
+    tensors = {tensor["name"]: tensor for tensor in body.get("outputs", ())}
+    columns: dict[str, list[Any]] = {
+        field: tensors[name]["data"] for name, field in _ONE_ELEMENT_EACH.items() if name in tensors
+    }
+    if "finish_reason" in columns:
+        columns["finish_reason"] = [reason or None for reason in columns["finish_reason"]]
+    if "token_ids" in tensors:
+        columns["token_ids"] = _ids_of_each(tensors["token_ids"])
+    if "logprobs" in tensors:
+        columns["logprobs"] = [_logprobs(text) for text in tensors["logprobs"]["data"]]
     first = int(parameters.get("index", 0))
-    names = ("text_output", "finish_reason", "logprobs", "num_input_tokens", "num_output_tokens")
-    columns = [tensors.get(name) or () for name in names]
-    count = max(1, *map(len, columns))
-    rows = ((column[place] if place < len(column) else None for column in columns) for place in range(count))
-    sequences = tuple(
-        SequenceReply(first + place, text, reason or None, *rest) for place, (text, reason, *rest) in enumerate(rows)
+    count = max((len(column) for column in columns.values()), default=0) or 1
+    sequences = (
+        SequenceReply(
+            first + place, **{field: column[place] for field, column in columns.items() if place < len(column)}
+        )
+        for place in range(count)
     )
-    error = body.get("error") or parameters.get("error") or None
-    return ServerReply(sequences, bool(parameters.get("triton_final_response", False)), error)
+    return ServerReply(
+        tuple(sequences),
+        bool(parameters.get("triton_final_response", False)),
+        body.get("error") or parameters.get("error") or None,
+        parameters.get("usage_prompt_tokens"),
+        parameters.get("usage_completion_tokens"),
+    )
+
+
+def _ids_of_each(tensor: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The ids of one sequence, or those of several, whose rows are filled up with -1."""
+    data, shape = tensor["data"], tensor["shape"]
+    width = max(1, shape[-1])
+    return [
+        tuple(token_id for token_id in data[start : start + width] if token_id >= 0)
+        for start in range(0, len(data), width)
+    ]
+
+
+def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(entry["token_id"], entry["logprob"], tuple((token_id, value) for token_id, value in entry["top"]))
+        for entry in json.loads(text)
+    )

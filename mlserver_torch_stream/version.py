@@ -1,3 +1,3 @@
-"""The package's version, in one place. Imports nothing, so that every room may read it."""
+"""Defines the package's version. Imports nothing, so that every room may read it."""
 
 __version__ = "0.1.0"

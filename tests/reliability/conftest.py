@@ -40,7 +40,7 @@ def plain(recite: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
     ]
     environment = {"PYTHONPATH": PYTHON_PATH, "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(MOST_BODY)}
     folder = tmp_path_factory.mktemp("plain") / "models"
-    with serve(folder, models, settings=QUIET, environment=environment) as running:
+    with serve(folder, models, settings=QUIET, environment=environment, triton=True) as running:
         yield running
 
 
@@ -59,5 +59,5 @@ def slow(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "1",
     }
     folder = tmp_path_factory.mktemp("slow") / "models"
-    with serve(folder, models, settings=QUIET, environment=environment) as running:
+    with serve(folder, models, settings=QUIET, environment=environment, triton=True) as running:
         yield running

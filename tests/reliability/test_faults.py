@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.reliability.calls import Door, Result, ask, calling
+from tests.reliability.calls import Endpoint, Result, ask, calling
 from tests.reliability.conftest import QUIET
 from tests.reliability.counts import Counts, counts, idle, until
 from tests.reliability.reciter import LOOP, recital
@@ -19,7 +19,7 @@ from tests.server.harness import Model, Server, serve
 
 _TOKENS = 150
 _LEAD = 60  # steps before a fault, in which all requests of the batch arrive
-_BATCH = (Door.REST_STREAM, Door.GRPC_STREAM, Door.REST_STREAM, Door.GRPC_STREAM)
+_BATCH = (Endpoint.REST_STREAM, Endpoint.GRPC_STREAM, Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
 _RECOVERED_S = 10.0  # ten times the figure that the bench holds
 
 
@@ -75,7 +75,7 @@ def outcomes(faulty: Server) -> dict[str, Outcome]:
         steps = int(idle(faulty, "decoding")["decode_steps"]) + uncounted
         ahead = fault.step - _LEAD - steps
         assert ahead > 1, f"{fault.name}: its step has been passed"
-        ask(Door.REST_UNARY, faulty, "decoding", max_tokens=ahead)
+        ask(Endpoint.REST_UNARY, faulty, "decoding", max_tokens=ahead)
         found[fault.name] = _meet(faulty)
         uncounted += fault.failed + fault.tries
     return found
@@ -84,10 +84,10 @@ def outcomes(faulty: Server) -> dict[str, Outcome]:
 def _meet(server: Server) -> Outcome:
     before = idle(server, "decoding")
     with ExitStack() as stack:
-        calls = [stack.enter_context(calling(door, server, "decoding", max_tokens=_TOKENS)) for door in _BATCH]
+        calls = [stack.enter_context(calling(endpoint, server, "decoding", max_tokens=_TOKENS)) for endpoint in _BATCH]
         until(server, "decoding", lambda now: now.requests("error") > before.requests("error"), 60)
         hit = time.monotonic()
-        following = ask(Door.REST_UNARY, server, "decoding", max_tokens=5)
+        following = ask(Endpoint.REST_UNARY, server, "decoding", max_tokens=5)
         recovered = time.monotonic() - hit
         results = [call.end() for call in calls]
     return Outcome(before, idle(server, "decoding"), results, recovered, following)
@@ -110,7 +110,7 @@ class TestAFaultInADecodeStep:
             finals = [reply for reply in result.replies if reply.final]
             assert len(finals) == 1 and finals[0] is result.replies[-1]
             told = [event for event in result.events if "error" in event]
-            if result.reasons == ["error"] and result.door.rest:
+            if result.reasons == ["error"] and result.endpoint.rest:
                 assert told == [result.events[-1]] and fault.says in told[0]["error"]
                 assert told[0]["outputs"] and told[0]["model_name"] == "decoding", "an event of V2 too"
             else:
@@ -128,22 +128,22 @@ class TestAFaultInADecodeStep:
 
 
 def test_a_fault_in_a_prefill_fails_that_request_with_a_status(faulty: Server) -> None:
-    """Exception, memory, NaN and death, each met through another door, with a stream on the same engine."""
+    """Exception, memory, NaN and death, each met through another endpoint, with a stream on the same engine."""
     for _ in range(59):
-        assert ask(Door.REST_UNARY, faulty, "prefilling", max_tokens=1).text == recital(1)
-    with calling(Door.REST_STREAM, faulty, "prefilling", max_tokens=1500) as beside:
+        assert ask(Endpoint.REST_UNARY, faulty, "prefilling", max_tokens=1).text == recital(1)
+    with calling(Endpoint.REST_STREAM, faulty, "prefilling", max_tokens=1500) as beside:
         beside.read(1)
-        for door in (Door.REST_STREAM, Door.GRPC_UNARY, Door.REST_UNARY):
-            _fails(ask(door, faulty, "prefilling", max_tokens=2))
-            assert ask(door, faulty, "prefilling", max_tokens=2).text == recital(2)
+        for endpoint in (Endpoint.REST_STREAM, Endpoint.GRPC_UNARY, Endpoint.REST_UNARY):
+            _fails(ask(endpoint, faulty, "prefilling", max_tokens=2))
+            assert ask(endpoint, faulty, "prefilling", max_tokens=2).text == recital(2)
         assert counts(faulty, "prefilling")["running_sequences"] == 1, "the stream beside them goes on"
-        _fails(ask(Door.GRPC_STREAM, faulty, "prefilling", max_tokens=2))
+        _fails(ask(Endpoint.GRPC_STREAM, faulty, "prefilling", max_tokens=2))
         ended = beside.end()
     assert ended.reasons == ["error"], "the engine's death ends it"
     assert ended.text and recital(LOOP).startswith(ended.text[:8].rstrip("�"))
     assert "the engine died" in ended.events[-1]["error"]
-    assert ask(Door.GRPC_STREAM, faulty, "prefilling", max_tokens=LOOP).text == recital(LOOP)
+    assert ask(Endpoint.GRPC_STREAM, faulty, "prefilling", max_tokens=LOOP).text == recital(LOOP)
 
 
 def _fails(result: Result) -> None:
-    assert result.code == (500 if result.door.rest else grpc.StatusCode.INTERNAL) and result.said
+    assert result.code == (500 if result.endpoint.rest else grpc.StatusCode.INTERNAL) and result.said

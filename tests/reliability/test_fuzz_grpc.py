@@ -14,7 +14,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from tests.protocol.test_v2_fuzz import any_text, key
 from tests.reliability.reciter import recital
-from tests.server import v2
+from tests.server import triton_wire, v2
 from tests.server.harness import Server
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -25,6 +25,12 @@ _REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 @pytest.fixture(scope="module")
 def channel(plain: Server) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(plain.grpc_target) as open_channel:
+        yield open_channel
+
+
+@pytest.fixture(scope="module")
+def triton(plain: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(plain.triton_target) as open_channel:
         yield open_channel
 
 
@@ -107,6 +113,15 @@ def test_what_is_malformed_is_an_invalid_argument(channel: grpc.Channel, what: s
     assert _code(channel, _MALFORMED[what](), streaming) is _REFUSED
 
 
+@pytest.mark.parametrize("what", _MALFORMED)
+def test_what_is_malformed_is_one_error_on_tritons_port(triton: grpc.Channel, what: str) -> None:
+    (refused,) = triton_wire.replies(triton, _MALFORMED[what]())
+    assert refused.error and refused.final
+    with pytest.raises(grpc.RpcError) as caught:
+        triton_wire.infer(triton, _MALFORMED[what]())
+    assert caught.value.code() is _REFUSED and caught.value.details() in refused.error
+
+
 @pytest.mark.parametrize("garbage", [b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", os.urandom(500)])
 def test_bytes_that_are_no_message_fail_their_call_only(channel: grpc.Channel, garbage: bytes) -> None:
     """gRPC itself refuses them, before anything of ours is asked: with INTERNAL, or by ending the call."""
@@ -167,6 +182,31 @@ def _fuzz(server: Server, channel: grpc.Channel, examples: int) -> None:
 
     answers()
     assert server.process.poll() is None
+
+
+def _fuzz_triton(channel: grpc.Channel, examples: int) -> None:
+    """Whatever a message says, it has one final reply; the bytes may be any."""
+    good = v2.grpc_request("recite", "Hello", id="good", max_tokens=3)
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(odd=messages() | st.binary(max_size=60))
+    def answers(odd: pb.ModelInferRequest | bytes) -> None:
+        finals = [each for each in triton_wire.replies(channel, odd, good) if each.final]
+        assert sorted(each.reply.parameters["request_index"] for each in finals) == [0, 1]
+        (end,) = (each for each in finals if each.reply.parameters["request_index"] == 1)
+        assert end.reply.finish_reason == "length"
+        assert all("internal server error" not in each.error for each in finals)
+
+    answers()
+
+
+def test_a_hundred_messages_of_tritons(triton: grpc.Channel) -> None:
+    _fuzz_triton(triton, _FAST)
+
+
+@pytest.mark.slow
+def test_two_thousand_messages_of_tritons(triton: grpc.Channel) -> None:
+    _fuzz_triton(triton, _SLOW)
 
 
 def test_a_hundred_messages(plain: Server, channel: grpc.Channel) -> None:

@@ -17,7 +17,7 @@ from tests.reliability.conftest import MOST_BODY
 from tests.server import v2
 from tests.server.harness import Server
 
-_PATHS = tuple(f"/v2/models/small/{door}" for door in ("infer", "infer_stream", "generate", "generate_stream"))
+_PATHS = tuple(f"/v2/models/small/{endpoint}" for endpoint in ("infer", "infer_stream", "generate", "generate_stream"))
 _UNDERSTOOD = {200, 413, 415, 422, 504}  # 504: a timeout of microseconds can be asked for
 _FAST, _SLOW = 60, 2000  # examples of each of the five kinds
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.calls import PLAIN_DOORS, Door, calling
+from tests.reliability.calls import PLAIN_ENDPOINTS, Endpoint, calling
 from tests.reliability.counts import Counts, counts, idle, until
 from tests.reliability.wire import wired
 from tests.server.harness import Server
@@ -20,25 +20,25 @@ _BOUND_S = 60.0
 _CLIENT = """
 import sys
 from pathlib import Path
-from tests.reliability.calls import Door, calling
+from tests.reliability.calls import Endpoint, calling
 from tests.server.harness import Server
 
 http, grpc = map(int, sys.argv[2:4])
 server = Server(http, grpc, 0, Path(), None)
-with calling(Door(sys.argv[1]), server, "recite", max_tokens=2000, ignore_eos=True) as call:
+with calling(Endpoint(sys.argv[1]), server, "recite", max_tokens=2000, ignore_eos=True) as call:
     call.end()
 """
 
 
-def _kill(server: Server, door: Door, token: int) -> None:
+def _kill(server: Server, endpoint: Endpoint, token: int) -> None:
     """The connection breaks, as it does when its process is killed, once so many tokens have been generated."""
     before = idle(server, "recite")
-    with wired(server) as (far, rest, grpc_wire), calling(door, far, "recite", **_LONG) as call:
-        if token and door.streams:
+    with wired(server) as (far, rest, grpc_wire), calling(endpoint, far, "recite", **_LONG) as call:
+        if token and endpoint.streams:
             call.read(token)
         else:
             until(server, "recite", lambda now: _began(now, before, token))
-        (rest if door.rest else grpc_wire).cut()
+        (rest if endpoint.rest else grpc_wire).cut()
         _is_forgotten(server, before)
 
 
@@ -57,27 +57,27 @@ def _is_forgotten(server: Server, before: Counts) -> None:
     until(server, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1)
 
 
-@pytest.mark.parametrize("door", PLAIN_DOORS)
+@pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
 @pytest.mark.parametrize("token", _TOKENS)
-def test_a_killed_client_holds_nothing(slow: Server, door: Door, token: int) -> None:
+def test_a_killed_client_holds_nothing(slow: Server, endpoint: Endpoint, token: int) -> None:
     for _ in range(2):
-        _kill(slow, door, token)
+        _kill(slow, endpoint, token)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", PLAIN_DOORS)
+@pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
 @pytest.mark.parametrize("token", _TOKENS)
-def test_two_hundred_killed_clients_hold_nothing(slow: Server, door: Door, token: int) -> None:
+def test_two_hundred_killed_clients_hold_nothing(slow: Server, endpoint: Endpoint, token: int) -> None:
     for _ in range(17):  # times twelve
-        _kill(slow, door, token)
+        _kill(slow, endpoint, token)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", PLAIN_DOORS)
-def test_a_process_that_is_killed_holds_nothing(slow: Server, door: Door) -> None:
+@pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
+def test_a_process_that_is_killed_holds_nothing(slow: Server, endpoint: Endpoint) -> None:
     """With SIGKILL, so that nothing of the client can say farewell."""
     before = counts(slow, "recite")
-    command = [sys.executable, "-c", _CLIENT, door.value, str(slow.http_port), str(slow.grpc_port)]
+    command = [sys.executable, "-c", _CLIENT, endpoint.value, str(slow.http_port), str(slow.grpc_port)]
     client = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     try:
         until(slow, "recite", lambda now: now["running_sequences"] == 1, _BOUND_S)

@@ -1,4 +1,7 @@
-"""Triton's eighteen cells: unary, stream and bidirectional, each ended in six ways, over REST where there is REST."""
+"""Triton's eighteen cells: unary, stream and bidirectional, each ended in six ways, over REST where there is REST.
+
+Here is the test of a client that leaves, for every endpoint; ``test_killed`` breaks the connection at chosen tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,18 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.reliability.calls import BOUND_S, DOORS, Door, Result, ask, calling
+from tests.reliability.calls import BOUND_S, ENDPOINTS, TRITON_ENDPOINTS, Endpoint, Result, ask, calling
 from tests.reliability.conftest import QUIET
 from tests.reliability.counts import Counts, counts, idle, until
 from tests.reliability.reciter import LOOP, recital
 from tests.reliability.wire import wired
 from tests.server.harness import Model, Server, serve
+from tests.server.scrape import on_metrics_port
 
-each_door = pytest.mark.parametrize("door", DOORS)
+_ALL_ENDPOINTS = [*ENDPOINTS, *TRITON_ENDPOINTS]
+each_endpoint = pytest.mark.parametrize(
+    "endpoint", [*ENDPOINTS, *(pytest.param(endpoint, marks=pytest.mark.slow) for endpoint in TRITON_ENDPOINTS)]
+)
 _ENOUGH = 3 * LOOP
 _LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 _TIME_S = 1.0
@@ -36,48 +43,56 @@ def one_more(server: Server, model: str, reason: str, before: Counts, count: int
 # --- ok ---
 
 
-@each_door
-def test_ok(plain: Server, door: Door) -> None:
+@each_endpoint
+def test_ok(plain: Server, endpoint: Endpoint) -> None:
     before = counts(plain, "recite")
-    result = ask(door, plain, "recite", max_tokens=_ENOUGH)
+    result = ask(endpoint, plain, "recite", max_tokens=_ENOUGH)
     assert result.code is None
-    assert result.texts == [recital(_ENOUGH)] * door.requests
-    assert result.reasons == ["length"] * door.requests
-    one_more(plain, "recite", "length", before, door.requests)
+    assert result.texts == [recital(_ENOUGH)] * endpoint.requests
+    assert result.reasons == ["length"] * endpoint.requests
+    one_more(plain, "recite", "length", before, endpoint.requests)
 
 
 # --- cancel ---
 
 
-@each_door
-def test_cancel(slow: Server, door: Door) -> None:
-    before = idle(slow, "recite")
-    with calling(door, slow, "recite", **_LONG) as call:
-        until(slow, "recite", lambda now: now["running_sequences"] == door.requests)
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_cancel(slow: Server, endpoint: Endpoint) -> None:
+    """MLServer's own counters have it as neither a success nor a failure."""
+    before, answered = idle(slow, "recite"), _answered(slow)
+    with calling(endpoint, slow, "recite", **_LONG) as call:
+        until(slow, "recite", lambda now: now["running_sequences"] == endpoint.requests)
         call.leave()
-        after = one_more(slow, "recite", "cancelled", before, door.requests)
-        if not door.rest:
+        after = one_more(slow, "recite", "cancelled", before, endpoint.requests)
+        if not endpoint.rest:
             assert call.end().code is grpc.StatusCode.CANCELLED
-    assert after["cancelled_sequences"] - before["cancelled_sequences"] == door.requests
+    assert after["cancelled_sequences"] - before["cancelled_sequences"] == endpoint.requests
+    assert after["generation_tokens"] - before["generation_tokens"] < endpoint.requests * _LONG["max_tokens"]
     assert after["wasted_tokens"] == before["wasted_tokens"]
+    assert not endpoint.rest or _answered(slow) == answered
+
+
+def _answered(server: Server) -> list[dict[str, float]]:
+    scrape = on_metrics_port(server)
+    return [scrape.by("model", f"model_infer_request_{how}_total") for how in ("success", "failure")]
 
 
 # --- timeout ---
 
 
-@each_door
-def test_timeout(slow: Server, door: Door) -> None:
+@each_endpoint
+def test_timeout(slow: Server, endpoint: Endpoint) -> None:
     before = counts(slow, "recite")
-    result = ask(door, slow, "recite", timeout=int(_TIME_S * 1e6), **_LONG)
-    if door.streams:
+    result = ask(endpoint, slow, "recite", timeout=int(_TIME_S * 1e6), **_LONG)
+    if endpoint.streams:
         assert result.code is None
-        assert result.reasons == ["timeout"] * door.requests
+        assert result.reasons == ["timeout"] * endpoint.requests
         assert all(_is_part(text) for text in result.texts)
     else:
-        assert result.code == (504 if door.rest else grpc.StatusCode.DEADLINE_EXCEEDED)
+        assert result.code == (504 if endpoint.rest else grpc.StatusCode.DEADLINE_EXCEEDED)
         assert "took too long" in result.said
-    after = one_more(slow, "recite", "timeout", before, door.requests)
-    assert after["timed_out_sequences"] - before["timed_out_sequences"] == door.requests
+    after = one_more(slow, "recite", "timeout", before, endpoint.requests)
+    assert after["timed_out_sequences"] - before["timed_out_sequences"] == endpoint.requests
 
 
 def _is_part(text: str) -> bool:
@@ -89,31 +104,33 @@ def _is_part(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def faulty(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One model, and one engine, for each door: its thirtieth decode step fails."""
+    """One model, and one engine, for each endpoint: its thirtieth decode step fails."""
     environment = {"MLSERVER_TORCH_STREAM_FAULTS": f"decode:{_FAULTY_STEP}:raise,decode:1:slow=0.01"}
-    models = [Model(door.value, str(recite)) for door in DOORS]
+    models = [Model(endpoint.value, str(recite)) for endpoint in _ALL_ENDPOINTS]
     folder = tmp_path_factory.mktemp("faulty") / "models"
-    with serve(folder, models, settings=QUIET, environment=environment) as running:
+    with serve(folder, models, settings=QUIET, environment=environment, triton=True) as running:
         yield running
 
 
-@each_door
-def test_error(faulty: Server, door: Door) -> None:
-    before = counts(faulty, door.value)
-    result = ask(door, faulty, door.value, **_LONG)
-    if door.streams:
+@each_endpoint
+def test_error(faulty: Server, endpoint: Endpoint) -> None:
+    before = counts(faulty, endpoint.value)
+    result = ask(endpoint, faulty, endpoint.value, **_LONG)
+    if endpoint.streams:
         assert result.code is None
-        assert result.reasons == ["error"] * door.requests
+        assert result.reasons == ["error"] * endpoint.requests
         assert all(_is_part(text) for text in result.texts)
     else:
-        assert result.code == (500 if door.rest else grpc.StatusCode.INTERNAL)
+        assert result.code == (500 if endpoint.rest else grpc.StatusCode.INTERNAL)
         assert "RuntimeError" in result.said
-    if door is Door.REST_STREAM:
+    if endpoint in TRITON_ENDPOINTS:
+        assert result.said.startswith("[request id: <id_unknown>] ") and "RuntimeError" in result.said
+    if endpoint is Endpoint.REST_STREAM:
         *well, last = result.events
         assert "RuntimeError" in last["error"] and not any("error" in event for event in well)
-    after = one_more(faulty, door.value, "error", before, door.requests)
-    assert after.errors(500) == door.requests
-    assert ask(door, faulty, door.value, max_tokens=_ENOUGH).texts == [recital(_ENOUGH)] * door.requests
+    after = one_more(faulty, endpoint.value, "error", before, endpoint.requests)
+    assert after.errors(500) == endpoint.requests
+    assert ask(endpoint, faulty, endpoint.value, max_tokens=_ENOUGH).texts == [recital(_ENOUGH)] * endpoint.requests
 
 
 # --- shutdown ---
@@ -121,37 +138,49 @@ def test_error(faulty: Server, door: Door) -> None:
 
 @dataclass(frozen=True)
 class Shutdown:
-    results: dict[Door, Result]
+    results: dict[Endpoint, Result]
     exit_code: int
     log: str
 
 
 @pytest.fixture(scope="module")
 def shutdown(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Shutdown:
-    """What came of a request through each door when the server was told to end under all of them."""
+    """What came of a request through each endpoint when the server was told to end under all of them."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01",
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5",
     }
     folder = tmp_path_factory.mktemp("shutdown") / "models"
     models = [Model("recite", str(recite))]
-    with serve(folder, models, settings=QUIET, environment=environment) as server, ExitStack() as stack:
-        calls = {door: stack.enter_context(calling(door, server, "recite", **_LONG)) for door in DOORS}
-        until(server, "recite", lambda now: now["running_sequences"] == sum(door.requests for door in DOORS))
+    with ExitStack() as stack:
+        server = stack.enter_context(serve(folder, models, settings=QUIET, environment=environment, triton=True))
+        calls = {
+            endpoint: stack.enter_context(calling(endpoint, server, "recite", **_LONG)) for endpoint in _ALL_ENDPOINTS
+        }
+        until(
+            server,
+            "recite",
+            lambda now: now["running_sequences"] == sum(endpoint.requests for endpoint in _ALL_ENDPOINTS),
+        )
         server.process.send_signal(signal.SIGTERM)
-        results = {door: call.end() for door, call in calls.items()}
+        results = {endpoint: call.end() for endpoint, call in calls.items()}
         return Shutdown(results, server.process.wait(BOUND_S), server.log)
 
 
-@each_door
-def test_shutdown(shutdown: Shutdown, door: Door) -> None:
-    result = shutdown.results[door]
-    if door.streams:
+@pytest.mark.parametrize("endpoint", _ALL_ENDPOINTS)
+def test_shutdown(shutdown: Shutdown, endpoint: Endpoint) -> None:
+    result = shutdown.results[endpoint]
+    if (
+        endpoint is Endpoint.TRITON_BIDI
+    ):  # its client is told that the stream takes no more requests, unless it has closed it
+        assert result.code in (None, grpc.StatusCode.UNAVAILABLE)
+    elif endpoint.streams:
         assert result.code is None
-        assert result.reasons == ["abort"] * door.requests
+    if endpoint.streams:
+        assert result.reasons == ["abort"] * endpoint.requests
         assert all(_is_part(text) for text in result.texts)
     else:
-        assert result.code == (503 if door.rest else grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert result.code == (503 if endpoint.rest else grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert "shutting down" in result.said
     assert shutdown.exit_code == 0 and "never retrieved" not in shutdown.log
 
@@ -159,26 +188,26 @@ def test_shutdown(shutdown: Shutdown, door: Door) -> None:
 # --- slow reader ---
 
 
-@each_door
-def test_slow_reader(plain: Server, door: Door) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_slow_reader(plain: Server, endpoint: Endpoint) -> None:
     """The engine does not wait for a reader that pauses, and the reader misses nothing."""
     before = counts(plain, "recite")
     with (
         wired(plain) as (far, rest, grpc_wire),
-        calling(door, far, "recite", return_logprobs=True, top_logprobs=5, **_LONG) as call,
+        calling(endpoint, far, "recite", return_logprobs=True, top_logprobs=5, **_LONG) as call,
     ):
-        wire = rest if door.rest else grpc_wire
-        if door.streams:
+        wire = rest if endpoint.rest else grpc_wire
+        if endpoint.streams:
             call.read(1)
         else:
             until(plain, "recite", lambda now: now["running_sequences"] == 1)
         wire.stop_reading()
-        wanted = before["generation_tokens"] + door.requests * _LONG["max_tokens"]
+        wanted = before["generation_tokens"] + endpoint.requests * _LONG["max_tokens"]
         until(plain, "recite", lambda now: now["generation_tokens"] == wanted)
         idle(plain, "recite")
         time.sleep(0.2)  # a pause after its end too
         wire.read_on()
         result = call.end()
-    assert result.texts == [recital(_LONG["max_tokens"])] * door.requests
-    assert result.reasons == ["length"] * door.requests
-    one_more(plain, "recite", "length", before, door.requests)
+    assert result.texts == [recital(_LONG["max_tokens"])] * endpoint.requests
+    assert result.reasons == ["length"] * endpoint.requests
+    one_more(plain, "recite", "length", before, endpoint.requests)

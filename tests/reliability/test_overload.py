@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from benchmarks.flood import Answered, flood
 from mlserver_torch_stream.client import EventParser
-from tests.reliability.calls import DOORS, Door, ask, calling
+from tests import plain_http
+from tests.reliability.calls import ENDPOINTS, Endpoint, ask, calling
 from tests.reliability.conftest import STEP_S
 from tests.reliability.counts import counts, idle, until
 from tests.reliability.reciter import recital
@@ -96,7 +96,7 @@ def _sampling(server: Server) -> Iterator[list[int]]:
         thread.join()
 
 
-# --- every door says it ---
+# --- every endpoint says it ---
 
 
 @contextmanager
@@ -104,20 +104,20 @@ def _full(server: Server) -> Iterator[None]:
     """The only row of ``narrow`` and the only place in its queue are taken."""
     idle(server, "narrow")
     parameters: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
-    with calling(Door.REST_STREAM, server, "narrow", **parameters) as running:
+    with calling(Endpoint.REST_STREAM, server, "narrow", **parameters) as running:
         running.read(1)
-        with calling(Door.REST_STREAM, server, "narrow", **parameters):
+        with calling(Endpoint.REST_STREAM, server, "narrow", **parameters):
             until(server, "narrow", lambda now: now["waiting_requests"] == 1)
             yield
 
 
-@pytest.mark.parametrize("door", DOORS[:4])
-def test_overload_is_429_with_retry_after_and_resource_exhausted(slow: Server, door: Door) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS[:4])
+def test_overload_is_429_with_retry_after_and_resource_exhausted(slow: Server, endpoint: Endpoint) -> None:
     with _full(slow):
-        result = ask(door, slow, "narrow", max_tokens=1)
-    assert result.code == (429 if door.rest else grpc.StatusCode.RESOURCE_EXHAUSTED)
+        result = ask(endpoint, slow, "narrow", max_tokens=1)
+    assert result.code == (429 if endpoint.rest else grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert "waiting" in result.said
-    if door.rest:
+    if endpoint.rest:
         assert int(result.headers["retry-after"]) >= 1
 
 
@@ -125,7 +125,7 @@ def test_overload_is_429_with_retry_after_and_resource_exhausted(slow: Server, d
 def test_every_route_refuses(slow: Server, path: str) -> None:
     with _full(slow):
         url = f"{slow.url}/v2/models/narrow/{path}"
-        response = httpx.post(url, json=v2.rest_body("Hello"), timeout=v2.TIMEOUT_S)
+        response = plain_http.post(url, json=v2.rest_body("Hello"), timeout=v2.TIMEOUT_S)
     assert response.status_code == 429 and response.headers["content-type"] == "application/json"
     assert int(response.headers["retry-after"]) >= 1 and response.json()["error"]
 
@@ -133,6 +133,6 @@ def test_every_route_refuses(slow: Server, path: str) -> None:
 def test_a_burst_of_hundreds_at_once_breaks_no_connection(slow: Server) -> None:
     idle(slow, "busy")
     with ThreadPoolExecutor(64) as pool:
-        results = list(pool.map(lambda _: ask(Door.REST_UNARY, slow, "busy", max_tokens=10), range(192)))
+        results = list(pool.map(lambda _: ask(Endpoint.REST_UNARY, slow, "busy", max_tokens=10), range(192)))
     assert {result.code for result in results} <= {None, 429}
     assert {result.text for result in results if result.code is None} == {recital(10)}

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.reliability.conftest import MOST_BODY
 from tests.reliability.counts import counts, idle
 from tests.reliability.reciter import recital
@@ -175,7 +175,7 @@ def test_slow_heads_hold_up_nobody_and_are_let_go(plain: Server) -> None:
     with _dribbling(plain, 200):
         for _ in range(10):
             _unharmed(plain)
-        assert httpx.get(f"{plain.url}/v2/health/live", timeout=10).status_code == 200
+        assert plain_http.get(f"{plain.url}/v2/health/live", timeout=10).status_code == 200
     end = time.monotonic() + 20
     while usage_of(plain).descriptors > before.descriptors + 2:
         assert time.monotonic() < end, "their connections are still held"

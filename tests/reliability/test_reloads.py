@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 
-from tests.reliability.calls import PLAIN_DOORS, Door, Result, ask
+from tests import plain_http
+from tests.reliability.calls import PLAIN_ENDPOINTS, Endpoint, Result, ask
 from tests.reliability.conftest import QUIET
 from tests.reliability.counts import idle
 from tests.reliability.reciter import recital
@@ -23,7 +23,7 @@ from tests.server.scrape import on_rest_port
 
 _TOKENS = 30
 _REFUSALS = {404, 503, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
-_NEVER = {Door.GRPC_UNARY: grpc.StatusCode.UNAVAILABLE}  # Seldon's agent would load the model once more
+_NEVER = {Endpoint.GRPC_UNARY: grpc.StatusCode.UNAVAILABLE}  # Seldon's agent would load the model once more
 _FAST, _SLOW = 10, 334  # rounds of three: reload, unload, load
 _WARM_UP = 3  # rounds
 _AWAY_S = 0.02  # a refused client's pause, so that loading has the cores
@@ -40,16 +40,16 @@ def server(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 class _Streams:
-    """One client per door that asks again and again."""
+    """One client per endpoint that asks again and again."""
 
     def __init__(self, server: Server) -> None:
         self.results: Counter[object] = Counter()
         self._server = server
         self._over = threading.Event()
 
-    def run(self, door: Door) -> None:
+    def run(self, endpoint: Endpoint) -> None:
         while not self._over.is_set():
-            result = ask(door, self._server, "recite", max_tokens=_TOKENS)
+            result = ask(endpoint, self._server, "recite", max_tokens=_TOKENS)
             verdict = self._verdict(result)
             self.results[verdict] += 1
             if verdict == "refused":
@@ -61,22 +61,23 @@ class _Streams:
     @staticmethod
     def _verdict(result: Result) -> object:
         if result.code is not None:
-            assert result.code in _REFUSALS and result.code != _NEVER.get(result.door), (result.door, result.code)
+            assert result.code in _REFUSALS, (result.endpoint, result.code)
+            assert result.code != _NEVER.get(result.endpoint), (result.endpoint, result.code)
             assert not result.replies, "refused at its start or not at all"
             return "refused"
-        assert (result.reasons, result.text) == (["length"], recital(_TOKENS)), result.door
+        assert (result.reasons, result.text) == (["length"], recital(_TOKENS)), result.endpoint
         return "answered"
 
 
 def _repository(server: Server, what: str, model: str = "recite") -> None:
-    response = httpx.post(f"{server.url}/v2/repository/models/{model}/{what}", timeout=60)
+    response = plain_http.post(f"{server.url}/v2/repository/models/{model}/{what}", timeout=60)
     assert response.status_code == 200, response.text
 
 
 def _go_round(server: Server, times: int) -> Counter[object]:
     streams = _Streams(server)
-    with ThreadPoolExecutor(len(PLAIN_DOORS)) as pool:
-        clients = [pool.submit(streams.run, door) for door in PLAIN_DOORS]
+    with ThreadPoolExecutor(len(PLAIN_ENDPOINTS)) as pool:
+        clients = [pool.submit(streams.run, endpoint) for endpoint in PLAIN_ENDPOINTS]
         try:
             for _ in range(times):
                 for what in ("load", "unload", "load"):

@@ -37,7 +37,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class _Client:
-    """One that asks through every door in turn, and leaves some of its answers."""
+    """One that asks through every endpoint in turn, and leaves some of its answers."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self._server = server
@@ -45,15 +45,15 @@ class _Client:
         self._http = httpx.Client(base_url=server.url, timeout=v2.TIMEOUT_S)
         self._channel = grpc.insecure_channel(server.grpc_target)
         self._stub = Stub(self._channel)
-        self._doors: list[Callable[[], None]] = [
+        self._endpoints: list[Callable[[], None]] = [
             self._rest_unary, self._rest_stream, self._grpc_unary, self._grpc_stream
         ]  # fmt: skip
         self._leaves = [self._leave_rest, self._leave_grpc]
 
     def run(self, requests: int) -> None:
         for number in range(requests):
-            doors = self._leaves if number % _SHARE_LEFT == 0 else self._doors
-            self._dice.choice(doors)()
+            endpoints = self._leaves if number % _SHARE_LEFT == 0 else self._endpoints
+            self._dice.choice(endpoints)()
 
     def close(self) -> None:
         self._http.close()

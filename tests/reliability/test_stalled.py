@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.reliability.calls import DOORS, Door, ask, calling
+from tests.reliability.calls import ENDPOINTS, TRITON_ENDPOINTS, Endpoint, ask, calling
 from tests.reliability.conftest import QUIET
 from tests.reliability.counts import idle, until
 from tests.reliability.reciter import recital
@@ -19,20 +19,20 @@ from tests.reliability.usage import MIB, rss_of
 from tests.reliability.wire import wired
 from tests.server.harness import Model, Server, serve
 
-_STREAMS = [door for door in DOORS if door.streams]
+_STREAMS = [endpoint for endpoint in ENDPOINTS if endpoint.streams]
 # A kilobyte and more per token: more than the sockets between the two take.
 _HEAVY: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "return_logprobs": True, "top_logprobs": 20}
 
 
-@pytest.mark.parametrize("door", _STREAMS)
-def test_others_go_on_beside_a_reader_that_stalls(plain: Server, door: Door) -> None:
+@pytest.mark.parametrize("endpoint", _STREAMS)
+def test_others_go_on_beside_a_reader_that_stalls(plain: Server, endpoint: Endpoint) -> None:
     before, memory = idle(plain, "recite"), rss_of(plain)
-    with wired(plain) as (far, rest, grpc_wire), calling(door, far, "recite", **_HEAVY) as stalled:
+    with wired(plain) as (far, rest, grpc_wire), calling(endpoint, far, "recite", **_HEAVY) as stalled:
         stalled.read(1)
-        (rest if door.rest else grpc_wire).stop_reading()
-        beside = ask(door, plain, "recite", max_tokens=100)
-        assert beside.texts == [recital(100)] * door.requests
-        generated = before["generation_tokens"] + door.requests * (_HEAVY["max_tokens"] + 100)
+        (rest if endpoint.rest else grpc_wire).stop_reading()
+        beside = ask(endpoint, plain, "recite", max_tokens=100)
+        assert beside.texts == [recital(100)] * endpoint.requests
+        generated = before["generation_tokens"] + endpoint.requests * (_HEAVY["max_tokens"] + 100)
         until(plain, "recite", lambda now: now["generation_tokens"] == generated)
         idle(plain, "recite")
         assert rss_of(plain) - memory < 64 * MIB
@@ -42,7 +42,7 @@ def test_others_go_on_beside_a_reader_that_stalls(plain: Server, door: Door) -> 
 
 def test_a_stalled_stream_is_cut(slow: Server) -> None:
     before = idle(slow, "recite")
-    with wired(slow) as (far, rest, _), calling(Door.REST_STREAM, far, "recite", **_HEAVY) as stalled:
+    with wired(slow) as (far, rest, _), calling(Endpoint.REST_STREAM, far, "recite", **_HEAVY) as stalled:
         stalled.read(1)
         rest.stop_reading()
         until(slow, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1, 60)
@@ -52,29 +52,30 @@ def test_a_stalled_stream_is_cut(slow: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", [Door.GRPC_STREAM, Door.GRPC_BIDI])
-def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Path, door: Door) -> None:
+@pytest.mark.parametrize("endpoint", [Endpoint.GRPC_STREAM, Endpoint.GRPC_BIDI, *TRITON_ENDPOINTS])
+def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Path, endpoint: Endpoint) -> None:
     """gRPC takes some megabytes before it makes a writer wait; the client's machine is well and answers all along."""
     environment = {"MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "1"}
-    with serve(tmp_path / "models", [Model("recite", str(recite))], settings=QUIET, environment=environment) as server:
+    models = [Model("recite", str(recite))]
+    with serve(tmp_path / "models", models, settings=QUIET, environment=environment, triton=True) as server:
         before = idle(server, "recite")
-        with calling(door, server, "recite", **{**_HEAVY, "n": 8, "max_tokens": 4000}) as stalled:
+        with calling(endpoint, server, "recite", **{**_HEAVY, "n": 8, "max_tokens": 4000}) as stalled:
             stalled.read(1)
-            until(server, "recite", lambda now: now.requests("cancelled") == door.requests, 60)
+            until(server, "recite", lambda now: now.requests("cancelled") == endpoint.requests, 60)
             after = idle(server, "recite")
-            assert after["generation_tokens"] - before["generation_tokens"] < door.requests * 8 * 4000
+            assert after["generation_tokens"] - before["generation_tokens"] < endpoint.requests * 8 * 4000
             assert after["wasted_tokens"] == 0
             assert server.log.count("has read nothing") == 1
             result = stalled.end()
         assert result.code is grpc.StatusCode.DEADLINE_EXCEEDED and "nothing was read for 1 s" in result.said
 
 
-@pytest.mark.parametrize("door", _STREAMS)
-def test_a_slow_but_steady_reader_is_not_cut(slow: Server, door: Door) -> None:
+@pytest.mark.parametrize("endpoint", _STREAMS)
+def test_a_slow_but_steady_reader_is_not_cut(slow: Server, endpoint: Endpoint) -> None:
     """Slower than the stream, never as slow as the bound."""
     begun = time.monotonic()
-    with wired(slow) as (far, rest, grpc_wire), calling(door, far, "recite", max_tokens=200) as call:
-        wire = rest if door.rest else grpc_wire
+    with wired(slow) as (far, rest, grpc_wire), calling(endpoint, far, "recite", max_tokens=200) as call:
+        wire = rest if endpoint.rest else grpc_wire
         for _ in range(6):
             wire.stop_reading()
             time.sleep(0.4)
@@ -82,7 +83,7 @@ def test_a_slow_but_steady_reader_is_not_cut(slow: Server, door: Door) -> None:
             call.read(1)
         result = call.end()
     assert time.monotonic() - begun > 2
-    assert (result.reasons, result.texts) == (["length"] * door.requests, [recital(200)] * door.requests)
+    assert (result.reasons, result.texts) == (["length"] * endpoint.requests, [recital(200)] * endpoint.requests)
 
 
 @pytest.mark.slow
@@ -93,7 +94,7 @@ def test_readers_that_stall_do_not_hold_up_the_end(recite: Path, tmp_path: Path)
         wired(server) as (far, rest, grpc_wire),
         ExitStack() as stack,
     ):
-        calls = [stack.enter_context(calling(door, far, "recite", **_HEAVY)) for door in _STREAMS]
+        calls = [stack.enter_context(calling(endpoint, far, "recite", **_HEAVY)) for endpoint in _STREAMS]
         for call in calls:
             call.read(1)
         rest.stop_reading()

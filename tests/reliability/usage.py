@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
+from tests import plain_http
 from tests.reliability import census
 from tests.server.harness import Model, Server
 
@@ -41,7 +40,7 @@ def usage_of(server: Server) -> Usage:
 
 def tasks_of(server: Server) -> dict[str, int]:
     """Tasks by the name of their coroutine."""
-    response = httpx.post(f"{server.url}/v2/models/census/infer", json={"inputs": []}, timeout=30)
+    response = plain_http.post(f"{server.url}/v2/models/census/infer", json={"inputs": []}, timeout=30)
     lines = [line.split() for line in response.raise_for_status().json()["outputs"][0]["data"]]
     return {kind: int(count) for count, kind in lines}
 

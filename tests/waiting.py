@@ -1,0 +1,30 @@
+"""Other processes as a test sees them: waits with a bound, whether one runs, and which ranks one has started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_until(condition: Callable[[], object], what: str = "the condition", seconds: float = 30.0) -> None:
+    """Returns once the condition is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def rank_pids(parent: int) -> list[int]:
+    """The ranks that this process has started."""
+    tasks = Path(f"/proc/{parent}/task").glob("*/children")
+    pids = [int(child) for task in tasks for child in task.read_text().split()]
+    return [each for each in pids if b"tensor_parallel.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
