@@ -15,9 +15,12 @@ from mlserver.repository.repository import SchemalessModelRepository
 from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
+from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.lifecycle import health
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.streams.stream_session import ReplyOpener
 from tests.server.harness import PACKAGE_SPELLING
 
 _MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
@@ -55,6 +58,9 @@ class Loaded(BaseRuntime):
     async def load(self) -> bool:
         return True
 
+    def opener(self, endpoint: EndpointKind) -> ReplyOpener:
+        raise NotServing("it has no engine")
+
 
 class _Built:
     """An engine that is fine."""
@@ -83,6 +89,9 @@ class LoadedSlowly(BaseRuntime):
         self._built.set()
         await asyncio.Event().wait()
         return True
+
+    def opener(self, endpoint: EndpointKind) -> ReplyOpener:
+        raise NotServing("its load has not ended")
 
 
 def test_no_request_that_meets_the_signal_is_answered_400() -> None:
@@ -122,3 +131,17 @@ def test_a_model_whose_engine_is_there_before_its_load_has_ended_is_not_answered
         await asyncio.wait((loading,))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_model_that_a_shutdown_took_out_of_the_registry_is_not_ready_and_not_unknown() -> None:
+    """MLServer forgets a model whose load fails, and a connection may be accepted just before the listeners close."""
+
+    async def answers(begun: bool) -> list[int]:
+        lifecycle = Lifecycle()
+        if begun:
+            lifecycle.begin_shutdown("the server is shutting down")
+        async with _client(MultiModelRegistry(), lifecycle) as client:
+            return [(await client.get(f"/v2/models/m{version}/ready")).status_code for version in ("", "/versions/v1")]
+
+    assert asyncio.run(answers(True)) == [503, 503]
+    assert asyncio.run(answers(False)) == [404, 404]

@@ -48,15 +48,20 @@ class _HealthRoute(Route):
         match, child = super().matches(scope)
         if match is Match.FULL:
             path = child["path_params"]
-            if "model_name" not in path or any(map(is_ours, self._models(path))):
+            if "model_name" not in path or self._is_ours(self._models(path)):
                 return match, child
         return Match.NONE, {}
+
+    def _is_ours(self, versions: list[MLModel]) -> bool:
+        """A name without a model is ours during a shutdown: the registry forgets a model whose load is interrupted."""
+        return any(map(is_ours, versions)) or (not versions and self._lifecycle.shutdown_reason is not None)
 
     async def _answer(self, request: Request) -> JSONResponse:
         """MLServer's answer, or 503 if there is trouble by then, also if it began while MLServer was asked."""
         path = request.path_params
-        healthy = await self._ask_mlserver(path)
         trouble = self._trouble(path)
+        healthy = trouble is None and await self._ask_mlserver(path)
+        trouble = trouble or self._trouble(path)
         if trouble is not None:
             headers = {"retry-after": str(NotServing.retry_after)}
             return JSONResponse({"error": trouble}, NotServing.status, headers)
@@ -73,7 +78,7 @@ class _HealthRoute(Route):
     def _trouble(self, path: dict[str, str]) -> str | None:
         if self.path == _LIVE:
             return self._lifecycle.failure
-        if "model_name" not in path and self._lifecycle.shutdown_reason is not None:
+        if self._lifecycle.shutdown_reason is not None and ("model_name" not in path or not self._models(path)):
             return self._lifecycle.shutdown_reason
         ours = filter(is_ours, self._models(path))
         return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)

@@ -11,6 +11,7 @@ from mlserver.logging import logger
 from starlette.types import Send
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError, UnknownModel
+from mlserver_torch_stream.server.process_state import LIFECYCLE
 
 EncodedHeaders = list[tuple[bytes, bytes]]
 _INTERNAL = "internal server error"
@@ -22,6 +23,8 @@ def as_refusal(error: Exception) -> RequestError:
         return error
     if isinstance(error, ModelNotReady):
         return NotServing(str(error))
+    if isinstance(error, ModelNotFound) and LIFECYCLE.shutdown_reason is not None:
+        return NotServing(LIFECYCLE.shutdown_reason)  # an interrupted load has left the registry: 404 would be wrong
     if isinstance(error, MLServerError):
         refused = RequestError(str(error))
         refused.status = int(error.status_code)
