@@ -351,6 +351,7 @@ def test_kafka_partitions_that_went_to_another_consumer_meanwhile_end_nothing(br
     assert asyncio.run(commit()) is False
 
 
+@pytest.mark.slow
 def test_kafka_commits_nothing_while_the_model_is_gone(
     broker: str, tmp_path: Path, server: ModelServer, capsys: Any
 ) -> None:

@@ -30,7 +30,12 @@ def recorded(model: PreTrainedModel, pipeline: Pipeline) -> GraphForward:
     return forward
 
 
-@pytest.mark.parametrize(("family", "stages"), [("llama", 2), ("llama", 3), ("gemma3_text", 3), ("mixtral", 2)])
+_SLOW_STAGES = (
+    pytest.param(family, stages, marks=pytest.mark.slow) for family, stages in (("llama", 2), ("mixtral", 2))
+)
+
+
+@pytest.mark.parametrize(("family", "stages"), [("llama", 3), ("gemma3_text", 3), *_SLOW_STAGES])
 def test_the_tokens_of_one_device(family: str, stages: int) -> None:
     model = laid_out(tiny_model(family), stages)
     expected = [reference(model, *request) for request in REQUESTS]

@@ -109,6 +109,7 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
         assert not [process for process in family if process.is_running()]
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_drains_as_sigterm_does_and_a_second_signal_cuts_the_grace_short(
     tiny_model: Path, tmp_path: Path
 ) -> None:

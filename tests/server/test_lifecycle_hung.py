@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
@@ -76,6 +77,7 @@ def test_clients_are_told_in_time_and_sigterm_ends_the_process_within_the_grace(
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_step_that_is_lost_ends_the_process_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     with (
         hanging(tiny_model, tmp_path, grace=2.0, step_timeout=3.0) as server,

@@ -129,7 +129,8 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
 
 
 @pytest.mark.parametrize(
-    ("wait", "loads_meanwhile", "sent"), [(_BUSY, False, signal.SIGQUIT), (_IDLE, True, signal.SIGTERM)]
+    ("wait", "loads_meanwhile", "sent"),
+    [(_BUSY, False, signal.SIGQUIT), pytest.param(_IDLE, True, signal.SIGTERM, marks=pytest.mark.slow)],
 )
 def test_a_server_that_is_stopped_while_it_loads_is_never_ready(
     tiny_model: Path, tmp_path: Path, wait: str, loads_meanwhile: bool, sent: signal.Signals

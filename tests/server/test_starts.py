@@ -42,7 +42,8 @@ def ended(server: Server) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("extra", "reason"), [({"max_contxt": 64}, "max_contxt"), ({"tokenizer": "/nowhere"}, "/nowhere")]
+    ("extra", "reason"),
+    [({"max_contxt": 64}, "max_contxt"), pytest.param({"tokenizer": "/nowhere"}, "/nowhere", marks=pytest.mark.slow)],
 )
 def test_a_model_of_ours_that_cannot_load_ends_the_server_with_an_error(
     tiny_model: Path, tmp_path: Path, extra: dict[str, str | int], reason: str
