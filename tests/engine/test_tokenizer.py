@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
@@ -121,7 +122,15 @@ def test_special_ids_are_what_a_decode_leaves_out() -> None:
     codec = TextCodec(byte_level())
     assert codec.special_ids == {0, 1}
     assert codec.decode([0, 1], True) == ""
-    assert codec.vocab_size == len(byte_level())
+
+
+def test_the_vocabulary_reaches_to_the_highest_id_where_ids_have_holes() -> None:
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "c": 9}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.add_tokens(["d"])
+    codec = TextCodec(tokenizer)
+    assert codec.vocab_size == max(codec.encode(TextPrompt("c")) + codec.encode(TextPrompt("d"))) + 1 > len(tokenizer)
+    assert codec.decode([9, 5], False) == "c"
 
 
 @pytest.mark.parametrize("build", [byte_level, lambda: byte_level(bos=True), byte_fallback, word_piece])

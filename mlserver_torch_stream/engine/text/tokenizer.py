@@ -6,6 +6,7 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,10 +30,11 @@ class TextCodec:
         self._silent_ids: frozenset[int] | None = None
         self._token_bytes: TokenBytes | None = None
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return len(self._tokenizer)
+        """The highest id and 1, added tokens included: more than the number of tokens where ids have holes."""
+        ids: Iterable[int] = self._tokenizer.get_vocab().values()
+        return max(ids) + 1
 
     @property
     def has_chat_template(self) -> bool:
