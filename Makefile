@@ -7,10 +7,11 @@
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
+#   WHEEL_MACHINES the machines of `make wheel`
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve lock clean
+.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -33,6 +34,8 @@ INSTALLED := $(VENV)/.installed
 TORCHAO := $(VENV)/torchao
 TORCHAO_TESTS := tests/engine/test_torchao.py
 HANDLERS := $(VENV)/torchserve-handlers
+WHEEL := $(VENV)/wheel
+WHEEL_MACHINES ?= x86_64 aarch64
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
 
 help: ## this list
@@ -116,11 +119,26 @@ bench-gpu: $(INSTALLED) ## what has to be checked and measured on GPUs (docs/gpu
 cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedded model over them, the answers in order
 	@$(BIN)/python -m benchmarks.cloud_demo
 
+# In an environment of its own: nothing of the server's is needed.
+$(WHEEL)/.installed: constraints.txt
+	$(PYTHON) -m venv $(WHEEL)
+	sed -n '/^\(auditwheel\|build\|hatchling\|ziglang\)==/p' constraints.txt > $(WHEEL)/requirements.txt
+	$(WHEEL)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off \
+		-c constraints.txt -r $(WHEEL)/requirements.txt
+	@touch $@
+
+wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aarch64, and the sdist, into dist/
+	$(WHEEL)/bin/python -m build --no-isolation --sdist
+	for machine in $(WHEEL_MACHINES); do \
+		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel || exit 1; \
+		$(WHEEL)/bin/auditwheel show dist/*manylinux*_$$machine.whl || exit 1; \
+	done
+
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
 	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --constraint - --no-annotate --no-header --no-emit-package setuptools \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --extra wheel --constraint - --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
 	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt

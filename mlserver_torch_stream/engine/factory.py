@@ -292,7 +292,8 @@ def _describe_forward(resolved: ResolvedSettings, prepared: PreparedModel) -> st
     if prepared.ranks is not None:
         return f"{prepared.ranks.leader.size} ranks, "
     if isinstance(prepared.forward, NativeForward):
-        return "our own kernels, int8 weights, " if resolved.settings.weights == "int8" else "our own kernels, "
+        int8 = "int8 weights, " if resolved.settings.weights == "int8" else ""
+        return f"our own kernels ({prepared.forward.variant}), {int8}"
     ways = [f"transformers' forward ({prepared.no_kernels}), "] if prepared.no_kernels is not None else []
     if prepared.pipeline is not None:
         ways.append(f"{prepared.pipeline.depth} devices with a batch each, ")

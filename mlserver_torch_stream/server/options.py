@@ -15,8 +15,8 @@ from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
 
 PREFIX = "MLSERVER_TORCH_STREAM_"
-# Other modules read these under the same prefix: the folder of converted models, and faults for tests.
-_ELSEWHERE = frozenset({"cache", "faults"})
+# Other modules read these under the same prefix: the folder of converted models, faults for tests, which kernels.
+_ELSEWHERE = frozenset({"cache", "faults", "kernel"})
 # Kubernetes sets such variables in every pod for a Service whose name begins with mlserver-torch-stream.
 _SERVICE_LINK = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)?)")
 

@@ -157,7 +157,7 @@ def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, fold
         for more in ({"weights": "int8"}, {})
     )
     try:
-        assert "our own kernels, int8 weights, up to" in with_it.summary and "int8" not in without.summary
+        assert "), int8 weights, up to" in with_it.summary and "int8" not in without.summary
         assert resources.weights.made == 2
     finally:
         for built in (with_it, without):

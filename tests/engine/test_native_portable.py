@@ -13,45 +13,46 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
+from mlserver_torch_stream.engine.native.kernel_library import VARIABLE
+from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are x86's"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
-
-_COMPILER = """#!/bin/sh
+_OLD = "x86-64"  # of which no variant is compiled ahead
+_COMPILER = f"""#!/bin/sh
 for argument; do
     shift
     case $argument in
-        -march=native) argument=-march=CPU ;;
+        -march=native) argument=-march={_OLD} ;;
         -O3) argument=-O1 ;;
     esac
     set -- "$@" "$argument"
 done
 exec c++ "$@"
 """
+_SLOW = [variant.name for variant in VARIANTS if variant.name != "avx2"] + [_OLD]
 
 
-@pytest.mark.parametrize(
-    "cpu", ["x86-64-v3", *(pytest.param(cpu, marks=pytest.mark.slow) for cpu in ("x86-64", "x86-64-v4"))]
-)
-def test_the_kernels_are_right_on_lesser_cpus(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}.get(cpu, "")
-    if needed not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"this CPU has no {needed}")
+@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
+def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [variant.name for variant in runnable()]
+    if name not in here and not (name == _OLD and platform.machine() == "x86_64"):
+        pytest.skip(f"this CPU runs {', '.join(here) or 'no variant'}")
     compiler = tmp_path / "c++"
-    compiler.write_text(_COMPILER.replace("CPU", cpu))
+    compiler.write_text(_COMPILER)
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv(VARIABLE, "" if name == _OLD else name)
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model("qwen3", head_dim=20).to(dtype)
         with torch.inference_mode():
-            assert check_forward(model, NativeForward(model, 2, tmp_path)) is None
+            forward = NativeForward(model, 2, tmp_path)
+            assert forward.variant == ("compiled for this CPU" if name == _OLD else f"{name}, compiled here")
+            assert check_forward(model, forward) is None
     with torch.inference_mode():
         forward = NativeForward(model, 2, tmp_path, int8=True)
         round_weights(read_decoder(model))

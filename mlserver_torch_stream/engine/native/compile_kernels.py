@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,8 +22,9 @@ from mlserver_torch_stream.engine.native.library_cache import keep, kept_librari
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).parent / "kernels"
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+SOURCES = Path(__file__).parent / "kernels"
+THIS_CPU = ("-march=native",)
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 _SECONDS = 600.0  # a compilation takes 6 s on a quiet core
 
 T = TypeVar("T")
@@ -33,18 +34,24 @@ class NoKernels(Exception):
     """There are no kernels here; the message says why in one line."""
 
 
-def compiled_library(cache_dir: Path, open_library: Callable[[Path], T], seconds: float = _SECONDS) -> T:
+def compiled_library(
+    cache_dir: Path,
+    open_library: Callable[[Path], T],
+    target: Sequence[str] = THIS_CPU,
+    seconds: float = _SECONDS,
+) -> T:
     """Returns the result of ``open_library`` for this compiler's library, which is compiled first if it is not kept.
 
-    If there is no compiler, or if it fails, another compiler's library for the same sources and CPU is used. A
-    compilation takes at most ``seconds``. Raises NoKernels, which ``open_library`` raises for a file that is of no use.
+    ``target``: the compiler's options for the instructions that it may use. If there is no compiler, or if it fails,
+    another compiler's library for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
+    NoKernels, which ``open_library`` raises for a file that is of no use.
     """
-    folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint()}"
+    folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint(target)}"
     try:
         compiler = _compiler()
         own = f"{stem}-{_version(compiler)}"
         opened = _open_kept(folder, own, open_library)
-        return _compile(compiler, folder, own, open_library, seconds) if opened is None else opened
+        return _compile(compiler, target, folder, own, open_library, seconds) if opened is None else opened
     except NoKernels as error:
         opened = _open_kept(folder, stem, open_library)
         if opened is None:
@@ -73,11 +80,11 @@ def _version(compiler: str) -> str:
     return hashlib.sha256(f"{compiler} {_run([compiler, '--version'], _SECONDS)}".encode()).hexdigest()[:8]
 
 
-def _fingerprint() -> str:
+def _fingerprint(target: Sequence[str]) -> str:
     """Returns a key of all inputs of a compilation but the compiler: flags, CPU and sources."""
-    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    digest = hashlib.sha256(" ".join((*_FLAGS, *target)).encode())
     digest.update(_cpu().encode())
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -93,12 +100,14 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(set(described))])
 
 
-def _compile(compiler: str, folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float) -> T:
+def _compile(
+    compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
+) -> T:
     """Opens the library before it is kept: then no other process can have replaced or removed it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
-            _run([compiler, *_FLAGS, str(_SOURCES / "library.cpp"), "-o", str(made)], seconds)
+            _run([compiler, *_FLAGS, *target, str(SOURCES / "library.cpp"), "-o", str(made)], seconds)
         opened = open_library(made)
         if made.parent.parent == folder:
             keep(made, folder, stem)

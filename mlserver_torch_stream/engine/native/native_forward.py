@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
 from mlserver_torch_stream.engine.native import library as c
-from mlserver_torch_stream.engine.native.compile_kernels import compiled_library
+from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
@@ -31,9 +31,9 @@ class NativeForward:
     """The ``JointForward`` of the decoders that the kernels know. The next call overwrites its float32 logits."""
 
     def __init__(self, model: Any, threads: int, cache_dir: Path, int8: bool = False) -> None:
-        """Copies the weights, with ``int8`` rounded. Raises NoKernels or UnsupportedLayout."""
+        """Copies the weights, with ``int8`` rounded. Raises NoKernels, UnsupportedLayout or LoadFailed."""
         decoder = read_decoder(model)
-        kernels = compiled_library(cache_dir, c.open_library)
+        kernels, self.variant = open_kernels(cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
         self._weights = PackedWeights(decoder, kernels, int8)
         shape = self._weights.shape

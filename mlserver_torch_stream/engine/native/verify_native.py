@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> NativeForward | str:
-    """Returns the verified forward and frees the model's own weights; or returns why there is none, in one line."""
+    """Returns the verified forward and frees the model's own weights; or returns why there is none, in one line.
+
+    Raises LoadFailed if the environment names kernels that this CPU does not run.
+    """
     taken = _verified(model, threads, cache_dir, int8=False)
     if isinstance(taken, str):
         # The kernels are for CPUs: on a GPU their absence is normal.
@@ -48,6 +51,8 @@ def _verified(model: PreTrainedModel, threads: int, cache_dir: Path, int8: bool)
             round_weights(read_decoder(model))
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
             problem = check_forward(model, forward)
+    except LoadFailed:
+        raise
     except (NoKernels, UnsupportedLayout) as error:
         problem = str(error)
     except Exception as error:  # a model's code can raise any error
