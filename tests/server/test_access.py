@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import grpc
 import httpx
@@ -20,6 +24,7 @@ import pytest
 from mlserver.grpc import dataplane_pb2, model_repository_pb2
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
+from mlserver_torch_stream import client
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 from tests.certificates import Authority
 from tests.server import foreign, openai, route_lister, triton_wire, v2
@@ -92,11 +97,8 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def _is_ready(found: Guarded) -> bool:
-    try:
-        with found.http(key=None) as asking:
-            return all(asking.get(f"/v2/models/{name}/ready").is_success for name in ("tiny", "foreign", "lister"))
-    except httpx.TransportError:  # not listening yet
-        return False
+    with found.http(key=None) as asking:
+        return all(_answers(asking, f"/v2/models/{name}/ready") for name in ("tiny", "foreign", "lister"))
 
 
 def _wait(condition: Callable[[], bool], server: Server, seconds: float = 20.0) -> None:
@@ -306,3 +308,85 @@ def test_a_client_that_trusts_another_authority_does_not_trust_the_server(guarde
     other = Authority(tmp_path)
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(guarded.url, verify=ssl.create_default_context(cafile=str(other.certificate)))
+
+
+@pytest.mark.parametrize(("scheme", "api"), [("https", "v2"), ("https", "openai"), ("grpcs", "v2")])
+def test_our_client_sends_a_key_and_trusts_an_authority(
+    guarded: Guarded, scheme: str, api: Literal["v2", "openai"]
+) -> None:
+    port = guarded.server.http_port if scheme == "https" else guarded.server.grpc_port
+    options: dict[str, Any] = {"api": api, "ca_file": guarded.authority.certificate}
+    url = f"{scheme}://{HOST}:{port}"
+    with client.Client(url, api_key=KEY, **options) as asking:
+        assert "tiny" in asking.models()
+        said = "".join(delta.text for delta in asking.stream("tiny", "Hello", max_tokens=4))
+
+    async def again() -> str:
+        async with client.AsyncClient(url, api_key=KEY, **options) as other:
+            return "".join([delta.text async for delta in other.stream("tiny", "Hello", max_tokens=4)])
+
+    assert asyncio.run(again()) == said
+    with client.Client(url, **options) as asking, pytest.raises(client.RequestRefused, match="needs a key") as refused:
+        list(asking.stream("tiny", "Hello"))
+    assert refused.value.status == 401
+    with client.Client(url, api=api, api_key=KEY) as asking, pytest.raises(client.ConnectionFailed):
+        asking.models()
+
+
+def test_the_chat_sends_the_key_of_a_file_and_trusts_an_authority(guarded: Guarded) -> None:
+    options = ["--api-key-file", str(guarded.keys_file), "--ca-file", str(guarded.authority.certificate)]
+    command = [sys.executable, "-m", "mlserver_torch_stream.cli", "chat", "--url", guarded.url, "--model", "tiny"]
+    for more, status in ((options, 0), (options[2:], 1)):
+        asked = subprocess.run(
+            [*command, "--max-tokens", "4", *more], input="Hello\n", capture_output=True, text=True, timeout=60
+        )
+        assert asked.returncode == status and ("needs a key" in asked.stderr) == bool(status), asked.stderr
+
+
+def test_before_any_model_is_loaded_the_ports_are_guarded(tmp_path: Path) -> None:
+    """A server without models, whose clients must show a certificate, and whose metrics and repository are open."""
+    authority = Authority(tmp_path / "tls")
+    own, ours = authority.sign("server"), authority.sign("client")
+    (tmp_path / "keys").write_text(KEY)
+    environment = {
+        "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": REPOSITORY,
+        "MLSERVER_LOAD_MODELS_AT_STARTUP": "false",
+        "MLSERVER_TORCH_STREAM_API_KEYS_FILE": str(tmp_path / "keys"),
+        "MLSERVER_TORCH_STREAM_METRICS_WITHOUT_KEY": "true",
+        "MLSERVER_TORCH_STREAM_REPOSITORY_WITHOUT_KEY": "true",
+        "MLSERVER_TORCH_STREAM_TLS_CERT_FILE": str(own.certificate),
+        "MLSERVER_TORCH_STREAM_TLS_KEY_FILE": str(own.key),
+        "MLSERVER_TORCH_STREAM_TLS_CLIENT_CA_FILE": str(authority.certificate),
+    }
+    strange = ssl.create_default_context(cafile=str(authority.certificate))
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    context.load_cert_chain(ours.certificate, ours.key)
+    trusted = authority.certificate.read_bytes()
+    credentials = grpc.ssl_channel_credentials(trusted, ours.key.read_bytes(), ours.certificate.read_bytes())
+    with serve(tmp_path / "models", [], settings=QUIET, environment=environment, ready=False) as server:
+        url = f"https://{HOST}:{server.http_port}"
+        with httpx.Client(verify=context, timeout=v2.TIMEOUT_S) as asking:
+            _wait(lambda: _answers(asking, f"{url}/v2/health/live"), server, _READY_S)
+            assert asking.post(f"{url}/v2/repository/index", json={}).json() == []
+            assert asking.get(f"https://{HOST}:{server.metrics_port}/metrics").is_success
+            assert [asking.get(f"{url}{path}").status_code for path in ("/v2", "/v2/models/tiny")] == [401, 401]
+        for port in (server.http_port, server.metrics_port):
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"https://{HOST}:{port}/v2/health/live", verify=strange)
+        methods = _grpc_methods(dataplane_pb2.DESCRIPTOR, model_repository_pb2.DESCRIPTOR)
+        with grpc.secure_channel(server.grpc_target, credentials) as channel:
+            refused = {
+                method
+                for method, code in _codes(channel, methods, []).items()
+                if code is grpc.StatusCode.UNAUTHENTICATED
+            }
+            assert refused == {"ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer"}
+        with grpc.secure_channel(server.grpc_target, grpc.ssl_channel_credentials(trusted)) as channel:
+            assert set(_codes(channel, methods, []).values()) == {grpc.StatusCode.UNAVAILABLE}
+
+
+def _answers(asking: httpx.Client, url: str) -> bool:
+    try:
+        return asking.get(url).is_success
+    except httpx.TransportError:  # not listening yet
+        return False
