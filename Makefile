@@ -56,8 +56,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(INSTALLED) ## serve the embedded model, or MODEL=…, and print a curl that streams
-	@exec $(BIN)/python -m mlserver_torch_stream.cli.serve . \
-		$(if $(MODEL),--model '$(MODEL)') $(if $(MODEL_NAME),--name '$(MODEL_NAME)') \
+	@exec $(BIN)/mlserver-torch-stream serve '$(or $(MODEL),.)' \
+		$(if $(MODEL_NAME),--name '$(MODEL_NAME)') \
 		$(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port $(GRPC_PORT)) \
 		$(if $(METRICS_PORT),--metrics-port $(METRICS_PORT))
 

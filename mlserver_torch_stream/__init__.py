@@ -10,9 +10,10 @@ from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.runtime import TorchStreamRuntime as TorchStreamRuntime
+    from mlserver_torch_stream.server.access.model_repository import GuardedModelRepository as GuardedModelRepository
     from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime as TorchServeRuntime
 
-__all__ = ["TorchServeRuntime", "TorchStreamRuntime", "__version__"]
+__all__ = ["GuardedModelRepository", "TorchServeRuntime", "TorchStreamRuntime", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime
 
         return TorchServeRuntime
+    if name == "GuardedModelRepository":
+        from mlserver_torch_stream.server.access.model_repository import GuardedModelRepository
+
+        return GuardedModelRepository
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

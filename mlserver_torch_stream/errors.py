@@ -57,6 +57,16 @@ class UnknownModel(RequestError):
         super().__init__(f"the model {name!r} does not exist here")
 
 
+class Unauthorized(RequestError):
+    """The server has keys, and the request has none of them. No message says more of either."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("this needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys")
+
+
 class QueueFull(RequestError):
     """More requests wait than the settings allow. ``retry_after``: whole seconds until there should be room."""
 

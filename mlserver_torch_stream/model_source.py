@@ -5,6 +5,7 @@ Knows nothing of how they are loaded, and uses no network.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Literal
 
 from mlserver_torch_stream.errors import SettingsError
 
+ENV_ROOTS = "MLSERVER_TORCH_STREAM_MODEL_ROOTS"  # folders, separated as in PATH; empty: any folder
 EMBEDDED_SCHEME = "embedded://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -30,11 +32,18 @@ class ModelSource:
 
 
 def find_path(path: str, source_folder: str | None) -> Path | None:
-    """The existing path: relative to the settings' folder, else to the working directory; None if there is none."""
+    """The existing path: relative to the settings' folder, else to the working directory; None if there is none.
+
+    Raises SettingsError for one that lies in none of the operator's roots, symbolic links followed.
+    """
     candidates = [Path(path).expanduser()]
     if source_folder is not None:
         candidates.insert(0, Path(source_folder, path))
-    return next((found.resolve() for found in candidates if found.exists()), None)
+    found = next((each.resolve() for each in candidates if each.exists()), None)
+    roots = [Path(root).resolve() for root in os.environ.get(ENV_ROOTS, "").split(os.pathsep) if root]
+    if found is not None and roots and not any(found.is_relative_to(root) for root in roots):
+        raise SettingsError(f"{path} lies in no folder of {ENV_ROOTS}")
+    return found
 
 
 def resolve_source(uri: str, source_folder: str | None = None) -> ModelSource:

@@ -103,6 +103,7 @@ class EngineSettings(BaseModel):
     attn_implementation: str | None = None
     quantization_config: dict[str, Any] | None = None
     trust_remote_code: bool = False
+    allow_pickle: bool = False  # weights in files such as pytorch_model.bin are read too
     engine: Literal["auto", "batched", "serial"] = "auto"
     fast_path: Literal["auto", "off"] = "auto"  # auto: our own kernels, where they give the model's logits
     weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load; only our own kernels run it

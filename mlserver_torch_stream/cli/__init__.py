@@ -16,6 +16,7 @@ from mlserver_torch_stream.version import __version__
 _INTERRUPTED = 130  # as shells show the end by SIGINT
 # Subcommand -> its module here, and its line in --help.
 _COMMANDS = {
+    "serve": ("serve", "serve a model or a folder of models, and print a request to copy"),
     "chat": ("chat", "chat in the terminal; answers appear token by token"),
     "cloud": ("cloud", "inference over the objects of a bucket, a folder or a list of URLs"),
     "plan": ("plan", "how many streams of a model fit a device, and how fast they can be"),
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlserver-torch-stream", description="Stream from PyTorch models: the commands beside the server."
+        prog="mlserver-torch-stream", description="Stream from PyTorch models: the server, and the commands beside it."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)

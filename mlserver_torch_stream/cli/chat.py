@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from mlserver_torch_stream import client
 from mlserver_torch_stream.cli.answer_meter import AnswerMeter
 from mlserver_torch_stream.cli.argument_types import positive
-from mlserver_torch_stream.cli.openai_key import KEY_VARIABLE, openai_key, without_key
+from mlserver_torch_stream.cli.openai_key import KEY_VARIABLE, key_in_file, openai_key, without_key
 from mlserver_torch_stream.client.address import without_credentials
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 
@@ -139,10 +139,11 @@ def visible(text: str) -> str:
 
 
 def _open_client(arguments: argparse.Namespace) -> client.Client:
-    """The key goes to servers of OpenAI's API alone."""
-    key = openai_key() if arguments.api == "openai" else None
-    headers = {"Authorization": f"Bearer {key}"} if key else None
-    return client.Client(arguments.url, api=arguments.api, headers=headers)
+    """The key of the environment goes to servers of OpenAI's API alone, that of a file to any."""
+    key = key_in_file(arguments.api_key_file) if arguments.api_key_file else None
+    if key is None and arguments.api == "openai":
+        key = openai_key()
+    return client.Client(arguments.url, api=arguments.api, api_key=key, ca_file=arguments.ca_file)
 
 
 def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -184,12 +185,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="mlserver-torch-stream chat",
         description="Chat in the terminal. Ctrl-C stops an answer, and leaves where a line is typed. /clear forgets "
         "the conversation, /system TEXT sets a system message, /quit leaves.",
-        epilog=f"With --api openai the key in {KEY_VARIABLE} is sent.",
+        epilog=f"With --api openai the key in {KEY_VARIABLE} is sent, unless there is a file of keys.",
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="the server, http(s)://… or, for gRPC, grpc(s)://… (default: %(default)s)"
     )
     parser.add_argument("--api", choices=["v2", "openai"], default="v2", help="what --url speaks (default: v2)")
+    parser.add_argument("--api-key-file", metavar="FILE", help="its first line is the key that is sent")
+    parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities that are trusted")
     parser.add_argument("--model", help="model name (default: the server's only model)")
     parser.add_argument("--system", help="a system message that starts the conversation")
     parser.add_argument(

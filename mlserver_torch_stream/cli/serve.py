@@ -1,4 +1,4 @@
-"""``python -m mlserver_torch_stream.cli.serve``: runs ``mlserver start`` on free ports, and prints a request to copy.
+"""``mlserver-torch-stream serve``: runs ``mlserver start`` on free ports, and prints a request to copy.
 
 Knows of a model only its location. It passes its choices to MLServer by MLServer's own environment variables.
 """
@@ -13,49 +13,80 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from mlserver_torch_stream.cli.announcement import Announcement
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.free_port import free_port, is_free
+from mlserver_torch_stream.model_source import EMBEDDED_SCHEME
 
 IMPLEMENTATION = "mlserver_torch_stream.TorchStreamRuntime"
 SETTINGS = "settings.json"
+MODEL_SETTINGS = "model-settings.json"
 PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
-READY_SECONDS = 900.0  # the time may include the download of a hub model
-POLL_SECONDS = 0.2
-
-_EXAMPLE = {"text_input": "The capital of France is", "max_tokens": 16}
+EMBEDDED_MODEL = f"{EMBEDDED_SCHEME}smollm2-135m-instruct"
+# What suits streams on one's own machine, where neither a file nor a variable says otherwise.
+DEFAULTS = {
+    "host": "127.0.0.1",
+    "parallel_workers": "0",
+    "gzip_enabled": "false",
+    "debug": "false",
+    "model_repository_implementation": "mlserver_torch_stream.GuardedModelRepository",
+}
 
 
 class PortTaken(Exception):
     """A given port is taken by another process, or by another endpoint of this server."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    host = _host(Path(arguments.folder))
+    repository = Path(arguments.model) if arguments.model and is_repository(Path(arguments.model)) else None
+    if repository is not None and arguments.name is not None:
+        sys.exit(f"error: --name: {repository} is a folder of models, which have names of their own")
+    folder = repository or Path(".")  # whose settings.json is the server's
+    model = None if repository is not None else arguments.model or EMBEDDED_MODEL
+    for key, value in DEFAULTS.items():
+        os.environ.setdefault(f"MLSERVER_{key.upper()}", value)
+    host = _host(folder)
     try:
+        _check_embedded(model)
         options = {role: getattr(arguments, f"{role}_port") for role in PORTS}
-        ports = choose_ports(host, asked_ports(options, Path(arguments.folder), os.environ))
-    except PortTaken as error:
+        ports = choose_ports(host, asked_ports(options, folder, os.environ))
+    except (LoadFailed, PortTaken) as error:
         sys.exit(f"error: {error}")
     os.environ.update({f"MLSERVER_{role.upper()}_PORT": str(port) for role, port in ports.items()})
     with tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-") as scratch:
-        folder = arguments.folder
-        if arguments.model:
-            folder = prepare_repository(arguments.model, arguments.name, Path(folder), Path(scratch), os.environ)
-        url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{ports['http']}"
-        print(f"Starting on {url} (gRPC on port {ports['grpc']})", file=sys.stderr, flush=True)
-        threading.Thread(target=announce, args=(url, sys.stderr), daemon=True).start()
+        served = str(folder)
+        if model is not None:
+            served = prepare_repository(model, arguments.name, folder, Path(scratch), os.environ)
+        announcement = Announcement("127.0.0.1" if host == "0.0.0.0" else host, ports["http"], os.environ)
+        print(f"Starting on {announcement.url} (gRPC on port {ports['grpc']})", file=sys.stderr, flush=True)
+        threading.Thread(target=announcement.wait_and_print, args=(sys.stderr,), daemon=True).start()
 
         from mlserver.cli import main as mlserver
 
-        sys.argv = ["mlserver", "start", folder]
+        sys.argv = ["mlserver", "start", served]
         mlserver()
+    return 0
+
+
+def is_repository(folder: Path) -> bool:
+    """Whether MLServer's own settings, or those of models, are in the folder, rather than one model's files."""
+    if (folder / SETTINGS).is_file() or (folder / MODEL_SETTINGS).is_file():
+        return True
+    is_model = (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
+    return not is_model and any(folder.glob(f"**/{MODEL_SETTINGS}"))
+
+
+def _check_embedded(model: str | None) -> None:
+    """Raises LoadFailed, which says how to install it, for an embedded model that is not there."""
+    if model is not None and model.startswith(EMBEDDED_SCHEME):
+        from mlserver_torch_stream.engine.loading.embedded import find_embedded
+
+        find_embedded(model.removeprefix(EMBEDDED_SCHEME).strip("/"))
 
 
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
@@ -103,44 +134,6 @@ def prepare_repository(
     return str(scratch)
 
 
-def announce(url: str, out: TextIO, limit: float = READY_SECONDS) -> None:
-    """Waits until the server is ready and prints a request to copy. Prints nothing if the server never gets ready."""
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        try:
-            _get(f"{url}/v2/health/ready", None)
-            models = _get(f"{url}/v2/repository/index", {"ready": True})
-        except (OSError, ValueError):
-            time.sleep(POLL_SECONDS)
-            continue
-        print("".join(_invitation(url, str(model["name"])) for model in models), file=out, flush=True)
-        return
-
-
-def _invitation(url: str, name: str) -> str:
-    body = json.dumps(_EXAMPLE)
-    return (
-        f"\n{name} is ready. Ask it something:\n\n"
-        f"  curl -N {url}/v2/models/{name}/generate_stream -d '{body}'\n"
-        f"  {_command()} chat --url {url} --model {name}\n"
-    )
-
-
-def _command() -> str:
-    """The installed command as the user can type it: a new virtual environment is not on the path."""
-    command = Path(sys.executable).with_name("mlserver-torch-stream")
-    near = command.is_relative_to(Path.cwd())
-    return str(command.relative_to(Path.cwd()) if near else command) if command.exists() else command.name
-
-
-def _get(url: str, body: Mapping[str, Any] | None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as the server is on this machine
-    with opener.open(request, timeout=5) as reply:
-        return json.loads(reply.read() or b"null")
-
-
 def _host(folder: Path) -> str:
     """The host on which MLServer will listen: its settings file beats its variable."""
     return str(_settings(folder).get("host") or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
@@ -155,14 +148,18 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mlserver_torch_stream.cli.serve", description=__doc__)
-    parser.add_argument("folder", nargs="?", default=".", help="where settings.json and the models' settings are")
-    parser.add_argument("--model", help="serve this instead: a folder, a .gguf file, a hub id or embedded://…")
-    parser.add_argument("--name", help="the name to serve it under (default: that of its folder or file)")
+    parser = argparse.ArgumentParser(
+        prog="mlserver-torch-stream serve",
+        description="Serve a model, or a folder of models, and print a request to copy. A settings.json of the working "
+        "directory, or of the folder of models, and MLSERVER_… variables count as for `mlserver start`.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a model: a folder, a .gguf file, a hub id or embedded://…; or a folder of models with their "
+        f"{MODEL_SETTINGS} (default: {EMBEDDED_MODEL})",
+    )
+    parser.add_argument("--name", help="the name to serve the model under (default: that of its folder or file)")
     for role, usual in PORTS.items():
         parser.add_argument(f"--{role}-port", type=int, help=f"default: {usual} if free, else any free one")
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,24 @@
-"""Checks what a client is given: the server's URL, the headers of its requests, and its timeout.
+"""Checks what a client is given: the server's URL, the headers and key of its requests, its timeout, its authorities.
 
-Knows nothing of transports. Everything that is wrong is a ValueError, which never quotes a header's value.
+Knows nothing of transports. Everything that is wrong is a ValueError, which never quotes a header's value or the key.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 
 Api = Literal["v2", "openai"]
 _HTTP, _GRPC = ("http", "https"), ("grpc", "grpcs")
+_TLS = ("https", "grpcs")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-_.]+")
 _HEADER_VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")  # HTTP takes no blanks at its ends
+_KEY = re.compile(r"[\x21-\x7e]+")
 _FRAMING = ("content-length", "transfer-encoding")  # the transport says how long a body is
 _BINARY = "-bin"  # the end of the names whose values are bytes over gRPC
 _LONGEST_TIMEOUT_S = 1e9
@@ -62,7 +67,13 @@ def without_credentials(url: str) -> str:
     return re.sub(r"//[^/]*@", "//", url)
 
 
-def checked_headers(headers: Mapping[str, str] | None, *, grpc: bool) -> dict[str, str]:
+def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, grpc: bool) -> dict[str, str]:
+    """The headers, and the one that carries the key."""
+    if api_key is not None:
+        if not _KEY.fullmatch(api_key):
+            raise ValueError("api_key: is empty, or has characters that a header cannot carry")
+        if any(name.lower() == "authorization" for name in headers or {}):
+            raise ValueError("api_key: goes into the header Authorization, which headers have too")
     for name, value in (headers or {}).items():
         if not _HEADER_NAME.fullmatch(name):
             raise ValueError(f"headers: {name!r} is no name of a header")
@@ -70,10 +81,28 @@ def checked_headers(headers: Mapping[str, str] | None, *, grpc: bool) -> dict[st
             raise ValueError(f"headers: {name} cannot be chosen")
         if not _HEADER_VALUE.fullmatch(value):
             raise ValueError(f"headers: the value of {name} has characters that a header cannot carry")
-    return dict(headers or {})
+    return {**(headers or {}), **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
 
 
 def checked_timeout(seconds: float) -> float:
     if not 0 < seconds <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout: must be above 0 and at most {_LONGEST_TIMEOUT_S:.0f} seconds, got {seconds}")
     return seconds
+
+
+def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes | None:
+    """The certificates of a PEM file, which alone are trusted then; None: those that the library trusts."""
+    if ca_file is None:
+        return None
+    if urlsplit(url).scheme not in _TLS:
+        raise ValueError(f"ca_file: there is no TLS at {without_credentials(url)!r}, only at https:// and grpcs://")
+    try:
+        authorities = Path(ca_file).read_bytes()
+        tls_context(authorities)
+        return authorities
+    except (OSError, ValueError) as error:
+        raise ValueError(f"ca_file: {os.fspath(ca_file)} holds no certificates: {error}") from None
+
+
+def tls_context(authorities: bytes) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=authorities.decode("ascii"))

@@ -5,11 +5,19 @@ Knows which transport a URL means. Knows nothing of how one works.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from mlserver_torch_stream.client.address import Api, checked_headers, checked_timeout, http_base, is_grpc
+from mlserver_torch_stream.client.address import (
+    Api,
+    checked_headers,
+    checked_timeout,
+    http_base,
+    is_grpc,
+    read_authorities,
+)
 from mlserver_torch_stream.client.deltas import Delta
 from mlserver_torch_stream.client.generation_call import GenerationCall, Messages, generation_call
 from mlserver_torch_stream.client.http_transport import AsyncHttpTransport, HttpApi, HttpTransport
@@ -44,15 +52,23 @@ class Client:
     """Streams generations from one server. Connections are kept for the next call.
 
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
-    TLS). ``api`` is ``v2`` or, over HTTP, ``openai``. ``headers`` go along with every request, over gRPC as metadata.
-    ``timeout`` bounds the seconds between two events. Raises ValueError for a URL,
-    a header or a timeout that cannot be.
+    TLS). ``api`` is ``v2`` or, over HTTP, ``openai``. ``headers`` go along with every request, over gRPC as metadata,
+    and so does ``api_key``, as ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events.
+    ``ca_file``: PEM certificates of the authorities that are trusted, instead of those that httpx and gRPC trust.
+    Raises ValueError for a URL, a header, a key, a timeout or a file that cannot be.
     """
 
     def __init__(
-        self, url: str, *, api: Api = "v2", headers: Mapping[str, str] | None = None, timeout: float = DEFAULT_TIMEOUT_S
+        self,
+        url: str,
+        *,
+        api: Api = "v2",
+        headers: Mapping[str, str] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        api_key: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._transport = _transport(url, api, headers, timeout)
+        self._transport = _transport(url, api, _checked(url, api, headers, timeout, api_key, ca_file))
 
     def stream(
         self,
@@ -87,9 +103,16 @@ class AsyncClient:
     """The same as ``Client``, for asyncio."""
 
     def __init__(
-        self, url: str, *, api: Api = "v2", headers: Mapping[str, str] | None = None, timeout: float = DEFAULT_TIMEOUT_S
+        self,
+        url: str,
+        *,
+        api: Api = "v2",
+        headers: Mapping[str, str] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        api_key: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._transport = _async_transport(url, api, headers, timeout)
+        self._transport = _async_transport(url, api, _checked(url, api, headers, timeout, api_key, ca_file))
 
     def stream(
         self,
@@ -146,20 +169,29 @@ async def astream(
             yield delta
 
 
-def _transport(url: str, api: Api, headers: Mapping[str, str] | None, timeout: float) -> Transport:
-    grpc = is_grpc(url, api)
-    given = checked_headers(headers, grpc=grpc), checked_timeout(timeout)
-    if grpc:
+def _checked(
+    url: str,
+    api: Api,
+    headers: Mapping[str, str] | None,
+    timeout: float,
+    api_key: str | None,
+    ca_file: str | os.PathLike[str] | None,
+) -> tuple[dict[str, str], float, bytes | None]:
+    """The headers, the timeout and the authorities of a transport. Raises ValueError."""
+    given = checked_headers(headers, api_key, grpc=is_grpc(url, api))
+    return given, checked_timeout(timeout), read_authorities(ca_file, url)
+
+
+def _transport(url: str, api: Api, given: tuple[dict[str, str], float, bytes | None]) -> Transport:
+    if is_grpc(url, api):
         from mlserver_torch_stream.client.grpc_transport import GrpcTransport
 
         return GrpcTransport(url, *given)
     return HttpTransport(http_base(url, api), _HTTP_APIS[api], *given)
 
 
-def _async_transport(url: str, api: Api, headers: Mapping[str, str] | None, timeout: float) -> AsyncTransport:
-    grpc = is_grpc(url, api)
-    given = checked_headers(headers, grpc=grpc), checked_timeout(timeout)
-    if grpc:
+def _async_transport(url: str, api: Api, given: tuple[dict[str, str], float, bytes | None]) -> AsyncTransport:
+    if is_grpc(url, api):
         from mlserver_torch_stream.client.grpc_transport import AsyncGrpcTransport
 
         return AsyncGrpcTransport(url, *given)

@@ -33,11 +33,11 @@ from mlserver_torch_stream.client.stream_ending import StreamEnding
 class GrpcTransport:
     """Calls that block. Closing the generator of a stream cancels its call."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
         self._metadata = _metadata(headers)
         self._timeout = timeout
-        self._channel = _open_channel(grpc, url)
+        self._channel = _open_channel(grpc, url, authorities)
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
         rpc = stream_method(self._channel)(request_message(call), metadata=self._metadata)
@@ -69,10 +69,11 @@ class GrpcTransport:
 class AsyncGrpcTransport:
     """The same for asyncio. The channel is opened at the first call, in the loop that it belongs to."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
         self._metadata = _metadata(headers)
         self._timeout = timeout
+        self._authorities = authorities
         self._channel: Any = None
 
     async def stream(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
@@ -104,7 +105,7 @@ class AsyncGrpcTransport:
 
     def _opened(self) -> Any:
         if self._channel is None:
-            self._channel = _open_channel(grpc.aio, self._url)
+            self._channel = _open_channel(grpc.aio, self._url, self._authorities)
         return self._channel
 
 
@@ -162,9 +163,9 @@ class SilenceWatch:
                 return
 
 
-def _open_channel(library: Any, url: str) -> Any:
+def _open_channel(library: Any, url: str, authorities: bytes | None) -> Any:
     if url.startswith("grpcs:"):
-        return library.secure_channel(grpc_target(url), grpc.ssl_channel_credentials())
+        return library.secure_channel(grpc_target(url), grpc.ssl_channel_credentials(authorities))
     return library.insecure_channel(grpc_target(url))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
-from mlserver_torch_stream.client.address import without_credentials
+from mlserver_torch_stream.client.address import tls_context, without_credentials
 from mlserver_torch_stream.client.client_errors import (
     UNREADABLE,
     ClientError,
@@ -55,10 +55,12 @@ class HttpApi(Protocol):
 class HttpTransport:
     """Calls that block. Closing the generator of a stream closes its connection."""
 
-    def __init__(self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(
+        self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float, authorities: bytes | None
+    ) -> None:
         self._url = url
         self._api = api
-        self._http = _opened(httpx.Client, url, headers, timeout)
+        self._http = _opened(httpx.Client, url, headers, timeout, authorities)
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
         path, body = self._api.request(call)
@@ -88,10 +90,12 @@ class HttpTransport:
 class AsyncHttpTransport:
     """The same for asyncio."""
 
-    def __init__(self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(
+        self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float, authorities: bytes | None
+    ) -> None:
         self._url = url
         self._api = api
-        self._http = _opened(httpx.AsyncClient, url, headers, timeout)
+        self._http = _opened(httpx.AsyncClient, url, headers, timeout, authorities)
 
     async def stream(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         path, body = self._api.request(call)
@@ -150,14 +154,17 @@ class _StreamReading:
         return self._ending.broken(f"the stream broke: {_reason(error)}")
 
 
-def _opened(library: type[_Http], url: str, headers: Mapping[str, str], timeout: float) -> _Http:
+def _opened(
+    library: type[_Http], url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None
+) -> _Http:
     """httpx reads the environment's proxies and certificates here."""
     try:
         httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ValueError(f"url: {error}, got {without_credentials(url)!r}") from None
     try:
-        return library(base_url=url, headers=headers, timeout=_timeouts(timeout))
+        verify = True if authorities is None else tls_context(authorities)
+        return library(base_url=url, headers=headers, timeout=_timeouts(timeout), verify=verify)
     except (ValueError, httpx.InvalidURL, ImportError, OSError) as error:
         raise ValueError(f"a proxy or a certificate of the environment cannot be used: {error}") from error
 

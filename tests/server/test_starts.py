@@ -65,6 +65,24 @@ def test_a_variable_of_ours_that_is_wrong_ends_the_server_with_an_error(tiny_mod
     assert "did you mean MLSERVER_TORCH_STREAM_DRAIN_GRACE" in log and "Traceback" not in log
 
 
+_GUARDED = {"MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository"}
+
+
+@pytest.mark.parametrize(
+    ("repository", "said"),
+    [(_GUARDED, "keys /nowhere/keys cannot be read"), ({}, "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION=")],
+    ids=["no-file", "no-repository"],
+)
+def test_keys_that_would_not_be_asked_for_end_the_server_with_an_error(
+    repository: dict[str, str], said: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    environment = {"MLSERVER_TORCH_STREAM_API_KEYS_FILE": "/nowhere/keys", **repository}
+    with serve(tmp_path / "models", [Model("tiny", str(tiny_model))], environment=environment, ready=False) as server:
+        status, log = ended(server)
+    assert status == 1
+    assert said in log and "Traceback" not in log and "Loaded the weights" not in log
+
+
 def test_a_foreign_model_that_cannot_load_is_mlservers_own_affair(tiny_model: Path, tmp_path: Path) -> None:
     models = [Model("tiny", str(tiny_model)), Model("broken", None, "foreign_models.Broken")]
     with serve(tmp_path / "models", models, settings=QUIET, environment=foreign(tmp_path), ready=False) as server:

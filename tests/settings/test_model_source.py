@@ -77,3 +77,17 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(SettingsError, match=r"neither a folder nor a .gguf file"):
         resolve_source(str(tmp_path / "model.bin"))
+
+
+def test_a_local_model_lies_in_a_root_of_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither dots nor a symbolic link lead out of it; the names of other models are no paths."""
+    for folder in ("allowed/model", "allowed-not"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").touch()
+    (tmp_path / "allowed/link").symlink_to(tmp_path / "allowed-not")
+    monkeypatch.setenv("MLSERVER_TORCH_STREAM_MODEL_ROOTS", f"/nowhere:{tmp_path / 'allowed'}")
+    assert resolve_source("model", str(tmp_path / "allowed")).kind == "folder"
+    for uri in (str(tmp_path / "allowed-not"), "../../allowed-not", f"file://{tmp_path / 'allowed/link'}"):
+        with pytest.raises(SettingsError, match=r"lies in no folder of MLSERVER_TORCH_STREAM_MODEL_ROOTS"):
+            resolve_source(uri, str(tmp_path / "allowed/model"))
+    assert resolve_source("org/name").kind == "hub"

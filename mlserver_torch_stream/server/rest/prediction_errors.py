@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import orjson
 
-from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, RequestError
+from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, RequestError, Unauthorized
 from mlserver_torch_stream.server.rest.body import BodyTooLarge, UnknownCoding
 
 _SPELLED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE  # TorchServe's spelling of JSON
@@ -39,6 +39,7 @@ _TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
     (NoSuchModel, "ModelNotFoundException", None),
     (NoSuchVersion, "ModelVersionNotFoundException", None),
     (WrongMethod, "MethodNotAllowedException", None),
+    (Unauthorized, "InvalidKeyException", None),
     (InvalidInput, "BadRequestException", 400),
     (UnknownCoding, "BadRequestException", None),
     (BodyTooLarge, "TooLongFrameException", None),

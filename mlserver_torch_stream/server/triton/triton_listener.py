@@ -6,7 +6,6 @@ Knows nothing of the service's methods.
 from __future__ import annotations
 
 import grpc
-from grpc import aio
 from mlserver.grpc.interceptors import LoggingInterceptor
 from mlserver.grpc.server import GRPCServer
 from mlserver.grpc.servicers import InferenceServicer
@@ -16,20 +15,22 @@ from mlserver.settings import Settings
 from mlserver.tracing import get_tracer_provider
 from opentelemetry.instrumentation.grpc import aio_server_interceptor
 
+from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.access.grpc_guard import GuardedAio
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
 
-async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle) -> None:
+async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
     """Opens the port if there is to be one. Raises ModelNotLoaded if it cannot be had."""
     port = options.grpc_port_triton
     if not port:
         return
     settings, data_plane, repository = server._settings, server._data_plane, server._model_repository_handlers
     servicer = TritonServicer(InferenceServicer(data_plane, repository), options.stalled_reader_timeout)
-    listener = aio.server(
+    listener = GuardedAio(access).server(
         interceptors=_interceptors(settings),
         # Without so_reuseport two processes cannot share a port by mistake. Sizes are those of MLServer's own port.
         options=[*GRPCServer(settings, data_plane, repository)._get_options(), ("grpc.so_reuseport", 0)],

@@ -1,0 +1,1 @@
+"""Who may ask: keys and TLS of every port of the server."""

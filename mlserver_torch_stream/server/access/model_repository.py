@@ -1,0 +1,66 @@
+"""MLServer's model repository, whose creation puts keys and TLS before every port.
+
+Knows nothing of models: it lists them as MLServer's own does. MLServer opens its ports before it resolves the class of
+any model, and creates the repository, whose class is a setting of its own, before it creates them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from mlserver.grpc import server as grpc_server
+from mlserver.metrics.server import MetricsServer
+from mlserver.rest.server import RESTServer
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.access.grpc_guard import GuardedAio
+from mlserver_torch_stream.server.access.rest_guard import RestGuard
+from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.process_state import ACCESS
+
+if TYPE_CHECKING:
+
+    class SchemalessModelRepository:
+        """The part of MLServer's class that is used."""
+
+        def __init__(self, root: str) -> None: ...
+else:
+    from mlserver.repository.repository import SchemalessModelRepository
+
+
+class GuardedModelRepository(SchemalessModelRepository):
+    """Ends the process with status 1 and one line where a setting of the keys or of TLS is wrong."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        try:
+            ACCESS.configure(read_options())
+        except SettingsError as error:
+            sys.exit(f"The server cannot start: {error}")
+        install(ACCESS)
+
+
+def install(access: AccessControl) -> None:
+    """Guards the ports that MLServer creates from now on. Idempotent."""
+    if isinstance(grpc_server.aio, GuardedAio):
+        return
+    grpc_server.aio = GuardedAio(access)
+    for listener in (RESTServer, MetricsServer):
+        listener._get_config = _guarded(listener._get_config, access)
+
+
+def _guarded(original: Callable[[Any], uvicorn.Config], access: AccessControl) -> Callable[[Any], uvicorn.Config]:
+    @functools.wraps(original)
+    def get_config(server: Any) -> uvicorn.Config:
+        config = original(server)
+        config.app = RestGuard(config.app, access, server._settings.metrics_endpoint)  # type: ignore[arg-type]
+        if access.tls is not None:
+            access.tls.configure(config)
+        return config
+
+    return get_config

@@ -1,0 +1,38 @@
+"""Which endpoints need no key: health, and by the operator's choice metrics and the model repository.
+
+Knows nothing of keys. Every path and method that is not named here needs one, also of other runtimes' models.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_REST_HEALTH = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_REST_REPOSITORY = re.compile(r"/v2/repository/(index|models/[^/]+/(load|unload))")
+_READING = ("GET", "HEAD")
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_OLD_REPOSITORY = "/inference.model_repository.ModelRepositoryService/"
+_GRPC_HEALTH = frozenset(f"{_SERVICE}{method}" for method in ("ServerLive", "ServerReady", "ModelReady"))
+_GRPC_REPOSITORY = frozenset(
+    f"{service}{method}"
+    for service in (_SERVICE, _OLD_REPOSITORY)
+    for method in ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")
+)
+
+
+@dataclass(frozen=True)
+class OpenEndpoints:
+    metrics: bool
+    repository: bool
+
+    def rest(self, method: str, path: str, metrics_endpoint: str | None) -> bool:
+        """``path`` as the routes are matched with: decoded, without the server's root path."""
+        if method in _READING and (_REST_HEALTH.fullmatch(path) or (self.metrics and path == metrics_endpoint)):
+            return True
+        return self.repository and _REST_REPOSITORY.fullmatch(path) is not None
+
+    def grpc(self, method: str) -> bool:
+        """``method`` with its service, as in ``/inference.GRPCInferenceService/ModelInfer``."""
+        return method in _GRPC_HEALTH or (self.repository and method in _GRPC_REPOSITORY)

@@ -1,0 +1,117 @@
+"""Settings of keys and TLS that cannot be: each is named, and ends the start. In this process, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
+from mlserver_torch_stream.server.options import ServerOptions
+from tests.certificates import Authority
+
+
+def _configured(**options: str | bool) -> AccessControl:
+    access = AccessControl()
+    access.configure(ServerOptions(**options))  # type: ignore[arg-type]
+    return access
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        ("", "has no key"),
+        ("# a comment\n\n", "has no key"),
+        ("good\nthe secret one\n", "line 2 of"),
+        ("sécret\n", "line 1 of"),
+    ],
+)
+def test_a_file_of_keys_that_is_none_is_named_and_never_quoted(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SettingsError) as refused:
+        _configured(api_keys_file=str(path))
+    message = str(refused.value)
+    assert message.startswith("MLSERVER_TORCH_STREAM_API_KEYS_FILE: ") and str(path) in message and said in message
+    assert "cret" not in message
+
+
+def test_keys_of_a_server_whose_ports_are_open_already_are_refused(tmp_path: Path) -> None:
+    access, options = AccessControl(), ServerOptions(api_keys_file=str(tmp_path))
+    with pytest.raises(SettingsError, match=r"REPOSITORY_IMPLEMENTATION=\S+GuardedModelRepository"):
+        access.check(options)
+    access.configure(ServerOptions())
+    access.check(options)
+
+
+def _certificate_alone(authority: Authority) -> dict[str, Path]:
+    return {"tls_cert_file": authority.sign("own").certificate}
+
+
+def _authority_alone(authority: Authority) -> dict[str, Path]:
+    return {"tls_client_ca_file": authority.certificate}
+
+
+def _key_of_another(authority: Authority) -> dict[str, Path]:
+    return {"tls_cert_file": authority.sign("own").certificate, "tls_key_file": authority.sign("other").key}
+
+
+def _encrypted_key(authority: Authority) -> dict[str, Path]:
+    own = authority.sign("own", BestAvailableEncryption(b"password"))
+    return {"tls_cert_file": own.certificate, "tls_key_file": own.key}
+
+
+def _no_such_authority(authority: Authority) -> dict[str, Path]:
+    own = authority.sign("own")
+    return {"tls_cert_file": own.certificate, "tls_key_file": own.key, "tls_client_ca_file": own.key}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (_certificate_alone, "TLS_KEY_FILE: TLS needs a certificate and its key"),
+        (_authority_alone, "TLS_CERT_FILE: TLS needs a certificate and its key"),
+        (_key_of_another, "TLS_CERT_FILE and TLS_KEY_FILE: cannot be used"),
+        (_encrypted_key, "TLS_CERT_FILE and TLS_KEY_FILE: cannot be used"),
+        (_no_such_authority, "TLS_CLIENT_CA_FILE: cannot be used"),
+    ],
+)
+def test_tls_that_cannot_be_is_named(files: Callable[[Authority], dict[str, Path]], said: str, tmp_path: Path) -> None:
+    options = {name: str(path) for name, path in files(Authority(tmp_path)).items()}
+    with pytest.raises(SettingsError, match=f"MLSERVER_TORCH_STREAM_{said}"):
+        _configured(**options)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "needs"),
+    [
+        ("GET", "/metrics", "metrics"),
+        ("POST", "/metrics", None),
+        ("POST", "/v2/repository/index", "repository"),
+        ("POST", "/v2/repository/models/m/load", "repository"),
+        ("POST", "/v2/repository/models/m/unload", "repository"),
+        ("POST", "/v2/repository/models/m/n/load", None),
+        ("GET", "/v2/health/live\n", None),
+    ],
+)
+def test_metrics_and_the_repository_are_open_if_the_operator_says_so(method: str, path: str, needs: str | None) -> None:
+    for name in ("metrics", "repository"):
+        endpoints = OpenEndpoints(metrics=name == "metrics", repository=name == "repository")
+        assert endpoints.rest(method, path, "/metrics") is (name == needs)
+    assert not OpenEndpoints(metrics=True, repository=True).rest("GET", "/metrics", None)
+
+
+@pytest.mark.parametrize(
+    "service", ["inference.GRPCInferenceService", "inference.model_repository.ModelRepositoryService"]
+)
+def test_the_repository_is_open_over_grpc_too(service: str) -> None:
+    for method in ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"):
+        assert OpenEndpoints(metrics=False, repository=True).grpc(f"/{service}/{method}")
+        assert not OpenEndpoints(metrics=True, repository=False).grpc(f"/{service}/{method}")
+    assert not OpenEndpoints(metrics=True, repository=True).grpc(f"/{service}/ModelInfer")
