@@ -44,7 +44,7 @@ class OpenAIModels:
         self._data_plane = data_plane
 
     async def listed(self, request: Request) -> JSONResponse:
-        shown = [_shown(model) for model in self._models().values()]
+        shown = [shown_model(model) for model in self._models().values()]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
@@ -52,7 +52,7 @@ class OpenAIModels:
         model = self._models().get(name)
         if model is None:
             return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
-        return openai_answer(request, 200, _shown(model))
+        return openai_answer(request, 200, shown_model(model))
 
     def _models(self) -> dict[str, MLModel]:
         named = {name: each.default for name, each in self._data_plane._model_registry._models.items()}
@@ -63,7 +63,7 @@ async def _document(request: Request) -> JSONResponse:
     return openai_answer(request, 200, openai_document())
 
 
-def _shown(model: MLModel) -> dict[str, Any]:
+def shown_model(model: MLModel) -> dict[str, Any]:
     shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
     with suppress(NotServing):
         shown["max_model_len"] = model.generator(EndpointKind.REST_UNARY).info.max_model_len
