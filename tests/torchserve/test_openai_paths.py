@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests import plain_http
+from tests import markdown, plain_http
 from tests.clients.environments import make_environment
-from tests.server.harness import Server
+from tests.server.harness import HOST, Server
 from tests.server.openai import DONE, events, joined, refused, texts
 
 _TIMEOUT_S = 60.0
@@ -99,6 +99,15 @@ def test_errors_of_a_model_that_generates_tokens_are_openais(server: Server) -> 
 def test_a_version_of_the_name_v1_is_a_version(server: Server) -> None:
     assert _ask(server, "older/v1/v1/completions", _completion()).status_code == 200
     assert _ask(server, "older/v1/completions", _completion()).json()["message"] == "Unknown API endpoint: completions"
+
+
+@_BOTH
+def test_the_commands_of_the_page_are_answered(server: Server, model: str) -> None:
+    (block,) = [each for each in markdown.blocks("docs/torchserve.md") if "/predictions/model/" in each.code]
+    commands = block.code.replace("127.0.0.1:8080/predictions/model", f"{HOST}:{server.http_port}/predictions/{model}")
+    commands = commands.replace("curl ", "curl -sS --fail ")
+    done = subprocess.run(["bash", "-euc", commands], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    assert all(part in done.stdout for part in ('"chat.completion"', "data: [DONE]", '"list"'))
 
 
 # What users of the SDK write: the answers of both kinds of request, and the models.

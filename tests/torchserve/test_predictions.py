@@ -343,8 +343,12 @@ def test_the_commands_of_the_page_reach_the_handler(server: Server, tmp_path: Pa
         {"body": ["bytearray", "hello\n"]},
         {"body": ["str", "hello"]},
         {"body": ["dict", {"instances": [1]}]},
+        answers[6],
+        {"size": ["bytearray", "224"], "body": ["str", "hello"]},
+        {"body": ["str", "hello"]},
         {"status": "Healthy"},
     ]
+    assert answers[6]["info"]["title"] == "RESTful API for: assistant"
 
 
 # "die" ends the worker, and no later one comes up.
