@@ -46,6 +46,7 @@ class ServerOptions(BaseModel):
     tls_key_file: str = ""
     tls_client_ca_file: str = ""  # clients must show a certificate of this authority; empty: they need none
     vllm_metric_names: bool = False  # the metrics are exported under vLLM's names too
+    torchserve_metric_names: bool = False  # and under TorchServe's
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:

@@ -177,6 +177,7 @@ class WorkerPool:
                 self._check_in(slot, self.config.responseTimeout)
         for job in batch:
             job.active_at = now
+            job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
             job.alone |= len(batch) == 1 or self._joinable
             slot.active[job.key] = job
         self.metrics.batches += 1
