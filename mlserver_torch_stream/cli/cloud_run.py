@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
@@ -25,7 +26,6 @@ from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
 _RESUME_HINT = "; what is written is kept; the same command goes on from there"
 
@@ -191,7 +191,7 @@ def _total(planned: RunPlan) -> Total:
     whole = all(kind_of(each.info.key, run.kind) is not Kind.JSONL for each in planned.objects)
     rows = None
     if whole:
-        indexes = range(done.cursor.index, len(planned.objects))
+        indexes = range(done.cursor.index, sum(map(run.rows_of, planned.objects)))
         numbers = [index // run.part_rows for index in indexes]
         rows = sum(run.owns(number) and number not in done.parts for number in numbers)
         rows += failed_before if run.retry_failed else 0
@@ -210,9 +210,10 @@ def _described(planned: RunPlan) -> str:
         f"first: {', '.join(each.info.key for each in objects[:5])}",
         f"model: {json.dumps(run.model, ensure_ascii=False)}",
     ]
-    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, run.kind), each.info)]
+    whole = [each for each in objects if kind_of(each.info.key, run.kind) is not Kind.JSONL]
+    large = [each.info.key for each in whole if run.chunking.refuses(each.info.size)]
     if large:
-        most = f"over {MOST_OBJECT_BYTES // 2**20} MiB, each an error row"
+        most = f"over {format_bytes(run.chunking.whole_bytes)}, each an error row"
         lines.append(f"too large: {len(large)} {most}: {', '.join(large[:5])}")
     missing = [each.info.key for each in objects if each.failure is not None]
     if missing:
