@@ -82,7 +82,7 @@ class Source:
     retry: Retry = field(default_factory=Retry)
     ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     block: int = BLOCK_BYTES
-    chunking: Chunking = Chunking()
+    chunking: Chunking = field(default_factory=Chunking)
     lines: Mapping[str, Collection[int]] | None = None
     on_retry: Callable[[CloudError], None] = lambda error: None
 

@@ -53,7 +53,7 @@ class Watcher:
     metrics: RunMetrics = field(default_factory=RunMetrics)
     report: Callable[[str], None] = lambda message: None
     created: int | None = None
-    chunking: Chunking = Chunking()
+    chunking: Chunking = field(default_factory=Chunking)
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:
