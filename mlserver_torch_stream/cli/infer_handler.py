@@ -17,13 +17,11 @@ from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailabl
 from mlserver_torch_stream.cloud.rows import Outcome, Row, refusal
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull, RequestError, SettingsError
-from mlserver_torch_stream.torchserve.frames import MOST_BYTES
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.handler_request import HandlerJob, HandlerRequest
     from mlserver_torch_stream.torchserve.runtime.build import BuiltPool
 
-MOST_REQUEST_BYTES = MOST_BYTES - 2**20  # of a row: its headers have room in the same message
 # A batch of the run is a batch of the handler, whose own queue adds no wait, and no bound: the run's window has one.
 _BATCHED_BY_THE_RUN = {"maxBatchDelay": 0, "jobQueueSize": 1_000_000, "useJobTicket": False}
 

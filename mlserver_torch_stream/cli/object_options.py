@@ -10,7 +10,6 @@ import json
 import re
 
 from mlserver_torch_stream.cli.argument_types import nbytes
-from mlserver_torch_stream.cli.infer_handler import MOST_REQUEST_BYTES
 from mlserver_torch_stream.cli.object_row import ObjectRequest
 from mlserver_torch_stream.cloud.chunking import WHOLE_BYTES, Chunking
 from mlserver_torch_stream.cloud.cloud_errors import RunRefused
@@ -18,6 +17,7 @@ from mlserver_torch_stream.cloud.rows import Kind
 from mlserver_torch_stream.model_source import find_path
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_MOST_HEADERS = 2**20  # bytes
 _TEXT = re.compile(r"[\t\x20-\x7e]*")
 
 
@@ -98,10 +98,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
                 raise RunRefused(f"--{name}: goes with a server or an engine; --handler is what runs")
         if find_path(re.sub(r"(?<=\.py):\w+$", "", arguments.handler), None) is None:
             raise RunRefused(f"--handler: no such file: {arguments.handler}")
-        most = max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0)
-        if most > MOST_REQUEST_BYTES:
-            name = "chunk" if arguments.chunk_bytes else "whole"
-            raise RunRefused(f"--{name}-bytes: a handler takes at most {MOST_REQUEST_BYTES} bytes at a time")
+        _check_message(arguments)
     elif arguments.api == "torchserve":
         if arguments.url is None:
             raise RunRefused("--url: --api torchserve needs the URL of the server")
@@ -114,3 +111,13 @@ def _check_taker(arguments: argparse.Namespace) -> None:
             raise RunRefused("--tensor: is for a V2 server; give its --url")
         if arguments.rows == "piece":
             raise RunRefused("--rows: a V2 server is asked for whole answers, which have no pieces")
+
+
+def _check_message(arguments: argparse.Namespace) -> None:
+    """A chunk, or a whole object, and its headers are one message to a worker."""
+    from mlserver_torch_stream.torchserve.frames import MOST_BYTES
+
+    most = MOST_BYTES - _MOST_HEADERS
+    if max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0) > most:
+        name = "chunk" if arguments.chunk_bytes else "whole"
+        raise RunRefused(f"--{name}-bytes: a handler takes at most {most} bytes at a time")
