@@ -171,7 +171,10 @@ def _on(server: Server, code: str) -> str:
 
 
 def _run(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONIOENCODING": "utf-8"}
+    programs = (
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of this environment, as when it is active
+    )
+    environment = {**os.environ, "PATH": programs, "PYTHONWARNINGS": "ignore", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=_TIMEOUT_S, check=False)
     output = done.stdout.decode()
     assert done.returncode == 0, f"{output}\n{done.stderr.decode()}"

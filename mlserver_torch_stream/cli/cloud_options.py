@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from mlserver_torch_stream.cli.argument_types import count, nbytes, positive, seconds
+from mlserver_torch_stream.cli.object_options import add_objects, check_object_options, chunking, kind_for_all
 from mlserver_torch_stream.cli.openai_key import openai_key
 from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
@@ -31,12 +32,14 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="over all objects there are", epilog=_STATUS_HELP)
     _add_input(run)
     _add_model(run)
+    add_objects(run)
     _add_stages(run)
     _add_ending(run)
     watch = commands.add_parser("watch", help="over objects or records as they arrive", epilog=_STATUS_HELP)
     _add_watch(watch)
     watch.set_defaults(dry_run=False)
     _add_model(watch)
+    add_objects(watch)
     _add_stages(watch)
     return whole
 
@@ -66,7 +69,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         help="other names of the model for rows",
     )
     command.add_argument("--url", help="ask this server instead of an engine in this process")
-    command.add_argument("--api", choices=["v2", "openai"], default="v2", help="how --url is asked (default: v2)")
+    command.add_argument(
+        "--api", choices=["v2", "openai", "torchserve"], default="v2", help="how --url is asked (default: v2)"
+    )
     command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
     command.add_argument(
         "--concurrency", type=positive, default=32, help="most requests at --url (default: %(default)s)"
@@ -74,8 +79,10 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--timeout", type=seconds, default=300.0, help="silence of --url, seconds (default: %(default)s)"
     )
-    command.add_argument("--extra", type=_object, default={}, help="settings of the engine, as JSON")
-    command.add_argument("--parameters", type=_object, default={}, help="for rows that do not say, as JSON")
+    command.add_argument("--extra", type=_object, default={}, help="settings of the engine or of --handler, as JSON")
+    command.add_argument(
+        "--parameters", type=_object, default={}, help="for rows that do not say, or headers for a handler, as JSON"
+    )
     command.add_argument("--chat", action="store_true", help="a text object is a user's message, not a raw prompt")
     command.add_argument("--as", dest="kind", choices=[kind.value for kind in Kind], help="how objects are read")
 
@@ -86,11 +93,13 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
     command.add_argument("--prefetch-bytes", type=nbytes, default=64 * 2**20, help="bytes ahead (default: 64MiB)")
-    command.add_argument("--batch-rows", type=positive, help="rows in a batch (default: 8; 1 with --url)")
+    command.add_argument(
+        "--batch-rows", type=positive, help="rows in a batch (default: 8; 1 with --url; that of --handler)"
+    )
     command.add_argument("--batch-bytes", type=nbytes, help="bytes of input in a batch (default: 16MiB)")
     command.add_argument("--batch-tokens", type=positive, help="tokens of prompts in a batch, instead of bytes")
     command.add_argument("--max-wait", type=seconds, default=0.05, help="of a batch's first row (default: %(default)s)")
-    command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency with --url)")
+    command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency; workers)")
     command.add_argument("--window", type=positive, default=256, help="undelivered rows (default: %(default)s)")
     command.add_argument("--window-bytes", type=nbytes, default=128 * 2**20, help="of their input (default: 128MiB)")
     command.add_argument("--tries", type=positive, default=6, help="of each fetch and write (default: %(default)s)")
@@ -150,10 +159,11 @@ def created() -> int | None:
     return int(text)
 
 
-def make_limits(arguments: argparse.Namespace) -> PipelineLimits:
+def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int = 8) -> PipelineLimits:
+    """``batch_rows``, ``batches``: what a model in this process takes where no option says so."""
     remote = arguments.url is not None
-    rows = arguments.batch_rows or (1 if remote else 8)
-    batches = arguments.batches or (arguments.concurrency if remote else 8)
+    rows = arguments.batch_rows or (1 if remote else batch_rows)
+    batches = arguments.batches or (arguments.concurrency if remote else batches)
     weight = arguments.batch_tokens or arguments.batch_bytes or 16 * 2**20
     return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
 
@@ -168,7 +178,7 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
         output=None if arguments.output == STDOUT else arguments.output,
         glob=arguments.glob,
         manifest=arguments.manifest,
-        kind=None if arguments.kind is None else Kind(arguments.kind),
+        kind=kind_for_all(arguments),
         part_rows=arguments.part_rows,
         lane=index,
         lanes=count,
@@ -180,17 +190,22 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
         stall_s=arguments.stall,
         storage=dict(arguments.storage),
         created=created(),
+        chunking=chunking(arguments),
     )
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    by = "engine" if arguments.url is None else arguments.api
+    by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
-    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name}
+    handed = {} if arguments.tensor is None else {"tensor": arguments.tensor}
+    if arguments.rows == "piece":
+        handed["rows"] = arguments.rows
+    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name, **handed}
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises RunRefused for options that contradict each other. It names the option."""
+    check_object_options(arguments)
     if arguments.url is None and (arguments.api != "v2" or arguments.unary):
         raise RunRefused("--api and --unary say how a server is asked; give its --url")
     if arguments.url is not None and arguments.extra:

@@ -15,17 +15,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
+from mlserver_torch_stream.cli.infer_handler import HandlerInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
+from mlserver_torch_stream.cli.infer_predictions import PredictionInfer
+from mlserver_torch_stream.cli.infer_tensors import TensorInfer
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
+from mlserver_torch_stream.cli.object_options import hands_objects, object_request
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
+from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused, StorageFull
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.source import MOST_OBJECT_BYTES, too_large
 
 _RESUME_HINT = "; what is written is kept; the same command goes on from there"
 
@@ -86,8 +92,8 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwa
         if arguments.dry_run:
             print(_described(planned))
             return 0
-        async with model(arguments, name, metrics) as (infer, weigh):
-            planned = replace(planned, run=replace(planned.run, weigh=weigh))
+        async with model(arguments, name, metrics) as (infer, weigh, limits):
+            planned = replace(planned, run=replace(planned.run, weigh=weigh, limits=limits))
             watch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(metrics, _total(planned), sys.stderr, shown):
@@ -99,6 +105,8 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwa
 
 
 async def model_name(arguments: argparse.Namespace) -> str:
+    if arguments.handler is not None:
+        return str(arguments.handler)
     if arguments.url is None:
         return str(arguments.model or EMBEDDED)
     return str(arguments.model or await only_model(arguments.url, arguments.api, options.api_key()))
@@ -107,36 +115,48 @@ async def model_name(arguments: argparse.Namespace) -> str:
 @asynccontextmanager
 async def model(
     arguments: argparse.Namespace, name: str, metrics: RunMetrics
-) -> AsyncIterator[tuple[Infer, Callable[[Row], int]]]:
-    """Yields the callable that infers a batch, and the callable that weighs a row."""
+) -> AsyncIterator[tuple[Infer, Callable[[Row], int], PipelineLimits]]:
+    """Yields the callable that infers a batch, the callable that weighs a row, and the limits of the stages."""
     row_request = options.make_row_request(arguments, name)
     shown = options.shown_name(arguments)
+    limits = options.make_limits(arguments)
     if arguments.url is not None:
-        asked = HttpInfer(
-            arguments.url.rstrip("/"),
-            name,
-            arguments.api,
-            row_request,
-            arguments.concurrency,
-            not arguments.unary,
-            options.api_key(),
-            arguments.timeout,
-            shown,
-        )
+        asked = _asked(arguments, name, row_request, shown)
         try:
-            yield asked, lambda row: row.size
+            yield asked, lambda row: row.size, limits
         finally:
             metrics.retries += asked.retries
             await asked.aclose()
         return
-    limits = options.make_limits(arguments)
     say(f"loading {name}")
+    if arguments.handler is not None:
+        request = object_request(arguments)
+        handler = await HandlerInfer.load(name, arguments.extra, arguments.batch_rows, request, metrics)
+        try:
+            limits = options.make_limits(arguments, handler.batch_rows, handler.workers)
+            yield handler, lambda row: row.size, limits
+        finally:
+            await handler.aclose()
+        return
     extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
     engine = await EngineInfer.load(name, extra, row_request, metrics, shown)
     try:
-        yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size
+        yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size, limits
     finally:
         await engine.aclose()
+
+
+def _asked(arguments: argparse.Namespace, name: str, row_request: RowRequest, shown: str | None) -> HttpInfer:
+    """The callable that asks the server."""
+    url, key, stream = arguments.url.rstrip("/"), options.api_key(), not arguments.unary
+    if not hands_objects(arguments):
+        api = arguments.api
+        return HttpInfer(url, name, api, row_request, arguments.concurrency, stream, key, arguments.timeout, shown)
+    more = {"most": arguments.concurrency, "key": key, "timeout": arguments.timeout}
+    if arguments.tensor is not None:
+        tensor, request = arguments.tensor, object_request(arguments)
+        return TensorInfer(url, name, "v2", row_request, tensor=tensor, request=request, **more)
+    return PredictionInfer(url, name, "v2", row_request, request=object_request(arguments), **more)
 
 
 def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +166,8 @@ def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
     """Raises RunRefused, which names the first object that the model cannot take."""
+    if hands_objects(arguments):
+        return
     row_request = options.make_row_request(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
     for key in keys:
@@ -191,7 +213,7 @@ def _total(planned: RunPlan) -> Total:
     whole = all(kind_of(each.info.key, run.kind) is not Kind.JSONL for each in planned.objects)
     rows = None
     if whole:
-        indexes = range(done.cursor.index, len(planned.objects))
+        indexes = range(done.cursor.index, sum(map(run.rows_of, planned.objects)))
         numbers = [index // run.part_rows for index in indexes]
         rows = sum(run.owns(number) and number not in done.parts for number in numbers)
         rows += failed_before if run.retry_failed else 0
@@ -210,9 +232,10 @@ def _described(planned: RunPlan) -> str:
         f"first: {', '.join(each.info.key for each in objects[:5])}",
         f"model: {json.dumps(run.model, ensure_ascii=False)}",
     ]
-    large = [each.info.key for each in objects if too_large(kind_of(each.info.key, run.kind), each.info)]
+    whole = [each for each in objects if kind_of(each.info.key, run.kind) is not Kind.JSONL]
+    large = [each.info.key for each in whole if run.chunking.refuses(each.info.size)]
     if large:
-        most = f"over {MOST_OBJECT_BYTES // 2**20} MiB, each an error row"
+        most = f"over {format_bytes(run.chunking.whole_bytes)}, each an error row"
         lines.append(f"too large: {len(large)} {most}: {', '.join(large[:5])}")
     missing = [each.info.key for each in objects if each.failure is not None]
     if missing:

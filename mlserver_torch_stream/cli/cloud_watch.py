@@ -13,12 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.cloud_run import Stopwatch, finish, model, model_name, say
+from mlserver_torch_stream.cli.object_options import chunking, kind_for_all
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.polling import Poller
-from mlserver_torch_stream.cloud.rows import Infer, Kind
+from mlserver_torch_stream.cloud.rows import Infer
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Credentials, Queue
 from mlserver_torch_stream.cloud.store import Store
@@ -55,28 +57,37 @@ async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: 
     storage = dict(arguments.storage)
     Store.open(arguments.output, storage, arguments.stall, make=False)  # reports a wrong --output before the load
     name = await model_name(arguments)
-    async with model(arguments, name, metrics) as (infer, _):
+    async with model(arguments, name, metrics) as (infer, _, limits):
         output = Store.open(arguments.output, storage, arguments.stall)
         stopwatch.start()
         say("watching")
         try:
             if arguments.kafka is not None:
-                await _consume(arguments, name, output, infer, metrics)
+                await _consume(arguments, name, output, infer, limits, metrics)
             else:
-                await _objects(arguments, name, output, infer, metrics)
+                await _objects(arguments, name, output, infer, limits, metrics)
         finally:
             await output.aclose()
     return metrics.failed
 
 
-async def _objects(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, metrics: RunMetrics) -> None:
+async def _objects(
+    arguments: argparse.Namespace,
+    name: str,
+    output: Store,
+    infer: Infer,
+    limits: PipelineLimits,
+    metrics: RunMetrics,
+) -> None:
     retry = Retry(arguments.tries)
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
-    kind = None if arguments.kind is None else Kind(arguments.kind)
     identity = options.identity(arguments, name)
-    limits = options.make_limits(arguments)
     watcher = Watcher(
-        *(store, output, infer, identity, kind, limits, retry), metrics=metrics, report=say, created=options.created()
+        *(store, output, infer, identity, kind_for_all(arguments), limits, retry),
+        metrics=metrics,
+        report=say,
+        created=options.created(),
+        chunking=chunking(arguments),
     )
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
@@ -113,7 +124,14 @@ async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
         yield lease
 
 
-async def _consume(arguments: argparse.Namespace, name: str, output: Store, infer: Infer, metrics: RunMetrics) -> None:
+async def _consume(
+    arguments: argparse.Namespace,
+    name: str,
+    output: Store,
+    infer: Infer,
+    limits: PipelineLimits,
+    metrics: RunMetrics,
+) -> None:
     try:
         from mlserver_torch_stream.cloud.kafka import Topic
     except ImportError:
@@ -127,7 +145,7 @@ async def _consume(arguments: argparse.Namespace, name: str, output: Store, infe
         options.identity(arguments, name),
         arguments.dead_letter,
         arguments.part_rows,
-        limits=options.make_limits(arguments),
+        limits=limits,
         retry=Retry(arguments.tries),
         metrics=metrics,
         created=options.created(),

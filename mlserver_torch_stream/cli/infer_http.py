@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -43,22 +44,22 @@ from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
 
 _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
-_MOST_ERROR_CHARACTERS = 2000
+MOST_ERROR_CHARACTERS = 2000
 _JSON = {"Content-Type": "application/json"}
 _BROKEN, _UNREADABLE = 500, 502  # statuses of failures after a 200
 _MODELS_TIMEOUT_S = 10.0
 _TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
 
 
-class _Failed(CloudError, retriable=True):
+class RowFailed(CloudError, retriable=True):
     """The server failed at this row. The row is sent again; the last attempt's failure is the row's."""
 
     def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
-        self.failure = _failure("server_error", message, status, error)
+        self.failure = row_failure("server_error", message, status, error)
 
 
-class _Rejected(CloudError):
+class RowRejected(CloudError):
     """The server refuses this row, and would refuse it again."""
 
     def __init__(self, failure: Failure) -> None:
@@ -110,21 +111,25 @@ class HttpInfer:
             return Outcome(failure=refusal(error))
         except (ValueError, RecursionError) as error:  # a lone surrogate, NaN, or nesting without end
             return refused("invalid_request", f"cannot be sent as JSON: {error}")
+        return await self._tried(lambda: self._attempt(path, content, ask))
+
+    async def _tried(self, once: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        """The outcome of a row, which is sent by ``once`` as often as it takes."""
         failures = 0
 
         async def attempt() -> Outcome:
             nonlocal failures
             try:
-                return await self._attempt(path, content, ask)
-            except _Failed as error:
+                return await once()
+            except RowFailed as error:
                 failures += 1
                 if failures == _TRIES_OF_A_ROW:
-                    raise _Rejected(error.failure) from None
+                    raise RowRejected(error.failure) from None
                 raise
 
         try:
             return await self.retry.run(attempt, self._count_retry)
-        except _Rejected as error:
+        except RowRejected as error:
             return Outcome(failure=error.failure)
 
     def _count_retry(self, error: CloudError) -> None:
@@ -149,22 +154,29 @@ class HttpInfer:
         return f"/v2/models/{quote(self.model, safe='')}/{end}", {"inputs": inputs, "parameters": parameters}
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
-        concurrency = self.gate.concurrency
         answer = OpenAIAnswer() if self.api == "openai" else V2ServerAnswer(self.name or self.model, ask.chat)
         async with self.gate.through() as started:
             began = time.monotonic()
-            try:
-                async with self._client.stream("POST", path, content=content, headers=_JSON) as response:
-                    if response.status_code != httpx.codes.OK:
-                        if response.status_code in _SLOWER:
-                            concurrency.refused(started)
-                        raise self._refusal(response, await response.aread())
-                    body = await self._read(response, answer)
-            except httpx.HTTPError as error:
-                raise StoreUnavailable(f"{self.url}: {error or type(error).__name__}") from error
-            concurrency.answered()
+            async with self._answered(started, path, content, _JSON) as response:
+                body = await self._read(response, answer)
         span = began, time.monotonic()
         return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
+
+    @asynccontextmanager
+    async def _answered(
+        self, started: int, path: str, content: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[httpx.Response]:
+        """Yields the answer to a post. Raises CloudError where it is a refusal, or breaks off."""
+        try:
+            async with self._client.stream("POST", path, content=content, headers=headers) as response:
+                if response.status_code != httpx.codes.OK:
+                    if response.status_code in _SLOWER:
+                        self.gate.concurrency.refused(started)
+                    raise self._refusal(response, await response.aread())
+                yield response
+        except httpx.HTTPError as error:
+            raise StoreUnavailable(f"{self.url}: {error or type(error).__name__}") from error
+        self.gate.concurrency.answered()
 
     async def _read(self, response: httpx.Response, answer: HttpAnswer) -> dict[str, Any]:
         """The answer as OpenAI's object. Raises CloudError."""
@@ -179,10 +191,10 @@ class HttpInfer:
             if ended:
                 return answer.body()
         except GenerationBroke as error:
-            raise _Failed(f"the generation failed: {error}", _BROKEN, error.error) from None
+            raise RowFailed(f"the generation failed: {error}", _BROKEN, error.error) from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             text = f"the server's answer cannot be read: {type(error).__name__}: {error}"
-            raise _Failed(text, _UNREADABLE) from None
+            raise RowFailed(text, _UNREADABLE) from None
         raise StoreUnavailable(f"{self.url}: the stream ended before its last event")
 
     def _refusal(self, response: httpx.Response, body: bytes) -> CloudError:
@@ -196,11 +208,11 @@ class HttpInfer:
         if status == 404:
             return ObjectMissing(text)
         if status >= 500:
-            return _Failed(text, status, error)
-        return _Rejected(_failure("invalid_request", text, status, error))
+            return RowFailed(text, status, error)
+        return RowRejected(row_failure("invalid_request", text, status, error))
 
 
-def _failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:
+def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:
     """``error``: the server's own error object, where it sent one."""
     return Failure(code, message, status, error or error_object(status, message, code=code))
 
@@ -211,7 +223,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
         error = parse(body)["error"]
         return reason_of(error), error if isinstance(error, dict) else None
     except (ValueError, KeyError, TypeError):
-        return body[:_MOST_ERROR_CHARACTERS].strip(), None
+        return body[:MOST_ERROR_CHARACTERS].strip(), None
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:

@@ -33,12 +33,17 @@ _OPTIONS = {
     ("kind",): "--as",
     ("part_rows",): "--part-rows",
     ("topic",): "--topic",
+    ("chunk_bytes",): "--chunk-bytes",
+    ("rows",): "--rows",
+    ("whole_bytes",): "--whole-bytes",
     ("model", "name"): "--model",
     ("model", "by"): "what answers (the engine here, or the API of --url)",
     ("model", "parameters"): "--parameters",
     ("model", "chat"): "--chat",
     ("model", "extra"): "--extra",
     ("model", "served"): "--served-model-name",
+    ("model", "tensor"): "--tensor",
+    ("model", "rows"): "--rows",
 }
 _COMPRESSED = "compressed"
 # Formats that hold rows or objects and are not read, by their endings.

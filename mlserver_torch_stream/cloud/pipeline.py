@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
+from mlserver_torch_stream.cloud.chunk_join import ChunkJoin
 from mlserver_torch_stream.cloud.cloud_errors import CloudError
 from mlserver_torch_stream.cloud.row_batcher import RowBatcher
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
@@ -51,7 +52,8 @@ async def infer_rows(
     metrics: RunMetrics | None = None,
     weigh: Callable[[Row], int] = _size,
 ) -> AsyncGenerator[Result, None]:
-    """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result.
+    """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result; one for
+    all joined chunks of an object.
 
     Raises the CloudError of the source or of ``infer`` after the results of the rows before it.
     """
@@ -78,6 +80,7 @@ class _Flow:
         self._batcher: RowBatcher[_Ticketed] = RowBatcher(
             limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: max(1, weigh(item[1]))
         )
+        self._join = ChunkJoin()
         self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows
         self._running: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -179,8 +182,10 @@ class _Flow:
     async def results(self) -> AsyncGenerator[Result, None]:
         while True:
             while self._window.ready:
-                result = self._window.leave()
+                result = self._join.add(self._window.leave())
                 self._left.set()
+                if result is None:
+                    continue
                 self._metrics.delivered(result.row, result.outcome)
                 yield result
             if self._error is not None:

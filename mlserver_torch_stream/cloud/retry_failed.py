@@ -32,6 +32,7 @@ class FailedRow:
     key: str
     line: int | None
     custom_id: str
+    chunk: int | None = None
 
 
 @dataclass
@@ -64,7 +65,8 @@ class FailedRowRetry:
             yield found
 
     def _may_be_tried(self, row: FailedRow) -> bool:
-        if row.line is None and kind_of(row.key, self.source.kind) is Kind.JSONL:
+        jsonl = kind_of(row.key, self.source.kind) is Kind.JSONL
+        if row.line is None and (jsonl or (self.source.chunking.each and row.chunk is None)):
             self.lost.append(row.key)
             return False
         return True
@@ -77,10 +79,15 @@ class FailedRowRetry:
         coming = deque(failed)
         async with aclosing((await self._source(failed)).rows()) as found:
             async for row in found:
-                lost = row.failure is not None and row.line is None
-                while coming and coming[0].key == row.key and (lost or coming[0].line == row.line):
-                    was = coming.popleft()
+                chunk = row.chunk if row.chunk is not None and not row.chunk.joined else None
+                place = (row.line, None if chunk is None else chunk.index)
+                lost = row.failure is not None and place == (None, None)
+                while coming and coming[0].key == row.key and (lost or (coming[0].line, coming[0].chunk) == place):
+                    was = coming[0]
                     yield replace(row, index=was.index, line=was.line, custom_id=was.custom_id)
+                    if row.chunk is not None and row.chunk.joined and not row.chunk.last:
+                        break  # the object's row takes the answers to all its chunks
+                    coming.popleft()
         if coming:
             where = coming[0]
             raise RunRefused(
@@ -91,7 +98,7 @@ class FailedRowRetry:
     async def _source(self, failed: Sequence[FailedRow]) -> Source:
         lines: dict[str, set[int]] = {}
         for row in failed:
-            lines.setdefault(row.key, set()).update(() if row.line is None else (row.line,))
+            lines.setdefault(row.key, set()).update({row.line, row.chunk} - {None})  # type: ignore[arg-type]
         wanted = [each for each in self.source.objects if each.info.key in lines]
         # An object that was missing when the run began has no version yet: its present version is taken.
         unseen = [each.info.key for each in wanted if each.failure is not None]
@@ -117,7 +124,7 @@ class FailedRowRetry:
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):
             data, marks = await retry.run(lambda: self.output.look(name))
-            merged = merge(data, number * self.part_rows, lines)
+            merged = merge(data, lines)
             try:
                 if merged != data:
                     await retry.run(lambda merged=merged, marks=marks: self.output.replace(name, merged, marks))  # type: ignore[misc]
@@ -128,19 +135,24 @@ class FailedRowRetry:
         raise ObjectChanged(f"{self.output.url}/{name}: another worker keeps changing it; it is left as it is")
 
 
-def merge(part: bytes, first: int, lines: Mapping[int, bytes]) -> bytes:
-    """The part, whose first row is ``first``, with ``lines`` in place of failed rows. A row with an answer keeps it."""
-    merged = part.splitlines(keepends=True)
-    for index, line in lines.items():
-        if not is_answered(json.loads(merged[index - first])):
-            merged[index - first] = line
-    return b"".join(merged)
+def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
+    """The part with ``lines``, by index, in place of failed rows. A row with an answer keeps it."""
+    merged: dict[int, bytes] = {}
+    answered: set[int] = set()
+    for line in part.splitlines(keepends=True):
+        record = json.loads(line)
+        merged[record["index"]] = merged.get(record["index"], b"") + line
+        if is_answered(record):
+            answered.add(record["index"])
+    return b"".join(was if index in answered else lines.get(index, was) for index, was in merged.items())
 
 
 def _failed_row(line: bytes, number: int) -> FailedRow:
     """Raises RunRefused."""
     try:
         record = json.loads(line)
-        return FailedRow(record["index"], record["key"], record["line"], record["custom_id"])
+        chunk = record.get("chunk")
+        place = record["index"], record["key"], record["line"], record["custom_id"]
+        return FailedRow(*place, None if chunk is None else chunk["index"])
     except (ValueError, KeyError, TypeError):
         raise RunRefused(f"--output: {errors_name(number)} is none that this program wrote") from None

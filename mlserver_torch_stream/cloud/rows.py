@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -41,10 +41,25 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One input: ``body`` of a JSONL line, or ``data``, a whole object of ``kind``; or a ``failure`` instead of both.
+class Chunk:
+    """The part of an object that a row holds: its number, from 0, and the byte of the object that it begins with.
 
-    ``index``: the row's position in the run; ``line``: its line in the object, from 1, or None for a whole object.
+    ``joined``: the object is one output row, which the answers to all its chunks make together.
+    """
+
+    index: int
+    offset: int
+    last: bool
+    joined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input: ``body`` of a JSONL line, or ``data``, an object of ``kind`` or a ``chunk`` of it; or a ``failure``
+    instead of both.
+
+    ``index``: the position of the output row in the run, which joined chunks of an object share; ``line``: its line in
+    the object, from 1, or None for a whole object; ``whole``: the bytes of the whole object, where that is no JSONL.
     """
 
     index: int
@@ -56,13 +71,17 @@ class Row:
     data: bytes = b""
     size: int = 0
     failure: Failure | None = None
+    chunk: Chunk | None = None
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
 
-    ``span``: start and end of the row's inference, by the monotonic clock; None: the span of its batch.
+    ``pieces``: the bodies of the pieces of an answer that was streamed, each of which is an output line of its own,
+    instead of a ``response``. ``span``: start and end of the row's inference, by the monotonic clock; None: the span of
+    its batch.
     """
 
     response: Mapping[str, Any] | None = None
@@ -70,6 +89,7 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     span: tuple[float, float] | None = None
+    pieces: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +110,7 @@ class Result:
     def record(self, run: RunIdentity) -> dict[str, Any]:
         """The output row: a line of OpenAI's batches, with the row's place in the input."""
         row, failure = self.row, self.outcome.failure
-        name = hashlib.sha256(f"{run.id}/{row.key}/{row.index}".encode("utf-8", "replace")).hexdigest()[:32]
-        place = {"index": row.index, "key": row.key, "line": row.line}
+        name, place = _name(run, row), self._place()
         if failure is None:
             return answer_line(name, row.custom_id, self.outcome.response or {}, run.created, place)
         if failure.status is None or failure.error is None:
@@ -99,8 +118,32 @@ class Result:
         return refused_line(name, row.custom_id, failure.status, failure.error, place)
 
     def encode(self, run: RunIdentity) -> bytes:
-        text = json.dumps(self.record(run), ensure_ascii=False, separators=(",", ":"))
-        return text.encode("utf-8", "replace") + b"\n"
+        """The output row; one line for each of the pieces, where the outcome has some."""
+        if self.outcome.pieces is None:
+            return _encode(self.record(run))
+        return b"".join(_encode(record) for record in self._piece_records(run, self.outcome.pieces))
+
+    def _piece_records(self, run: RunIdentity, pieces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        assert pieces, "an answer without a piece"
+        for number, body in enumerate(pieces):
+            place = {**self._place(), "piece": {"index": number, "last": number == len(pieces) - 1}}
+            name = _name(run, self.row, f"#{number}")
+            yield answer_line(name, self.row.custom_id, body, run.created, place)
+
+    def _place(self) -> dict[str, Any]:
+        row, chunk = self.row, self.row.chunk
+        place: dict[str, Any] = {"index": row.index, "key": row.key, "line": row.line}
+        if chunk is not None:
+            place["chunk"] = {"index": chunk.index, "offset": chunk.offset, "last": chunk.last}
+        return place
+
+
+def _name(run: RunIdentity, row: Row, piece: str = "") -> str:
+    return hashlib.sha256(f"{run.id}/{row.key}/{row.index}{piece}".encode("utf-8", "replace")).hexdigest()[:32]
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 
 
 def refusal(error: RequestError) -> Failure:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.chunking import Chunking
 from mlserver_torch_stream.cloud.claim import claim, identify, read_claim
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectExists, RunRefused, TooManyFailures
 from mlserver_torch_stream.cloud.lease import WriterLease
@@ -59,6 +60,7 @@ class CloudRun:
     storage: Mapping[str, str] = field(default_factory=dict)
     weigh: Callable[[Row], int] = lambda row: row.size
     created: int | None = None
+    chunking: Chunking = field(default_factory=Chunking)
 
     def __post_init__(self) -> None:
         """Raises RunRefused, which names the option."""
@@ -82,6 +84,10 @@ class CloudRun:
         """True if this worker writes the part."""
         return part % self.lanes == self.lane - 1
 
+    def rows_of(self, listed: Listed) -> int:
+        """The output rows of an object that is no JSONL."""
+        return 1 if listed.failure is not None else self.chunking.rows(listed.info.size)
+
     def config(self) -> dict[str, Any]:
         """The run's configuration: another value is another run."""
         return {
@@ -91,6 +97,7 @@ class CloudRun:
             "kind": None if self.kind is None else self.kind.value,
             "part_rows": self.part_rows,
             "model": dict(self.model),
+            **self.chunking.config(),
         }
 
 
@@ -210,6 +217,7 @@ def _source(planned: RunPlan, metrics: RunMetrics) -> Source:
         strict=run.lanes > 1 or planned.done.sparse,
         retry=run.retry,
         ahead=run.ahead,
+        chunking=run.chunking,
         on_retry=metrics.retried,
     )
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
@@ -139,23 +140,26 @@ class _Seen:
 
 async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
     data = await retry.run(lambda: store.get(part_name(number)))
-    records = _records(data, number, rows)
+    indexes, end = _contents(data, number, rows)
     failed = failed_lines(data)
     stale = failed if failed != (await get_or_none(store, errors_name(number), retry) or b"") else None
-    end = records[-1]
-    return _Seen(len(records), failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"]), stale)
+    chunk = end.get("chunk")
+    within = chunk["index"] if chunk is not None and not chunk["last"] else None
+    return _Seen(indexes, failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"], within), stale)
 
 
-def _records(data: bytes, number: int, rows: int) -> list[dict[str, Any]]:
+def _contents(data: bytes, number: int, rows: int) -> tuple[int, dict[str, Any]]:
+    """How many rows a part has, each of one line or of a line for each piece of its answer, and its last line."""
     try:
         records = [json.loads(line) for line in data.splitlines()]
         first = number * rows
-        if not records or [record["index"] for record in records] != list(range(first, first + len(records))):
+        indexes = [index for index, _ in groupby(record["index"] for record in records)]
+        if not records or indexes != list(range(first, first + len(indexes))):
             raise ValueError
         assert all({"key", "line", "response", "error"} <= set(record) for record in records)
     except (ValueError, KeyError, TypeError, AssertionError):
         raise RunRefused(f"--output: {part_name(number)} is no part that this run wrote") from None
-    return records
+    return len(indexes), records[-1]
 
 
 def failed_lines(part: bytes) -> bytes:

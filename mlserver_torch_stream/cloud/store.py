@@ -119,7 +119,7 @@ class Store:
             batches = obstore.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
                 try:
-                    batch = await _within(batches.__anext__(), self._stall_s)
+                    batch = await within(batches.__anext__(), self._stall_s)
                 except StopAsyncIteration:
                     return
                 for meta in batch:
@@ -224,7 +224,7 @@ class Store:
 
     async def _call(self, key: str, call: Callable[[], Any]) -> Any:
         try:
-            return await _within(call(), self._stall_s)
+            return await within(call(), self._stall_s)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -287,7 +287,7 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-async def _within(call: Any, seconds: float) -> Any:
+async def within(call: Any, seconds: float) -> Any:
     """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
     answer, so that a run went on after a signal."""
     future = asyncio.ensure_future(call)
@@ -320,7 +320,7 @@ def _first_line(error: BaseException) -> str:
 def _remote(url: str, scheme: str, options: dict[str, str]) -> Any:
     import obstore.store
 
-    # ``_within`` watches for silence and the caller retries: both keep the bytes that are received already.
+    # ``within`` watches for silence and the caller retries: both keep the bytes that are received already.
     client: dict[str, Any] = {"timeout": "1h", "connect_timeout": "10s"}
     if scheme == "http" or _endpoint(options).startswith("http://"):
         client["allow_http"] = True

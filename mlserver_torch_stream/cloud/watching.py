@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.chunking import Chunking
 from mlserver_torch_stream.cloud.claim import FORMAT
 from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, ObjectExists, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import digest
@@ -52,12 +53,14 @@ class Watcher:
     metrics: RunMetrics = field(default_factory=RunMetrics)
     report: Callable[[str], None] = lambda message: None
     created: int | None = None
+    chunking: Chunking = field(default_factory=Chunking)
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:
         kind = None if self.kind is None else self.kind.value
         model = dict(self.model)
         identity = {"format": FORMAT, "key": info.key, "etag": info.etag, "kind": kind, "model": model}
+        identity |= self.chunking.config()
         return f"result-{digest(identity)[:40]}.jsonl"
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
@@ -111,7 +114,7 @@ class Watcher:
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
-        rows = Source(self.store, [listed], self.kind, retry=self.retry).rows()
+        rows = Source(self.store, [listed], self.kind, retry=self.retry, chunking=self.chunking).rows()
         async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:

@@ -85,8 +85,8 @@ class WorkerPool:
 
     # --- requests ---
 
-    def submit(self, request: HandlerRequest) -> HandlerJob:
-        """Raises QueueFull, RequestTooLarge or NotServing."""
+    def submit(self, request: HandlerRequest, *, more: bool = False) -> HandlerJob:
+        """Raises QueueFull, RequestTooLarge or NotServing. ``more``: the next request of its batch follows at once."""
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
             raise NotServing(refusal)
@@ -98,7 +98,8 @@ class WorkerPool:
         self.jobs[job.key] = job
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._time_out, job, request.timeout_s)
-        self._dispatch_due()
+        if not more:
+            self._dispatch_due()
         return job
 
     def cancel(self, job: HandlerJob) -> None:

@@ -71,11 +71,11 @@ def test_an_object_that_is_one_row_and_too_large_is_an_error_row_that_says_how_l
         out.truncate(2 * 2**30)
     (tmp_path / "b.txt").write_text("abc")
     assert cloud("run", "--input", tmp_path, "--url", server.url, "--dry-run") == 0
-    assert "too large: 1 over 64 MiB, each an error row: a.txt" in capsys.readouterr().out
+    assert "too large: 1 over 64.0 MiB, each an error row: a.txt" in capsys.readouterr().out
     assert cloud("run", "--input", tmp_path, "--url", server.url) == 1
     large, small = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert large["error"]["code"] == "too_large" and small["error"] is None
-    assert "2147483648 bytes, over the 64 MiB" in large["error"]["message"]
+    assert "2147483648 bytes, over the 64.0 MiB" in large["error"]["message"]
 
 
 def test_a_watcher_says_of_such_an_object_what_it_is_and_goes_on(tmp_path: Path, server: ModelServer) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import textwrap
 import warnings
 from pathlib import Path
@@ -20,7 +21,10 @@ import torch
 
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from tests.cloud.command import cloud, finish, joined, start, trouble
+from tests.cloud.sparse import sparse_bucket
 from tests.torchserve.workshop import outcome, run, running, texts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 needs_captum = pytest.mark.skipif(importlib.util.find_spec("captum") is None, reason="captum is not installed")
@@ -139,9 +143,8 @@ def _eager(folder: Path, shown: str) -> None:
     (folder / "model.py").write_text(textwrap.dedent(_COLOURS).replace("{shown}", shown))
 
 
-@needs_torchvision
-def test_image_classifier_answers_a_batch_of_images(vision: Path) -> None:
-    """With a TorchScript model, as most of its archives have."""
+def _colour_classifier(folder: Path) -> str:
+    """An archive for image_classifier with a TorchScript model, as most of its archives have."""
 
     class Colours(torch.nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -150,9 +153,57 @@ def test_image_classifier_answers_a_batch_of_images(vision: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
-        torch.jit.trace(Colours(), torch.rand(2, 3, 224, 224)).save(str(vision / "model.pt"))
+        torch.jit.trace(Colours(), torch.rand(2, 3, 224, 224)).save(str(folder / "model.pt"))
     names = {str(index): name for index, name in enumerate(("red", "green", "blue", "x", "y", "z"))}
-    uri = _archive(vision, "image_classifier", None, "model.pt", **names)
+    return _archive(folder, "image_classifier", None, "model.pt", **names)
+
+
+@needs_torchvision
+def test_image_classifier_labels_a_bucket_of_500_images_and_resumes_byte_for_byte(vision: Path, tmp_path: Path) -> None:
+    """Over ``cloud run``, killed once; one of the objects is no image. The batches are full, since the last digits of a
+    score depend on how many images a forward takes."""
+    colours = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+    labels = [list(colours)[number * number % 3] for number in range(500)]
+    images: dict[str, bytes | int] = {f"{n:03}.png": _png(*colours[label]) for n, label in enumerate(labels)}
+    images["250.png"] = b"no image"
+    archive = _colour_classifier(vision)
+    with sparse_bucket(images) as bucket:
+
+        def command(out: str) -> tuple[Any, ...]:
+            where = ("run", "--input", "s3://bucket", "--output", tmp_path / out, *bucket.options())
+            return (
+                *where,
+                "--handler",
+                archive,
+                "--extra",
+                '{"ts": "package"}',
+                "--batch-rows",
+                "16",
+                "--max-wait",
+                "30",
+            )
+
+        assert cloud(*command("whole")) == 1
+        process = start(*command("out"))
+        wait_until((tmp_path / "out/part-000002.jsonl").exists, seconds=300)
+        process.send_signal(signal.SIGKILL)
+        assert finish(process)[0] == -signal.SIGKILL
+        assert cloud(*command("out")) == 1
+    assert joined(tmp_path / "out") == joined(tmp_path / "whole")
+    rows = [json.loads(line) for line in joined(tmp_path / "out").splitlines()]
+    assert [row["key"] for row in rows] == sorted(images)
+    best = [max(answer, key=answer.get) for row in rows if trouble(row) is None for answer in _predictions(row)]
+    assert best == labels[:250] + labels[251:] and trouble(rows[250]) is not None
+
+
+def _predictions(row: dict[str, Any]) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = row["response"]["body"]["predictions"]
+    return found
+
+
+@needs_torchvision
+def test_image_classifier_answers_a_batch_of_images(vision: Path) -> None:
+    uri = _colour_classifier(vision)
 
     async def scenario() -> None:
         async with running(uri, "package", batchSize=2, maxBatchDelay=10_000) as pool:

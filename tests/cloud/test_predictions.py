@@ -1,0 +1,235 @@
+"""Objects and chunks of them given to servers: ``/predictions`` of TorchServe's clients, BYTES tensors of V2's.
+
+Against a real MLServer with our runtime, and against a scripted TorchServe that goes wrong as a test says.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cloud.command import cloud, joined, trouble
+from tests.cloud.handlers import counted, predictions, rows, told, write
+from tests.scripted_http import Handler, serving
+from tests.server.harness import Model, Server, serve
+
+_TS = "mlserver_torch_stream.TorchServeRuntime"
+_OBJECTS = {"a b.png": bytes(range(256)) * 9, "b.bin": b"pieces" * 200, "empty": b"", "t.txt": b"text \xff"}
+
+
+@pytest.fixture(scope="module")
+def mlserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("count")
+    model = Model("count", str(write(folder / "h")), implementation=_TS, extra={"ts": "shim"}, version="1.0")
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    with serve(folder / "models", [model], settings=settings) as running:
+        yield running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    for key, body in _OBJECTS.items():
+        (tmp_path / "in" / key).write_bytes(body)
+    return tmp_path
+
+
+def _expected(key: str, chunk: int | None = None) -> list[tuple[Any, ...]]:
+    return counted(key.replace(" ", "%20"), _OBJECTS[key], chunk)
+
+
+def _last_json(prediction: Any) -> Any:
+    """What the handler returned behind the pieces that it sent."""
+    return json.loads(prediction[prediction.index("{") :]) if isinstance(prediction, str) else prediction
+
+
+@pytest.mark.parametrize("model", ["count", "count/1.0"])
+def test_each_object_or_chunk_is_posted_to_torchserves_path(
+    mlserver: Server, folder: Path, model: str, capfd: Any
+) -> None:
+    run = ("run", "--input", folder / "in", "--url", mlserver.url, "--api", "torchserve", "--model", model)
+    assert cloud(*run) == 0
+    found = rows(capfd.readouterr().out)
+    assert [row["key"] for row in found] == list(_OBJECTS)
+    for row in found:
+        assert told([_last_json(each) for each in predictions(row)]) == _expected(row["key"])
+    assert predictions(found[0])[0]["kind"] == "image/png"
+    assert predictions(found[1])[0].startswith("piece 0 piece 1 {")
+    assert cloud(*run, "--chunk-bytes", "700") == 0
+    for row in rows(capfd.readouterr().out):
+        assert told([_last_json(each) for each in predictions(row)]) == _expected(row["key"], 700)
+
+
+def test_each_piece_of_a_streamed_answer_is_a_row_of_its_own(mlserver: Server, folder: Path, capfd: Any) -> None:
+    run = ("run", "--input", folder / "in", "--url", mlserver.url, "--api", "torchserve", "--model", "count")
+    assert cloud(*run, "--rows", "piece", "--chunk-bytes", "1200") == 0
+    found = rows(capfd.readouterr().out)
+    assert [(row["custom_id"], row["piece"]["index"]) for row in found] == [
+        *(("a b.png#0", 0), ("a b.png#1", 0)),
+        *(("b.bin#0", 0), ("b.bin#0", 1), ("b.bin#0", 2)),
+        *(("empty#0", 0), ("t.txt#0", 0)),
+    ]
+    assert [predictions(row) for row in found[2:4]] == [["piece 0 "], ["piece 1 "]]
+    assert predictions(found[4])[0]["bytes"] == 1200
+
+
+def test_a_v2_server_gets_tensors_of_raw_bytes(mlserver: Server, folder: Path, capfd: Any) -> None:
+    run = ("run", "--input", folder / "in", "--url", mlserver.url, "--tensor", "body")
+    for options, chunk in (((), None), (("--chunk-bytes", "700"), 700)):
+        assert cloud(*run, *options) == 0
+        found = rows(capfd.readouterr().out)
+        assert [row["key"] for row in found] == list(_OBJECTS)
+        for row in found:
+            outputs = [answer[0] for answer in predictions(row)]
+            assert {(each["name"], each["datatype"]) for each in outputs} == {("output", "BYTES")}
+            assert told([_last_json(each["data"][0]) for each in outputs]) == _expected(row["key"], chunk)
+
+
+def test_a_model_that_is_not_there_ends_the_run(mlserver: Server, folder: Path, capfd: Any) -> None:
+    run = ("run", "--input", folder / "in", "--url", mlserver.url, "--api", "torchserve")
+    for model, said in (("other", "Model not found: other"), ("count/9", "Model version: 9 does not exist")):
+        assert cloud(*run, "--model", model) == 3
+        assert said in capfd.readouterr().err
+
+
+@dataclass
+class _TorchServe:
+    """``script``: what happens to the next requests for an object, by its content: (status, type of the error)."""
+
+    url: str = ""
+    script: dict[bytes, list[tuple[int, str]]] = field(default_factory=dict)
+    asked: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@contextmanager
+def _torchserve() -> Iterator[_TorchServe]:
+    server = _TorchServe()
+
+    class Answers(Handler):
+        def do_POST(self) -> None:
+            body = self.received()
+            with server.lock:
+                server.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, body))
+                coming = server.script.get(body) or []
+                status, kind = coming.pop(0) if coming else (200, "")
+            if kind == "cut":
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"5\r\nhello\r\n")
+                self.close_connection = True
+            elif status == 200:
+                self.answer(200, b"answer to " + body, {"Content-Type": "text/plain"})
+            elif kind:
+                self.answer(status, json.dumps({"code": status, "type": kind, "message": "as asked"}).encode())
+            else:
+                self.answer(status, b"the handler's own")
+
+    with serving(Answers) as server.url:
+        yield server
+
+
+@pytest.fixture
+def torchserve() -> Iterator[_TorchServe]:
+    with _torchserve() as running:
+        yield running
+
+
+def _run(server: _TorchServe, folder: Path, *options: Any) -> tuple[Any, ...]:
+    for key in list((folder / "in").iterdir()):
+        key.unlink()
+    for number in range(4):
+        (folder / "in" / f"{number}.bin").write_bytes(b"object %d" % number)
+    return ("run", "--input", folder / "in", "--url", server.url, "--api", "torchserve", "--model", "m", *options)
+
+
+_OURS = "ServiceUnavailableException"
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [(503, _OURS)] * 3,
+        [(429, "")],
+        [(200, "cut")] * 2,
+        [(503, "InternalServerException")] * 2,
+        [(500, "InternalServerException")],
+    ],
+)
+def test_what_may_pass_is_asked_again(
+    torchserve: _TorchServe, folder: Path, failures: list[tuple[int, str]], capfd: Any
+) -> None:
+    torchserve.script = {b"object 2": list(failures)}
+    assert cloud(*_run(torchserve, folder)) == 0
+    found = rows(capfd.readouterr().out)
+    assert [predictions(row) for row in found] == [[f"answer to object {number}"] for number in range(4)]
+    assert len(torchserve.asked) == 4 + len(failures)
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        ((503, "InternalServerException"), 503),
+        ((507, "InternalServerException"), 507),
+        ((404, ""), 404),
+        ((413, "TooLongFrameException"), 413),
+    ],
+)
+def test_an_object_at_which_the_handler_fails_is_an_error_row(
+    torchserve: _TorchServe, folder: Path, failure: tuple[int, str], status: int, capfd: Any
+) -> None:
+    torchserve.script = {b"object 2": [failure] * 5}
+    assert cloud(*_run(torchserve, folder)) == 1
+    found = rows(capfd.readouterr().out)
+    assert [trouble(row) is None for row in found] == [True, True, False, True]
+    assert found[2]["response"]["status_code"] == status
+    assert ("as asked" if failure[1] else "the handler's own") in found[2]["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize("failure", [(404, "ModelNotFoundException"), (401, "InvalidKeyException"), (403, "")])
+def test_what_holds_for_every_object_ends_the_run(
+    torchserve: _TorchServe, folder: Path, failure: tuple[int, str]
+) -> None:
+    torchserve.script = {b"object 1": [failure] * 5}
+    output = ("--output", folder / "out", "--part-rows", "1", "--concurrency", "1")
+    run = _run(torchserve, folder, *output)
+    assert cloud(*run) == 3
+    torchserve.script = {}
+    assert cloud(*run) == 0
+    assert [predictions(row) for row in rows(joined(folder / "out"))] == [[f"answer to object {n}"] for n in range(4)]
+
+
+def test_parameters_and_places_are_headers_and_the_model_is_in_the_path(
+    torchserve: _TorchServe, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    run = _run(torchserve, folder, "--chunk-bytes", "5", "--rows", "chunk", "--parameters", '{"X-Own": "1", "n": 2}')
+    assert cloud(*run) == 0
+    path, headers, body = next(each for each in torchserve.asked if each[1]["x-request-id"] == "3.bin#1")
+    assert path == "/predictions/m" and body == b"t 3"
+    expected = {
+        **{"x-object-key": "3.bin", "x-object-size": "8", "x-chunk-index": "1", "x-chunk-offset": "5"},
+        **{"x-chunk-last": "true", "x-own": "1", "n": "2", "content-type": "application/octet-stream"},
+        **{"authorization": "Bearer secret-key"},
+    }
+    assert expected.items() <= headers.items()
+
+
+def test_the_same_command_goes_on_where_a_server_went_away(torchserve: _TorchServe, folder: Path) -> None:
+    run = _run(torchserve, folder, "--output", folder / "out", "--part-rows", "2", "--chunk-bytes", "3")
+    assert cloud(*run) == 0
+    (folder / "out/part-000001.jsonl").unlink()
+    (folder / "out/done.json").unlink()
+    before, torchserve.asked[:] = joined(folder / "out"), []
+    assert cloud(*run) == 0
+    after = joined(folder / "out")
+    assert after.startswith(before) and len(rows(after)) == 4
+    assert {headers["x-object-key"] for _, headers, _ in torchserve.asked} == {"2.bin", "3.bin"}
