@@ -114,7 +114,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("grpc_predictions")
     sequences = {"sequenceBatching": True, "batchSize": 2, "maxBatchDelay": 10, "maxNumSequence": 2}
-    sequences |= {"maxSequenceJobQueueSize": 10}
+    sequences |= {"maxSequenceJobQueueSize": 10, "sequenceMaxIdleMSec": 60_000}
     stateful = write_handler(folder / "stateful", _STATEFUL, sequences)
     impatient = write_handler(folder / "impatient", _ECHO, {"clientTimeoutInMills": 100})
     narrow = write_handler(folder / "narrow", _ECHO, {"jobQueueSize": 1})
