@@ -82,8 +82,16 @@ def handle(data, context):
         "id": context.get_request_id(0),
     }]
 """
+SEQUENCES = {
+    "sequenceBatching": True,
+    "batchSize": 2,
+    "maxBatchDelay": 10,
+    "maxNumSequence": 2,
+    "maxSequenceJobQueueSize": 10,
+    "sequenceMaxIdleMSec": 60_000,
+}
 # Adds up the numbers of each sequence.
-_STATEFUL = """
+STATEFUL = """
 totals = {}
 
 def handle(data, context):
@@ -113,9 +121,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("grpc_predictions")
-    sequences = {"sequenceBatching": True, "batchSize": 2, "maxBatchDelay": 10, "maxNumSequence": 2}
-    sequences |= {"maxSequenceJobQueueSize": 10, "sequenceMaxIdleMSec": 60_000}
-    stateful = write_handler(folder / "stateful", _STATEFUL, sequences)
+    stateful = write_handler(folder / "stateful", STATEFUL, SEQUENCES)
     impatient = write_handler(folder / "impatient", _ECHO, {"clientTimeoutInMills": 100})
     narrow = write_handler(folder / "narrow", _ECHO, {"jobQueueSize": 1})
     models = [
