@@ -32,7 +32,7 @@ def _unary_and_streamed(stub: inference_pb2_grpc.InferenceAPIsServiceStub) -> No
 
 
 def _sequence(stub: inference_pb2_grpc.InferenceAPIsServiceStub) -> None:
-    """Named after the address, since its state stays. A thread reads while requests are sent, and the stream is closed when all answers are there."""
+    """A thread reads while requests are sent. The sequence is named after the address, since its state stays."""
     requests: queue.Queue[object] = queue.Queue()
     answers: queue.Queue[bytes] = queue.Queue()
     responses = stub.StreamPredictions2(iter(requests.get, None), metadata=_METADATA, timeout=_TIMEOUT_S)
