@@ -85,7 +85,7 @@ def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
     assert problem is not None and problem.startswith(f"port {taken} ({port}) cannot be listened on at {HOST}: ")
 
 
-_SLOW_PORTS = ("http_port", "metrics_port", "torch_stream_grpc_port_triton")
+_SLOW_PORTS = ("http_port", "metrics_port", "torch_stream_grpc_port_triton", "torch_stream_grpc_port_torchserve")
 
 
 @pytest.mark.parametrize("port", ["grpc_port", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_PORTS)])

@@ -59,6 +59,8 @@ def handle(data, context):
         return ["no such pot"]
     if text == b"raise":
         raise ValueError("as asked")
+    if text == b"raise much":
+        raise ValueError("\u00fc" * 3000)
     if text.startswith(b"exception "):
         raise PredictionException("no such thing", int(text.split()[1]))
     if text == b"memory":
@@ -265,6 +267,13 @@ def test_an_error_after_the_first_piece_ends_the_stream_with_its_reason(stub: St
     assert next(call).prediction == b"first"
     said = f"the handler raised ValueError: after the first piece\n{_SERVERS_ERROR}"
     assert _error(lambda: next(call)) == (grpc.StatusCode.UNAVAILABLE, said)
+
+
+def test_an_error_whose_text_is_too_long_for_metadata_is_cut(stub: Stub) -> None:
+    for ask in (_unary, _streamed):
+        code, details = _error(lambda ask=ask: ask(stub, _ask(b"raise much")))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert details.startswith("the handler raised ValueError: üüü") and details.endswith(f"ü…\n{_SERVERS_ERROR}")
 
 
 def _refusals() -> dict[str, tuple[PredictionsRequest, grpc.StatusCode, str]]:

@@ -10,6 +10,7 @@ import grpc
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
+from mlserver_torch_stream.server.status import details_that_fit
 from mlserver_torch_stream.server.torchserve_grpc.inference_messages import ErrorInfo
 
 _ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo"
@@ -46,7 +47,7 @@ def code_of(error: RequestError) -> grpc.StatusCode:
 def end_call(context: grpc.ServicerContext, error: RequestError) -> None:
     """Ends the call with the status of the error."""
     context.set_code(code_of(error))
-    context.set_details(f"{error.message}\n{_reason(error)}")
+    context.set_details(f"{details_that_fit(error.message)}\n{_reason(error)}")
 
 
 def status_fields(error: RequestError) -> dict[str, object]:
