@@ -34,6 +34,7 @@ class ServerOptions(BaseModel):
     piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC, or of a file; 0: none
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
     grpc_port_triton: int = Field(0, ge=0, le=65535)  # Triton's gRPC service for its clients' streams; 0: none
+    grpc_port_torchserve: int = Field(0, ge=0, le=65535)  # TorchServe's gRPC service on a port of its own; 0: none
     batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
     log_requests: bool = True  # one line per request, never its prompt

@@ -17,9 +17,9 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle.threads import exit_now
-from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 
-_TRITON = "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON"
+_OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve")  # of ServerOptions
 _OWN_FILES = "/proc/self/fd"
 
 
@@ -46,10 +46,12 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
     ports = {"http_port": settings.http_port}
     if settings.metrics_endpoint:
         ports["metrics_port"] = settings.metrics_port
-    if options.grpc_port_triton:
-        if options.grpc_port_triton in ports.values():
-            return template.format(options.grpc_port_triton, _TRITON, host, "it is another port of this server")
-        ports[_TRITON] = options.grpc_port_triton
+    for option in _OUR_PORTS:
+        if port := getattr(options, option):
+            name = f"{PREFIX}{option.upper()}"
+            if port in ports.values():
+                return template.format(port, name, host, "it is another port of this server")
+            ports[name] = port
     for name, port in ports.items():
         try:
             _try(host, port)

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.protocol.torchserve_document import model_document
+from mlserver_torch_stream.server.handler_models import find_ours
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
@@ -25,17 +26,10 @@ from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields, url_encoded
-from mlserver_torch_stream.server.rest.prediction_errors import (
-    NoSuchModel,
-    NoSuchVersion,
-    WrongMethod,
-    as_json,
-    status_and_body,
-)
+from mlserver_torch_stream.server.rest.prediction_errors import WrongMethod, as_json, status_and_body
 from mlserver_torch_stream.server.rest.prediction_head import body_of, check_status, reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.prediction_path import PredictionPath
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal, send_whole
-from mlserver_torch_stream.server.rest.routes import find_model
 from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 _METHODS = ("POST", "PUT")
@@ -59,7 +53,10 @@ class Piece(Protocol):
 
 
 class PieceReply(Protocol):
-    """The reply to one request, read once."""
+    """The reply to one request, read once: in pieces or whole."""
+
+    async def whole(self) -> bytes:
+        """All pieces joined. Raises RequestError."""
 
     def pieces(self) -> AsyncGenerator[Any, None]:
         """Each a ``Piece``. Raises RequestError."""
@@ -69,12 +66,17 @@ class PieceReply(Protocol):
 
 
 class RunsHandler(Protocol):
-    """A model that TorchServe's paths lead to."""
+    """A model that TorchServe's paths and its gRPC service lead to."""
 
     def open_prediction(
-        self, fields: Sequence[BodyField], headers: Mapping[str, str], request_id: str, endpoint: EndpointKind
+        self,
+        fields: Sequence[BodyField],
+        headers: Mapping[str, str],
+        request_id: str,
+        endpoint: EndpointKind,
+        parameters: Mapping[str, Any] = ...,
     ) -> PieceReply:
-        """The reply, not begun. Raises RequestError."""
+        """The reply, not begun. ``parameters``: V2's of the request's sequence. Raises RequestError."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class _Prediction:
         method, path, endpoint = self._scope["method"], self.path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        model = self._find()
+        model = find_ours(endpoint.data_plane._model_registry, path.name, path.version)
         if method == "OPTIONS":
             await self._describe(model)
             return
@@ -154,15 +156,6 @@ class _Prediction:
         refused = as_refusal(error)
         status, body = status_and_body(refused)
         await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
-
-    def _find(self) -> Any:
-        registry, path = self._endpoint.data_plane._model_registry, self.path
-        model = find_model(registry, path.name, path.version)
-        if model is not None:
-            return model
-        if path.version is None or find_model(registry, path.name, None) is None:
-            raise NoSuchModel(path.name)
-        raise NoSuchVersion(path.name, path.version)
 
     async def _describe(self, model: Any) -> None:
         """TorchServe's answer to OPTIONS: an OpenAPI document of the model's paths."""

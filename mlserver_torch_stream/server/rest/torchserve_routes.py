@@ -107,14 +107,16 @@ class _Ping:
         self._lifecycle = lifecycle
 
     async def answer(self, request: Request) -> Response:
-        status = self._status()
+        status = health_of(self._registry, self._lifecycle)
         return _torchserves(request, 503 if status == "Unhealthy" else 200, {"status": status})
 
-    def _status(self) -> str:
-        ready = [bool(model.ready) for model in all_models(self._registry)]
-        if self._lifecycle.shutdown_reason is not None or (ready and not any(ready)):
-            return "Unhealthy"
-        return "Healthy" if all(ready) else "Partial Healthy"
+
+def health_of(registry: MultiModelRegistry, lifecycle: Lifecycle) -> str:
+    """In TorchServe's words."""
+    ready = [bool(model.ready) for model in all_models(registry)]
+    if lifecycle.shutdown_reason is not None or (ready and not any(ready)):
+        return "Unhealthy"
+    return "Healthy" if all(ready) else "Partial Healthy"
 
 
 def _torchserves(request: Request, status: int, body: JsonObject) -> Response:
