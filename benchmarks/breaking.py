@@ -23,7 +23,7 @@ from benchmarks.load import probe_health
 from benchmarks.process import family, free_ports, rss_mib, running
 from benchmarks.servers import clean_environment, wait_until_ready, write_mlserver_folder
 
-_MODEL = "bench"
+MODEL = "bench"
 _PREFIX = "MLSERVER_TORCH_STREAM_"
 _FINAL = b'"triton_final_response":true'
 _SAMPLE_S = 0.25
@@ -41,7 +41,7 @@ class Broken:
         tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Once upon a time"]}
         parameters = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
-        head = f"POST /v2/models/{_MODEL}/infer_stream HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
+        head = f"POST /v2/models/{MODEL}/infer_stream HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
         return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -53,11 +53,11 @@ def started(uri: str, extra: Mapping[str, Any], **environment: str) -> Iterator[
     with TemporaryDirectory() as name:
         folder, log = Path(name), Path(name) / "server.log"
         parameters = {"uri": uri, "extra": dict(extra)}
-        write_mlserver_folder(folder, _MODEL, "mlserver_torch_stream.TorchStreamRuntime", parameters, ports)
+        write_mlserver_folder(folder, MODEL, "mlserver_torch_stream.TorchStreamRuntime", parameters, ports)
         variables = {_PREFIX + key.upper(): value for key, value in environment.items()}
         command = [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)]
         with running(command, {**clean_environment(), **variables}, log, folder) as process:
-            wait_until_ready(process, http_port, f"/v2/models/{_MODEL}/ready", log)
+            wait_until_ready(process, http_port, f"/v2/models/{MODEL}/ready", log)
             yield Broken(process.pid, http_port)
 
 

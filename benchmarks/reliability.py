@@ -19,13 +19,21 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine  # noqa: E402
 from benchmarks.breaking import drain, fault, liveness, overload, started  # noqa: E402
-from benchmarks.oversized_file import oversized_file  # noqa: E402
+from benchmarks.oversized_requests import oversized_requests  # noqa: E402
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 OUTPUT = ROOT / "benchmarks" / "results" / "reliability.json"
 _ROWS, _QUEUE, _TOKENS = 4, 8, 16
 _STREAMS, _GRACE_S = 32, 2.0
 _STEP = 20  # of the faults
+_GAP_MS = 1000.0
+# What is printed; the seconds until the refusal and the MiB of memory to hold.
+_OVERSIZED = {
+    "stop": ("1,000,000 stop strings", 2.0, 256.0),
+    "n": ("n of 1,000,000,000", 1.0, 64.0),
+    "file_announced": ("10 GB file, size announced", 1.0, 64.0),
+    "file_unannounced": ("10 GB file, size unannounced", 20.0, 64.0),
+}
 
 
 class Figure(NamedTuple):
@@ -53,9 +61,9 @@ def measure(uri: str, seconds: float) -> dict[str, Any]:
     with started(uri, {}, drain_grace=str(_GRACE_S)) as server:
         found["liveness"] = asyncio.run(liveness(server, 16, 64))
         found["drain"] = asyncio.run(drain(server, _STREAMS, 1500, _GRACE_S))
-    _say("a file of 10 GB")
+    _say("requests that ask for too much")
     with TemporaryDirectory() as folder, started(uri, {}, batch_store=folder) as server:
-        found["file"] = asyncio.run(oversized_file(server))
+        found["oversized"] = asyncio.run(oversized_requests(server))
     return found
 
 
@@ -79,17 +87,20 @@ def figures(found: dict[str, Any]) -> list[Figure]:
         Figure("SIGTERM: readiness is 503", end["not_ready_ms"], 1000, "ms", f"under {end['streams']} streams"),
         Figure("SIGTERM: exit", end["exit_s"], end["grace_s"] + 5, "s", f"grace {end['grace_s']:g} s; {proper}"),
         Figure(f"liveness p99, {live['streams']} streams", live["p99_ms"], 100, "ms", f"{live['probes']} probes"),
-        *_file_figures(found["file"]),
+        *_oversized_figures(found["oversized"]),
     ]
 
 
-def _file_figures(found: dict[str, Any]) -> list[Figure]:
+def _oversized_figures(found: dict[str, Any]) -> list[Figure]:
     rows = []
-    for name, most in (("announced", 1.0), ("unannounced", 20.0)):
+    alone = f"{found['none']['longest_gap_ms']:.0f} ms in a stream alone"
+    for name, (what, seconds, mib) in _OVERSIZED.items():
         one = found[name]
-        counted = f"status {one['status']} after {one['sent_mib']:.0f} MiB"
-        rows.append(Figure(f"10 GB file, size {name}: refused", one["seconds"], most, "s", counted))
-        rows.append(Figure(f"10 GB file, size {name}: RSS growth", one["rss_grown_mib"], 64, "MiB", counted))
+        named = ", the field named" if one.get("named") else ""
+        counted = f"status {one['status']} after {one['sent_mib']:.0f} MiB{named}"
+        rows.append(Figure(f"{what}: refused", one["seconds"], seconds, "s", counted))
+        rows.append(Figure(f"{what}: RSS growth", one["rss_grown_mib"], mib, "MiB", counted))
+        rows.append(Figure(f"{what}: longest gap of a stream beside", one["longest_gap_ms"], _GAP_MS, "ms", alone))
     return rows
 
 

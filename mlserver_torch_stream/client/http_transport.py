@@ -6,7 +6,10 @@ Knows nothing of the protocol, which an HttpApi spells.
 from __future__ import annotations
 
 import json
+import os
+import ssl
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -163,10 +166,21 @@ def _opened(
     except httpx.InvalidURL as error:
         raise ValueError(f"url: {error}, got {without_credentials(url)!r}") from None
     try:
-        verify = True if authorities is None else tls_context(authorities)
+        verify = _environments_tls() if authorities is None else tls_context(authorities)
         return library(base_url=url, headers=headers, timeout=_timeouts(timeout), verify=verify)
     except (ValueError, httpx.InvalidURL, ImportError, OSError) as error:
         raise ValueError(f"a proxy or a certificate of the environment cannot be used: {error}") from error
+
+
+def _environments_tls() -> ssl.SSLContext:
+    return _tls_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+@lru_cache(maxsize=1)
+def _tls_context(cert_file: str | None, cert_folder: str | None) -> ssl.SSLContext:
+    """The context that all clients share, because reading the certificates takes 25 ms. httpx takes the arguments from
+    the environment itself; with other ones there is a new context."""
+    return httpx.create_ssl_context()
 
 
 def _timeouts(silence: float) -> httpx.Timeout:

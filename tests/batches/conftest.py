@@ -31,7 +31,7 @@ def serve_batches(
         "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "3",
         "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "3",
     }
-    return serve(folder, models, settings=QUIET, environment={**kept, **(environment or {})}, ready=ready)
+    return serve(folder, models, settings=QUIET, environment={**kept, **(environment or {})}, ready=ready, triton=True)
 
 
 @pytest.fixture(scope="session")

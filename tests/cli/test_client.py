@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
 
+import certifi
 import pytest
 
 from mlserver_torch_stream import client
@@ -28,6 +32,54 @@ def test_events_survive_any_chunking_and_line_end(size: int, line_end: bytes) ->
 
 def test_data_over_several_lines_is_one_event() -> None:
     assert list(client.EventParser().feed(b"event: x\ndata: a\ndata:b\nid: 3\n\n")) == ["a\nb"]
+
+
+def test_a_lone_carriage_return_that_is_cut_off_ends_a_line_once() -> None:
+    parser = client.EventParser()
+    chunks = [b"data: a\r", b"\ndata: b\r", b"data: c\r", b"\r", b"data: d\r\n\r", b"\n"]
+    assert [data for chunk in chunks for data in parser.feed(chunk)] == ["a\nb\nc", "d"]
+
+
+@pytest.mark.parametrize("endless", [b"x" * 100, b"data: " + b"x" * 94, b"data: x\n" * 12, b": ping\n" * 15])
+def test_an_event_without_an_end_is_an_error_at_the_bound_and_behind_the_events_before_it(endless: bytes) -> None:
+    parser = client.EventParser(most_bytes=400)
+    seen = [data for _ in range(9) for data in parser.feed(b"data: " + b"y" * 300 + b"\n\n")]
+    assert seen == ["y" * 300] * 9, "the bound is that of one event"
+
+    def read() -> Iterator[str]:
+        for _ in range(6):
+            yield from parser.feed(endless)
+
+    with pytest.raises(ValueError, match="an event has more than 400 bytes"):
+        list(read())
+
+
+def test_a_stream_of_one_endless_line_is_broken_and_takes_bounded_time() -> None:
+    chunk = b"x" * 2**20
+    with (
+        scripted_server([_EVENTS[0], b"data: ", *[chunk] * 70]) as server,
+        pytest.raises(client.StreamBroken, match="cannot be read: ValueError: an event has more than 67108864 bytes"),
+    ):
+        list(client.stream(server.url, "m", "Hello"))
+
+
+def test_calls_share_a_tls_context_until_the_environment_names_other_certificates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = []
+    create = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **given: made.append(given) or create(**given))
+    certificates = tmp_path / "certificates.pem"
+    certificates.write_bytes(Path(certifi.where()).read_bytes())
+    with scripted_server(*[_EVENTS] * 6) as server:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates))
+        for _ in range(3):
+            list(client.stream(server.url, "m", "Hello"))
+        assert len(made) == 1
+        monkeypatch.delenv("SSL_CERT_FILE")
+        for _ in range(3):
+            list(client.stream(server.url, "m", "Hello"))
+        assert len(made) == 2
 
 
 def test_stream_yields_deltas_and_the_reason() -> None:

@@ -1,20 +1,30 @@
 """What LiteLLM does against a server, as one of its OpenAI-compatible providers.
 
-Knows nothing of the server beyond its model ``tiny``.
+Knows nothing of the server beyond what ``features`` says.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import litellm
-from features import QUESTION, feature, main
+from features import QUESTION, check_refused, crowd, feature, main
+
+
+def _asked(url: str, **more: Any) -> dict[str, Any]:
+    asked = {"model": "openai/tiny", "messages": QUESTION, "temperature": 0.8, "seed": 5, "max_tokens": 12, **more}
+    return {"api_base": f"{url}/v1", "api_key": "none", "extra_body": {"ignore_eos": True}, "max_retries": 0, **asked}
 
 
 def _chat(url: str, **more: Any) -> Any:
-    asked = {"messages": QUESTION, "temperature": 0.8, "seed": 5, "max_tokens": 12, "num_retries": 0, **more}
-    extra = {"ignore_eos": True}
-    return litellm.completion("openai/tiny", api_base=f"{url}/v1", api_key="none", extra_body=extra, **asked)
+    return litellm.completion(**_asked(url, **more))
+
+
+def _complete(url: str, **more: Any) -> Any:
+    return litellm.text_completion(
+        model="text-completion-openai/tiny", prompt="Hello", max_tokens=8, api_base=f"{url}/v1", api_key="none", **more
+    )
 
 
 @feature("chat")
@@ -32,12 +42,17 @@ def chat_streamed(url: str) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
-@feature("completions")
-def completions(url: str) -> None:
-    answer = litellm.text_completion(
-        model="text-completion-openai/tiny", prompt="Hello", max_tokens=8, api_base=f"{url}/v1", api_key="none"
-    )
+@feature("prompts")
+def prompts(url: str) -> None:
+    answer = _complete(url)
     assert answer.choices[0].text and answer.usage.completion_tokens <= 8
+
+
+@feature("prompts, streamed")
+def prompts_streamed(url: str) -> None:
+    chunks = list(_complete(url, temperature=0, stream=True))
+    text = "".join(chunk.choices[0].text or "" for chunk in chunks)
+    assert text == _complete(url, temperature=0).choices[0].text
 
 
 @feature("log-probabilities")
@@ -45,17 +60,53 @@ def logprobs(url: str) -> None:
     assert len(_chat(url, logprobs=True, top_logprobs=2).choices[0].logprobs.content) == 12
 
 
+@feature("parameters")
+def parameters(url: str) -> None:
+    extra = {"min_tokens": 5, "top_k": 40}
+    answer = _chat(url, n=2, logit_bias={"1": 100}, presence_penalty=0.1, top_p=0.9, user="me", extra_body=extra)
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 2
+    assert answer.usage.completion_tokens == 12
+    text = _chat(url).choices[0].message.content
+    assert _chat(url, stop=[text[4]]).choices[0].message.content == text[: text.index(text[4])]
+
+
+@feature("asyncio")
+def asynchronous(url: str) -> None:
+    async def ask() -> str:
+        stream = await litellm.acompletion(**_asked(url, stream=True))
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(ask()) == _chat(url).choices[0].message.content
+
+
 @feature("errors")
 def errors(url: str) -> None:
-    for more, kind in (
-        ({"messages": [{"role": "user", "content": "a " * 5000}]}, litellm.ContextWindowExceededError),
-        ({"n": 10**9}, litellm.BadRequestError),
-    ):
-        try:
-            _chat(url, **more)
-        except kind:
-            continue
-        raise AssertionError(f"{more} was accepted")
+    long = [{"role": "user", "content": "a " * 5000}]
+    check_refused(lambda: _chat(url, messages=long), litellm.ContextWindowExceededError)
+    check_refused(lambda: _chat(url, n=10**9), litellm.BadRequestError, "n: ")
+    check_refused(lambda: _chat(url, model="openai/nobody"), litellm.NotFoundError, "nobody")
 
 
-main()
+@feature("errors in a stream")
+def errors_in_a_stream(url: str) -> None:
+    seen: list[Any] = []
+    extra = {"timeout": 1_500_000, "ignore_eos": True}
+    stream = _chat(url, max_tokens=900, stream=True, extra_body=extra)
+    check_refused(lambda: seen.extend(stream), litellm.exceptions.MidStreamFallbackError, "long")
+    assert seen
+
+
+@feature("retries")
+def retries(url: str) -> None:
+    answers = crowd(lambda _: _chat(url, model="openai/narrow", max_tokens=40, max_retries=50))
+    assert [answer.usage.completion_tokens for answer in answers] == [40] * 4
+
+
+@feature("tools, schemas, images")
+def what_is_not_implemented(url: str) -> None:
+    """With ``tools`` this client needs the package ``mcp``."""
+    json_object = {"type": "json_object"}
+    check_refused(lambda: _chat(url, response_format=json_object), litellm.BadRequestError, "response_format")
+
+
+main("litellm", "rest")

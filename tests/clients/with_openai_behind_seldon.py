@@ -1,16 +1,16 @@
 """What the openai SDK does through Seldon Core 2's proxy.
 
-Knows nothing of the server beyond its models ``tiny`` and ``narrow``, which has one row and one place in its queue.
+Knows nothing of the server beyond what ``features`` says.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
-from features import QUESTION, feature, main
+from features import QUESTION, TOOLS, check_freed, check_refused, crowd, feature, main
 
 _ASKED: dict[str, Any] = {"max_tokens": 12, "seed": 5, "temperature": 0.8}
 _IGNORE_EOS = {"ignore_eos": True}
@@ -47,7 +47,7 @@ def chat_streamed(url: str) -> None:
     assert text == _once(url).choices[0].message.content
 
 
-@feature("stream helper")
+@feature("chat, streamed")
 def stream_helper(url: str) -> None:
     helper = _completions(url, "infer_stream", "tiny").stream(
         model="tiny", messages=QUESTION, logprobs=True, top_logprobs=2, n=2, **_ENDS
@@ -87,7 +87,7 @@ def errors(url: str) -> None:
         raise AssertionError("it was found")
 
 
-@feature("retries after Retry-After")
+@feature("retries")
 def retries(url: str) -> None:
     """More requests than fit are refused with 429; the SDK waits as it is told, and gets its answers."""
     refused = 0
@@ -102,10 +102,56 @@ def retries(url: str) -> None:
             refused += 1
             return ""
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(ask, [0] * 4))
-        assert refused > 0, "the queue was never full"
-        assert all(pool.map(ask, [30] * 4))
+    crowd(lambda _: ask(0))
+    assert refused > 0, "the queue was never full"
+    assert all(crowd(lambda _: ask(30)))
 
 
-main()
+@feature("parameters")
+def parameters(url: str) -> None:
+    more = {"logit_bias": {"1": 100}, "presence_penalty": 0.1, "top_p": 0.9, "user": "me", "stop": ["zz"]}
+    answer = _once(url, **more, extra_body={"min_tokens": 5, "top_k": 40})
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == 6
+
+
+@feature("asyncio")
+def asynchronous(url: str) -> None:
+    async def ask() -> str:
+        base = f"{url}/v2/models/tiny/infer_stream"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+            asked = {"messages": QUESTION, "extra_body": _IGNORE_EOS, **_ASKED}
+            stream = await client.chat.completions.create(model="tiny", stream=True, **asked)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(ask()) == _once(url).choices[0].message.content
+
+
+@feature("errors in a stream")
+def errors_in_a_stream(url: str) -> None:
+    seen: list[Any] = []
+    stream = _streamed(url, max_tokens=900, extra_body={"timeout": 1_500_000, **_IGNORE_EOS})
+    check_refused(lambda: seen.extend(stream), openai.APIError, "long")
+    assert seen
+
+
+@feature("leaving")
+def leaving(url: str) -> None:
+    def leave() -> None:
+        with _streamed(url, max_tokens=900) as stream:
+            next(iter(stream))
+
+    check_freed(leave)
+
+
+@feature("tools, schemas, images")
+def what_is_not_implemented(url: str) -> None:
+    """`tools` itself is taken, for the chat template."""
+    for param, more in (
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+    ):
+        error = check_refused(lambda more=more: _once(url, **more), openai.UnprocessableEntityError)
+        assert error.param == param, error.body
+
+
+main("openai", "seldon")

@@ -170,6 +170,7 @@ def test_a_full_queue_is_429_and_over_rest_says_when_to_come_back(slow: Server) 
 
     refused = asyncio.run(refused_beside_a_full_queue())
     assert refused["rest"].status == refused["grpc"].status == 429
+    assert refused["grpc"].retry_after is None, "the server sends no such metadata"
     assert refused["rest"].retry_after is not None and refused["rest"].retry_after >= 1
     slow.wait_for("narrow", lambda now: now["running_sequences"] == now["waiting_requests"] == 0)
 

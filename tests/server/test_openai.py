@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from tests.server import openai, v2
+from tests.server import openai
 from tests.server.harness import Server
 from tests.server.openai import CHAT, TEXT, joined, post, prompt, refused, stream, talk, texts, whole
 
@@ -57,29 +56,6 @@ def test_the_usage_counts_what_the_prefix_cache_had_of_the_prompts(server: Serve
     assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
     two = whole(server, CHAT, talk(said, max_tokens=1, n=2))["usage"]
     assert two["prompt_tokens_details"] == again["prompt_tokens_details"]
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.3, "seed": 11, "top_k": 30, "min_p": 0.01}])
-def test_one_prompt_and_seed_give_one_text_in_all_spellings(server: Server, sampling: dict[str, Any]) -> None:
-    asked = {**sampling, "max_tokens": 16, "ignore_eos": True, "stop": ["e"]}
-    text = whole(server, TEXT, prompt("The model says", **asked))["choices"][0]["text"]
-    assert joined(stream(server, TEXT, prompt("The model says", **asked))) == [text]
-    body = v2.rest_body("The model says", **asked)
-    assert v2.rest_unary(server.url, "/v2/models/tiny/infer", body).text == text
-    assert v2.joined(v2.rest_stream(server.url, "/v2/models/tiny/infer_stream", body)) == text
-    flat = httpx.post(f"{server.url}/v2/models/tiny/generate", json={"text_input": "The model says", **asked})
-    assert flat.json()["text_output"] == text
-
-    [said] = texts(whole(server, CHAT, talk("Grüße", **asked)))
-    assert joined(stream(server, CHAT, talk("Grüße", **asked))) == [said]
-    messages = v2.bytes_tensor("messages", json.dumps(talk("Grüße")["messages"]))
-    tensors = v2.rest_body(inputs=[messages], **asked)
-    assert v2.rest_unary(server.url, "/v2/models/tiny/infer", tensors).text == said
-    columns = {"role": "user", "content": "Grüße", "type": "text"}
-    seldon = [v2.bytes_tensor(name, value) for name, value in columns.items()]
-    tensors = v2.rest_body(inputs=seldon, llm_parameters=asked)
-    reply = v2.rest_unary(server.url, "/v2/models/tiny/infer", tensors)
-    assert reply.text == said == texts(json.loads(reply.outputs["output_all"][0]))[0]
 
 
 def test_prompts_may_be_texts_or_ids_one_or_several(server: Server) -> None:

@@ -1,0 +1,108 @@
+"""Every cell of the table of docs/compatibility.md, client by feature, against real servers.
+
+Each client runs in a process of its own, and in an environment of its own where it needs other packages than the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batches.conftest import serve_batches
+from tests.clients.environments import make_environment
+from tests.clients.page import ROWS, Row
+from tests.server.conftest import QUIET
+from tests.server.harness import Model, Server, serve
+from tests.server.seldon_proxy import seldon_proxy
+from tests.server.test_lifecycle_loading import loading_server
+
+_RUN_S = 400
+_NARROW = {"max_queued_requests": 1, "max_num_seqs": 1}
+_SLOW = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02"}
+
+pytestmark = pytest.mark.slow
+
+
+class Clients:
+    """How the features of each client ended; a client runs when it is first asked for."""
+
+    def __init__(self, tiny_model: Path, folder: Path) -> None:
+        self._tiny_model = tiny_model
+        self._folder = folder
+        self._python = lru_cache(lambda name: str(make_environment(folder, name)))
+        self._ended: dict[str, dict[str, Any]] = {}
+        self._servers = ExitStack()
+        self._addresses = lru_cache(self._serve)
+
+    def ended(self, row: Row) -> Mapping[str, Any]:
+        if row.key not in self._ended:
+            with ExitStack() as servers:
+                self._ended[row.key] = self._run(row, {**self._addresses(), **self._more(row, servers)})
+        return self._ended[row.key]
+
+    def close(self) -> None:
+        self._servers.close()
+
+    def _run(self, row: Row, addresses: Mapping[str, str]) -> dict[str, Any]:
+        python = self._python(row.environment) if row.environment else sys.executable
+        command = [python, str(row.script), json.dumps(addresses)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_RUN_S, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        ended: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return ended
+
+    def _serve(self) -> dict[str, str]:
+        models = [Model("tiny", str(self._tiny_model)), Model("narrow", str(self._tiny_model), extra=_NARROW)]
+        store = self._folder / "batches"
+        server = self._servers.enter_context(serve_batches(self._folder / "models", models, store, _SLOW))
+        return _addresses(server)
+
+    def _more(self, row: Row, servers: ExitStack) -> dict[str, str]:
+        """What one client alone needs: a server that loads, or Seldon's proxy before models under Seldon's names."""
+        folder = self._folder / f"for-{row.key}"
+        if row.key == "openai":
+            folder.mkdir()
+            loading, gate = servers.enter_context(loading_server(self._tiny_model, folder))
+            return {"loading": loading.url, "gate": str(gate)}
+        if row.key == "openai-behind-seldon":
+            versions = {"tiny": "tiny_1", "narrow": "narrow_1"}
+            models = [
+                Model("tiny_1", str(self._tiny_model)),
+                Model("narrow_1", str(self._tiny_model), extra=_NARROW),
+            ]
+            server = servers.enter_context(serve(folder / "models", models, settings=QUIET, environment=_SLOW))
+            return {**_addresses(server), "seldon": servers.enter_context(seldon_proxy(server, versions))}
+        return {}
+
+
+def _addresses(server: Server) -> dict[str, str]:
+    return {"rest": server.url, "grpc": server.grpc_target, "triton": server.triton_target}
+
+
+@pytest.fixture(scope="module")
+def clients(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    made = Clients(tiny_model, tmp_path_factory.mktemp("clients"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "feature"),
+    [pytest.param(row, feature, id=f"{row.key}-{feature}") for row in ROWS for feature in row.tried],
+)
+def test_a_cell(clients: Clients, row: Row, feature: str) -> None:
+    trouble = clients.ended(row)["features"][feature]
+    assert trouble is None, trouble
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_the_version_of_a_client_is_that_which_ran(clients: Clients, row: Row) -> None:
+    assert clients.ended(row)["version"] == row.version
