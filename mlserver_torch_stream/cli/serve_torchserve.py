@@ -39,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     folder = OwnFolder()
     try:
-        for line in prepare(arguments, folder.path):
-            print(line, file=sys.stderr, flush=True)
+        variables, lines = prepare(arguments, folder.path)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        os.environ.update(variables)
         start_mlserver(str(folder.path))
     except (LoadFailed, SettingsError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> list[str]:
-    """Writes the models' settings into the folder and sets MLServer's variables. Returns lines for the user.
+def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Writes the models' settings into the folder. Returns the variables to set, and lines for the user.
 
     Raises SettingsError or LoadFailed.
     """
@@ -66,9 +67,8 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> list[str]:
     lines = [*ignored(properties), *lines]
     lines += [f"{_option(name)}: ignored: {why}" for name, why in _NO_EFFECT.items() if getattr(arguments, name)]
     served = write_models(stored_models(properties), properties, file, folder)
-    os.environ.update(variables)
     where = f"configuration: {file}" if file is not None else "configuration: TorchServe's defaults, no file"
-    return [where, *lines, *served]
+    return variables, [where, *lines, *served]
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
