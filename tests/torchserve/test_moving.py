@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ _PAGE = "docs/moving-from-torchserve.md"
 _BLOCKS = markdown.blocks(_PAGE)
 _FILE = re.compile(r"# (\S+)\n")  # the first line of a block that is a file
 _OURS = "mlserver-torch-stream "
+_BIN = Path(sys.executable).parent
 _TIMEOUT_S = 120.0
 
 
@@ -86,7 +88,7 @@ class _Reader:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", here],
             cwd=self.folder,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, "PYTHONWARNINGS": "ignore", "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
