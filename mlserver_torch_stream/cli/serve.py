@@ -65,12 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         announcement = Announcement("127.0.0.1" if host == "0.0.0.0" else host, ports["http"], os.environ)
         print(f"Starting on {announcement.url} (gRPC on port {ports['grpc']})", file=sys.stderr, flush=True)
         threading.Thread(target=announcement.wait_and_print, args=(sys.stderr,), daemon=True).start()
-
-        from mlserver.cli import main as mlserver
-
-        sys.argv = ["mlserver", "start", served]
-        mlserver()
+        start_mlserver(served)
     return 0
+
+
+def start_mlserver(folder: str) -> None:
+    """Serves the models in the folder until the process is told to end."""
+    from mlserver.cli import main as mlserver
+
+    sys.argv = ["mlserver", "start", folder]
+    mlserver()
 
 
 def is_repository(folder: Path) -> bool:

@@ -21,6 +21,7 @@ CARRIED = {
     "job_queue_size": "jobQueueSize",
 }
 METRICS_CONFIG = "metrics_config"  # a file, which is copied beside each model's settings
+MODEL_SNAPSHOT = "model_snapshot"  # which archives to load, with the settings of each, as JSON
 _MODELS = "models"  # settings by model and version, as JSON
 _OF_MODELS_ONLY = ("marName", "defaultVersion")  # here the model's folder has both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
@@ -41,15 +42,16 @@ _WHERE = {
     "the environment: TS_REQUEST_SEQUENCE_ID, TS_REQUEST_SEQUENCE_START, TS_REQUEST_SEQUENCE_END": (
         "ts_header_key_sequence_id ts_header_key_sequence_start ts_header_key_sequence_end"
     ),
-    "context.system_properties says true": "limit_max_image_pixels",
-    "`envelope` in the archive's manifest": "service_envelope",
+    "parameters.extra.limit_max_image_pixels": "limit_max_image_pixels",
+    "parameters.extra.service_envelope, or `envelope` in the archive's manifest": "service_envelope",
     "an archive names its handler": "default_service_handler",
-    "nothing is installed: parameters.extra.python of the model": "install_py_dep_per_model",
+    "parameters.extra.install_py_dep_per_model": "install_py_dep_per_model",
     "each model has a folder with a model-settings.json": "load_models model_store model_snapshot",
     _TLS: "keystore keystore_pass keystore_type certificate_file private_key_file enable_grpc_ssl",
     "the gateway before the server decides who may ask": "disable_token_authorization token_expiration_min",
     "archives are files: nothing is downloaded": "allowed_urls use_env_allowed_urls",
-    "handlers inherit the server's environment": "blacklist_env_vars enable_envvars_config",
+    "parameters.extra.blacklist_env_vars": "blacklist_env_vars",
+    "variables of TorchServe are not read": "enable_envvars_config",
     "each of a handler's metrics is shown on metrics_port": "metrics_mode model_metrics_auto_detect",
     "host metrics are the node exporter's": "disable_system_metrics system_metrics_cmd metric_time_interval",
     "MLServer's logging": "async_logging debug",
@@ -93,11 +95,9 @@ def carried(properties: Mapping[str, str], model: str, version: str | None, yaml
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():
-        if key in properties and (number := _number(key, properties[key])):  # 0: TorchServe chooses
+        if key in properties and (number := whole_number(key, properties[key])):  # 0: TorchServe chooses
             extra[name] = number
-    for key, value in _own(properties, model, version).items():
-        if key in KEYS:
-            extra[key] = value
+    extra |= own_keys(_own(properties, model, version))
     return {key: value for key, value in extra.items() if yaml.get(key) is None}
 
 
@@ -113,17 +113,40 @@ def not_carried_over(properties: Mapping[str, str], model: str, version: str | N
 
 def _own(properties: Mapping[str, str], model: str, version: str | None) -> dict[str, Any]:
     """The settings of the archive's version, or of the only version if the archive names none."""
+    versions = settings_by_version(_MODELS, properties.get(_MODELS, "{}")).get(model, {})
+    if version is None:
+        return dict(next(iter(versions.values()))) if len(versions) == 1 else {}
+    return dict(versions.get(version, {}))
+
+
+def default_of_models(properties: Mapping[str, str], model: str, version: str) -> bool:
+    """Whether ``models`` names this version the default one."""
+    return _own(properties, model, version).get("defaultVersion") is True
+
+
+def settings_by_version(key: str, value: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Reads ``models``, or those of ``model_snapshot``: model -> version -> settings. Raises SettingsError."""
     try:
-        versions = json.loads(properties.get(_MODELS, "{}")).get(model, {})
-        chosen = versions.get(version) if version is not None or len(versions) != 1 else next(iter(versions.values()))
-        return dict(chosen or {})
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise SettingsError(
-            f"config.properties: {_MODELS}: must be a JSON object of models and their versions"
-        ) from None
+        document = json.loads(value)
+        models = document["models"] if key == MODEL_SNAPSHOT else document
+        return {
+            model: {version: {**settings} for version, settings in versions.items()}
+            for model, versions in models.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise SettingsError(f"config.properties: {key}: must be a JSON object of models and their versions") from None
 
 
-def _number(key: str, value: str) -> int:
+def own_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of one model, without numbers below 1, which TorchServe takes for its own default."""
+    below = (
+        key for key, value in settings.items() if isinstance(value, int) and not isinstance(value, bool) and value < 1
+    )
+    left_out = {*below}
+    return {key: value for key, value in settings.items() if key in KEYS and key not in left_out}
+
+
+def whole_number(key: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
