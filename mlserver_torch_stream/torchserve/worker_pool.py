@@ -20,6 +20,7 @@ from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, Hand
 from mlserver_torch_stream.torchserve.rank_cancel import Message, RankCancellation
 from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
 from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, WorkerProcess, batch_message
+from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 
 _SEQUENCE_END = "ts_request_sequence_end"
 
@@ -49,13 +50,18 @@ class WorkerPool:
         self._meet_s = meet_s
         self.jobs: dict[str, HandlerJob] = {}
         self.supervisor = WorkerSupervisor(name, config, order, self)
+        self.scaling = WorkerScaling(config, self.supervisor, self._queue, self._is_free, self.unavailable)
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
         """Raises LoadFailed."""
-        await self.supervisor.start()
+        try:
+            await self.supervisor.add(self.scaling.least)
+        except BaseException:
+            self.supervisor.end()
+            raise
         self.metrics.gauges = self.gauges
 
     # --- called by the lifecycle ---
@@ -90,7 +96,10 @@ class WorkerPool:
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
             raise NotServing(refusal)
-        if self.config.useJobTicket and not any(self._room(slot) for slot in self.supervisor.ready):
+        if not self.scaling.most and not self._queue.is_open(request.sequence_id):
+            raise NotServing(NO_WORKER)
+        if self.config.useJobTicket and not any(map(self._has_place, self.supervisor.ready)):
+            self.scaling.refused_for_room()
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
         job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
@@ -99,6 +108,7 @@ class WorkerPool:
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._time_out, job, request.timeout_s)
         self._dispatch_due()
+        self.scaling.requests_wait()
         return job
 
     def cancel(self, job: HandlerJob) -> None:
@@ -169,6 +179,13 @@ class WorkerPool:
             return self.config.batchSize - len(slot.active)
         return 0 if slot.active else self.config.batchSize
 
+    def _has_place(self, slot: WorkerSlot) -> bool:
+        return not slot.leaving and self._room(slot) > 0
+
+    def _is_free(self, slot: WorkerSlot) -> bool:
+        due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
+        return due is not None and self._room(slot) > 0
+
     def _dispatch(self, slot: WorkerSlot, now: float) -> None:
         batch = self._queue.take(slot.number, self._room(slot))
         if not slot.active:
@@ -189,6 +206,8 @@ class WorkerPool:
     def became_ready(self, slot: WorkerSlot) -> None:
         self.metrics.worker_restarts = self.supervisor.restarts
         self._dispatch_due()
+        if not slot.active:
+            self.scaling.became_idle(slot)
 
     def received(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         kind = header["t"]
@@ -268,6 +287,8 @@ class WorkerPool:
             self._queue.ended(job, now, job.closes_sequence)
             self._end(job, HandlerFailed("the handler ended without a result"))
         self._dispatch_due()
+        if not slot.active:
+            self.scaling.became_idle(slot)
 
     # --- ranks that end a call together ---
 

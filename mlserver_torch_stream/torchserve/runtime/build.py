@@ -144,5 +144,6 @@ def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -
     ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
     batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
     python = "" if workers.python is None else f", run by {workers.python}"
-    of = f"{config.minWorkers} worker(s){ranks}, {batching} of up to {config.batchSize}"
+    workers_up_to = "" if config.most_workers == config.minWorkers else f" to {config.most_workers}"
+    of = f"{config.minWorkers}{workers_up_to} worker(s){ranks}, {batching} of up to {config.batchSize}"
     return f"handler {archive.handler}, {of}{python}"
