@@ -114,7 +114,8 @@ class HandlerConfig(BaseModel):
 
 
 KEYS = tuple(HandlerConfig.model_fields)
-OURS = ("ts", "python", "metrics_config")  # keys of parameters.extra that a YAML does not have
+# Keys of parameters.extra that a YAML does not have.
+OURS = ("ts", "python", "metrics_config", "service_envelope", "defaultVersion")
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:

@@ -52,6 +52,8 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     uri, extra, folder = _given(settings)
     workers = read_worker_settings(extra, folder)
     archive = open_archive(uri, folder, take_bounds(extra))
+    if workers.envelope:
+        archive = archive.with_envelope(workers.envelope)
     try:
         config = read_config(archive.yaml, extra)
         for line in not_honoured(archive.yaml, config):
@@ -105,7 +107,7 @@ def worker_order(
 
 def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
     """The GPU of a worker, and the GPUs that a parallel worker sees. As in TorchServe, workers take them in turn."""
-    devices = config.deviceIds if config.deviceIds is not None else tuple(range(_gpu_count()))
+    devices = config.deviceIds if config.deviceIds is not None else tuple(range(gpu_count()))
     if config.deviceType == "cpu" or not devices:
         return None, None
     if config.parallelType is None:
@@ -122,7 +124,8 @@ def _mode(config: HandlerConfig) -> str:
     return "continuous" if config.continuousBatching else "static"
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
+    """The GPUs that workers see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
