@@ -115,7 +115,7 @@ class HandlerConfig(BaseModel):
 
 KEYS = tuple(HandlerConfig.model_fields)
 # Keys of parameters.extra that a YAML does not have.
-OURS = ("ts", "python", "metrics_config", "service_envelope", "defaultVersion")
+OURS = ("ts", "python", "metrics_config", "service_envelope", "defaultVersion", "handler")
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:

@@ -89,6 +89,10 @@ class WorkerPool:
         """Called by the metrics."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
 
+    @property
+    def most_sequences(self) -> int:
+        return self._queue.most_sequences
+
     # --- requests ---
 
     def submit(self, request: HandlerRequest) -> HandlerJob:

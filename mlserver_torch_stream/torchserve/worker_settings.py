@@ -22,12 +22,13 @@ _ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_conf
 class WorkerSettings:
     """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``.
 
-    ``envelope``: the server's, which beats the archive's; empty for the archive's.
+    ``envelope``: the server's, which beats the archive's; empty for the archive's. ``handler``: likewise.
     """
 
     ts: str = "auto"
     python: str | None = None
     envelope: str = ""
+    handler: str = ""
     metrics: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
 
 
@@ -44,6 +45,7 @@ def read_worker_settings(extra: Mapping[str, Any], folder: str | None) -> Worker
         which,
         None if python is None else find_interpreter(python, folder),
         _text(extra, "service_envelope", "the name of an envelope") or "",
+        _text(extra, "handler", "handler.py[:function]") or "",
         DEFAULT if metrics is None else read_metrics_config(metrics, folder, key),
     )
 

@@ -40,6 +40,10 @@ class BuiltPool:
     archive: Archive
     summary: str
 
+    def has_gpu(self, number: int) -> bool:
+        """Whether the worker with this number uses a GPU."""
+        return _device(self.engine.config, number)[0] is not None
+
     def give_back(self) -> bool:
         return True
 
@@ -91,7 +95,7 @@ def worker_order(
         "model": model,
         "folder": str(archive.folder),
         "manifest": archive.manifest,
-        "handler": archive.handler,
+        "handler": workers.handler or archive.handler,
         "envelope": archive.envelope,
         "batch_size": config.batchSize,
         "gpu": gpu,
