@@ -94,9 +94,12 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     started = Model("started", write_handler(folder / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
     (port,) = free_ports(1)
     (folder / "token").write_text(f"{_TOKEN}\n")
+    (folder / "without" / "ts").mkdir(parents=True)
+    (folder / "without" / "ts" / "__init__.py").write_text("raise ImportError")  # else each worker imports torch
     environment = {
         f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
         f"{_PREFIX}_MANAGEMENT_TOKEN_FILE": str(folder / "token"),
+        "PYTHONPATH": str(folder / "without"),
         f"{_PREFIX}_MODEL_STORE": str(store),
         f"{_PREFIX}_ALLOWED_URLS": rf"http://{HOST}:\d+/allowed/.*",
     }
