@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+from mlserver.settings import Settings
 
-from tests import plain_http
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.lifecycle.ports import port_problem
+from mlserver_torch_stream.server.management.management_token import check_token, read_token
+from mlserver_torch_stream.server.options import ServerOptions
+from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 from tests.waiting import wait_until
@@ -345,3 +352,37 @@ def test_an_asynchronous_registration_is_answered_at_once_and_goes_on(api: Manag
     api.done("POST", "/models?url=broken.mar&initial_workers=1&synchronous=false", 202)
     wait_until(lambda: api.ask("GET", "/models/broken").status_code == 404, "gone")
     assert "Management API: Failed to start workers for model broken" in api.server.log
+
+
+def test_the_commands_of_the_page_work(api: Management) -> None:
+    (block,) = [each for each in markdown.blocks("docs/torchserve.md") if "url=assistant.mar" in each.code]
+    model = {"modelName": "assistant", "handler": "handler.py"}
+    write_mar(api.store / "assistant.mar", {"handler.py": _HANDLER}, model)
+    commands = block.code.replace("http://127.0.0.1:8085", api.url).replace("secret", _TOKEN)
+    commands = commands.replace("curl ", "curl -sS --fail ")
+    subprocess.run(["bash", "-euc", commands], capture_output=True, timeout=_TIMEOUT_S, check=True)
+    assert api.ask("GET", "/models/assistant").status_code == 404
+    (api.store / "assistant.mar").unlink()
+
+
+# --- the port and its token ---
+
+
+@pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port", "another process"])
+def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str) -> None:
+    ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+    with socket.create_server((HOST, 0)) as other:
+        port = ports.get(taken, other.getsockname()[1])
+        problem = port_problem(Settings(host=HOST, **ports), ServerOptions(management_port_torchserve=port))
+    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE)" in problem
+
+
+def test_the_token_comes_from_a_setting_or_a_file_or_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-a-file\n")
+    assert read_token(ServerOptions(management_token="x")) == "x"
+    assert read_token(ServerOptions(management_token_file=str(tmp_path / "token"))) == "of-a-file"
+    assert read_token(ServerOptions(disable_token_authorization=True)) is None
+    check_token(None, None)
+    for options in (ServerOptions(), ServerOptions(management_token_file=str(tmp_path / "none"))):
+        with pytest.raises(SettingsError, match="MANAGEMENT_TOKEN"):
+            read_token(options)
