@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import NotServing, RequestError
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ManagedModels
 from mlserver_torch_stream.server.management.management_document import document
 from mlserver_torch_stream.server.management.management_token import check_token
@@ -35,8 +36,9 @@ Reply = tuple[int, Any]  # a status, and what is written as JSON
 class ManagementApp:
     """The ASGI application. ``token``: None where no request needs one."""
 
-    def __init__(self, models: ManagedModels, token: str | None) -> None:
+    def __init__(self, models: ManagedModels, lifecycle: Lifecycle, token: str | None) -> None:
         self._models = models
+        self._lifecycle = lifecycle
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +68,8 @@ class ManagementApp:
                 return 200, document()
             raise _wrong_method()
         check_token(self._token, request.headers.get("authorization"))
+        if method != "GET" and self._lifecycle.shutdown_reason is not None:
+            raise NotServing(self._lifecycle.shutdown_reason)
         if segments[0] == "models" and len(segments) <= 3:
             name, version = ([*segments[1:], None, None])[:2]
             return await (self._of_all(request) if name is None else self._of_one(request, name, version))

@@ -46,7 +46,7 @@ async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecyc
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
     models = ManagedModels(server._data_plane._model_registry, repository, files)
-    listener = _Listener(ManagementApp(models, token))
+    listener = _Listener(ManagementApp(models, lifecycle, token))
     running = asyncio.create_task(listener.serve([listening]))
 
     async def stop(grace: float) -> None:
