@@ -23,6 +23,7 @@ _CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+")
 # Files of other projects, and examples of a user's.
 _OF_OTHERS = {
     "docs/cloud.md": {"ml/inference/base.py", "transforms/util.py", "execution_options.py"},
+    "docs/compatibility.md": {"ts_scripts/torchserve_grpc_client.py"},
     "docs/torchserve.md": {"assistant/"},
     "benchmarks/README.md": {"llama.cpp"},
 }

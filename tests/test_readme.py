@@ -40,11 +40,12 @@ _TIMEOUT_S = 120.0
 _DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl) ")
 
 _OF_THE_SDK = "from openai import"  # runs in an environment of its own, which takes a while to make
+_OF_STUBS = "import inference_pb2"  # tests/clients/test_torchserve_grpc.py makes the stubs and runs it
 _SHOWS_STATUS = re.compile(r"curl (-\w*i|.*-w)")
 
 
 def _in(*languages: str) -> pytest.MarkDecorator:
-    blocks = [each for each in _BLOCKS if each.language in languages]
+    blocks = [each for each in _BLOCKS if each.language in languages and _OF_STUBS not in each.code]
     marked = [pytest.param(each, marks=pytest.mark.slow) if _OF_THE_SDK in each.code else each for each in blocks]
     return pytest.mark.parametrize("block", marked, ids=str)
 

@@ -26,7 +26,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.server.grpc_messages import RefusedMessage
 from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.rest.routes import find_model
-from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall
+from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall, details_that_fit
 
 
 class _NoMessage(MLServerError):  # type: ignore[misc]
@@ -145,4 +145,4 @@ def refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
     if not isinstance(error, RefusedCall):  # else the request has its line in the log
         logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have lines
     context.set_code(code)
-    context.set_details(str(error))
+    context.set_details(details_that_fit(str(error)))

@@ -34,6 +34,7 @@ from mlserver_torch_stream.server.rest import (
     torchserve_routes,
 )
 from mlserver_torch_stream.server.status import ModelNotLoaded, extend_grpc_codes
+from mlserver_torch_stream.server.torchserve_grpc import inference_ports
 from mlserver_torch_stream.server.triton import triton_listener
 
 _MARK = "_torch_stream_patched"
@@ -74,6 +75,7 @@ def install() -> None:
             warn_of_server_settings(server._settings)
             await triton_listener.install(server, options, LIFECYCLE)
             await management_listener.install(server, options, LIFECYCLE)
+            await inference_ports.install(server, options, LIFECYCLE)
         routes.add(server, options, model.rest_routes)
         return await original(server, model)
 

@@ -11,6 +11,9 @@ from mlserver.grpc import utils
 
 from mlserver_torch_stream.errors import NotServing, RequestError
 
+# Bytes of an error's text as metadata carry it. Clients refuse metadata of more than 8 KiB, and the error with them.
+_MOST_DETAILS = 4096
+
 
 class StreamStatus(int):
     """A REST status that maps to another gRPC code on a stream than on a unary call.
@@ -59,3 +62,14 @@ class RefusedCall(MLServerError):  # type: ignore[misc]
 def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
     status = StreamStatus(error.status) if streaming and isinstance(error, NotServing) else error.status
     return RefusedCall(error.message, status)
+
+
+def details_that_fit(text: str) -> str:
+    """The text, or its beginning: metadata carry what is not printable ASCII as three bytes for each byte of UTF-8."""
+    left = _MOST_DETAILS
+    for place, character in enumerate(text):
+        plain = " " <= character <= "~" and character != "%"
+        left -= 1 if plain else 3 * len(character.encode("utf-8", "replace"))
+        if left < 0:
+            return f"{text[:place]}…"
+    return text

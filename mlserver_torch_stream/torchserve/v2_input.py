@@ -5,14 +5,15 @@ Knows MLServer's class of a request by its attributes, and nothing of how a requ
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
 import orjson
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.sequence_headers import SEQUENCE_PARAMETERS, sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import parameters_of, raw_element, read_elements
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
@@ -23,7 +24,6 @@ _CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # by MLServe
 # Parameters for the server: the handler gets no header of them.
 _NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream"}
 _MICROSECONDS = 1_000_000
-_SEQUENCE = {"sequence_id": "ID", "sequence_start": "START", "sequence_end": "END"}
 
 
 def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope: str) -> HandlerRequest:
@@ -44,10 +44,14 @@ def read_body(
 
 
 def read_parts(
-    parts: list[RequestPart], headers: Mapping[str, str], request_id: str, config: HandlerConfig
+    parts: list[RequestPart],
+    headers: Mapping[str, str],
+    request_id: str,
+    config: HandlerConfig,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
 ) -> HandlerRequest:
-    """Makes a request of the handler's own fields. Everything else that it says is in the HTTP headers."""
-    return _request(request_id, parts, headers, {}, config)
+    """Makes a request of the handler's own fields. Everything else that it says is in the headers and V2 parameters."""
+    return _request(request_id, parts, headers, parameters, config)
 
 
 def is_v2(body: Mapping[str, Any]) -> bool:
@@ -70,7 +74,8 @@ def _request(
 ) -> HandlerRequest:
     headers = {str(name).lower(): str(text) for name, text in transport.items()}
     sequence_id = _sequence(parameters, headers, config)
-    own = {name: _header_text(value) for name, value in parameters.items() if name not in _NO_HEADERS | set(_SEQUENCE)}
+    unnamed = _NO_HEADERS | set(SEQUENCE_PARAMETERS)
+    own = {name: _header_text(value) for name, value in parameters.items() if name not in unnamed}
     return HandlerRequest(
         request_id,
         parts,
@@ -87,25 +92,19 @@ def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: Ha
         if not isinstance(parameters.get(name, False), bool):
             raise InvalidInput(name, "must be true or false")
         if parameters.get(name):
-            headers[_header(name)] = "true"
+            headers[sequence_header(name)] = "true"
     given = parameters.get("sequence_id")
     if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
         raise InvalidInput("sequence_id", "must be a string or an integer")
-    sequence_id = str(given) if given else headers.get(_header("sequence_id"))
+    sequence_id = str(given) if given else headers.get(sequence_header("sequence_id"))
     if sequence_id is None and config.sequenceBatching:
         if parameters.get("sequence_end"):
             raise InvalidInput("sequence_id", "is needed to end a sequence")
         if parameters.get("sequence_start"):
             sequence_id = f"sequence-{uuid4()}"
     if sequence_id is not None:
-        headers[_header("sequence_id")] = sequence_id
+        headers[sequence_header("sequence_id")] = sequence_id
     return sequence_id
-
-
-def _header(name: str) -> str:
-    """TorchServe's name of the header, which the environment may change."""
-    kind = _SEQUENCE[name]
-    return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind.lower()}")
 
 
 def _timeout(given: Any, config: HandlerConfig) -> float | None:

@@ -17,6 +17,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
     "openapi-python-client": ("openapi-python-client==0.29.1",),
     "kserve": ("kserve==0.21.0",),
+    "grpcio-tools": ("grpcio-tools==1.85.1", "googleapis-common-protos==1.76.0"),
     "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),
 }
 _INSTALL_S = 900

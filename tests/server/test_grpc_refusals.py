@@ -76,6 +76,14 @@ def test_a_stream_that_ends_before_its_first_message_is_invalid_argument(server:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_an_error_whose_text_is_too_long_for_metadata_is_cut(stub: Stub, streaming: bool) -> None:
+    """Else the client gets RESOURCE_EXHAUSTED in its place."""
+    error = refusal(stub, streaming, v2.grpc_request("ü" * 3000, _PROMPT))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert error.details().startswith("Model üüü") and error.details().endswith("ü…")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_a_refusal_is_one_line_at_info(server: Server, stub: Stub, streaming: bool) -> None:
     log = _Log(server)
     error = refusal(stub, streaming, v2.grpc_request("tiny", _PROMPT, max_tokens=0))

@@ -85,7 +85,7 @@ def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
     assert problem is not None and problem.startswith(f"port {taken} ({port}) cannot be listened on at {HOST}: ")
 
 
-_SLOW_PORTS = ("http_port", "metrics_port", "torch_stream_grpc_port_triton")
+_SLOW_PORTS = ("http_port", "metrics_port", "torch_stream_grpc_port_triton", "torch_stream_grpc_port_torchserve")
 
 
 @pytest.mark.parametrize("port", ["grpc_port", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_PORTS)])
@@ -105,9 +105,16 @@ def test_a_busy_port_is_named_in_one_line(port: str, tiny_model: Path, tmp_path:
     assert "Traceback" not in log and "Loaded the weights" not in log
 
 
+@pytest.mark.parametrize("ours", ["grpc_port_triton", "grpc_port_torchserve"])
 @pytest.mark.parametrize("other", ["http_port", "metrics_port"])
-def test_tritons_port_is_none_of_the_others(other: str) -> None:
+def test_a_port_of_ours_is_none_of_the_others(ours: str, other: str) -> None:
     (port,) = free_ports(1)
-    problem = port_problem(Settings(host=HOST, **{other: port}), ServerOptions(grpc_port_triton=port))
-    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON)" in problem
+    problem = port_problem(Settings(host=HOST, **{other: port}), ServerOptions(**{ours: port}))
+    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_{ours.upper()})" in problem
     assert "another port of this server" in problem
+
+
+def test_two_ports_of_ours_differ() -> None:
+    (port,) = free_ports(1)
+    problem = port_problem(Settings(host=HOST), ServerOptions(grpc_port_triton=port, grpc_port_torchserve=port))
+    assert problem is not None and "GRPC_PORT_TORCHSERVE" in problem and "another port of this server" in problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from mlserver.settings import Settings
@@ -19,6 +21,7 @@ from mlserver.settings import Settings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.lifecycle.ports import port_problem
 from mlserver_torch_stream.server.management.management_token import check_token, read_token
+from mlserver_torch_stream.server.message_pool import Fields, message_classes
 from mlserver_torch_stream.server.options import ServerOptions
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, free_ports, serve
@@ -54,8 +57,9 @@ def handle(data, context):
 class Management:
     """A client of the API. ``store``: the model store's folder."""
 
-    def __init__(self, server: Server, port: int, store: Path) -> None:
+    def __init__(self, server: Server, port: int, grpc_port: int, store: Path) -> None:
         self.server = server
+        self.grpc_target = f"{HOST}:{grpc_port}"
         self.url = f"http://{HOST}:{port}"
         self.store = store
 
@@ -99,12 +103,13 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     other = {"other.py": HELLO, "handler.py": _HANDLER}
     write_mar(store / "other.mar", other, {"modelName": "other", "handler": "handler.py"})
     started = Model("started", write_handler(folder / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
-    (port,) = free_ports(1)
+    port, grpc_port = free_ports(2)
     (folder / "token").write_text(f"{_TOKEN}\n")
     (folder / "without" / "ts").mkdir(parents=True)
     (folder / "without" / "ts" / "__init__.py").write_text("raise ImportError")  # else each worker imports torch
     environment = {
         f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
+        f"{_PREFIX}_GRPC_MANAGEMENT_PORT_TORCHSERVE": str(grpc_port),
         f"{_PREFIX}_MANAGEMENT_TOKEN_FILE": str(folder / "token"),
         "PYTHONPATH": str(folder / "without"),
         f"{_PREFIX}_MODEL_STORE": str(store),
@@ -112,7 +117,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     }
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
     with serve(folder / "models", [started], settings=settings, environment=environment) as running:
-        yield Management(running, port, store)
+        yield Management(running, port, grpc_port, store)
 
 
 def test_a_request_needs_the_token(api: Management) -> None:
@@ -365,16 +370,82 @@ def test_the_commands_of_the_page_work(api: Management) -> None:
     (api.store / "assistant.mar").unlink()
 
 
+# --- over gRPC ---
+
+# As management.proto numbers them.
+_NAMED = {"model_name": (1, "string"), "model_version": (2, "string")}
+_MESSAGES: Fields = {
+    "ManagementResponse": {"msg": (1, "string")},
+    "DescribeModel": {**_NAMED, "customized": (3, "bool")},
+    "ListModels": {"limit": (1, "int32"), "next_page_token": (2, "int32")},
+    "RegisterModel": {
+        "batch_size": (1, "int32"),
+        "initial_workers": (3, "int32"),
+        "model_name": (5, "string"),
+        "synchronous": (8, "bool"),
+        "url": (9, "string"),
+        "s3_sse_kms": (10, "bool"),
+    },
+    "ScaleWorker": {**_NAMED, "max_worker": (3, "int32"), "min_worker": (4, "int32"), "synchronous": (6, "bool")},
+    "SetDefault": _NAMED,
+    "UnregisterModel": _NAMED,
+}
+_message = message_classes("org.pytorch.serve.grpc.management", _MESSAGES, {})
+
+
+def _call(api: Management, method: str, token: str = _TOKEN, **fields: Any) -> str:
+    """The text of the answer. Raises RpcError."""
+    with grpc.insecure_channel(api.grpc_target) as channel:
+        call = channel.unary_unary(
+            f"/org.pytorch.serve.grpc.management.ManagementAPIsService/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=_message("ManagementResponse").FromString,
+        )
+        answer: Any = call(
+            _message(method)(**fields), timeout=_TIMEOUT_S, metadata=[("authorization", f"Bearer {token}")]
+        )
+        return str(answer.msg)
+
+
+def test_the_same_over_grpc(api: Management) -> None:
+    said = _call(
+        api, "RegisterModel", url="plain.mar", model_name="g", initial_workers=1, synchronous=True, batch_size=2
+    )
+    assert said == 'Model "g" Version: 1.0 registered with 1 initial workers'
+    assert api.predict("g").text == "version None, 2"
+    (described,) = json.loads(_call(api, "DescribeModel", model_name="g", customized=True))
+    assert (described["minWorkers"], described["customizedMetadata"]) == (1, {"labels": ["cat", "dog"]})
+    assert {"modelName": "g", "modelUrl": "plain.mar"} in json.loads(_call(api, "ListModels"))["models"]
+    said = _call(api, "ScaleWorker", model_name="g", model_version="1.0", min_worker=2, synchronous=True)
+    assert said == "Workers scaled to 2 for model: g, version: 1.0"
+    said = _call(api, "SetDefault", model_name="g", model_version="1.0")
+    assert said == 'Default version successfully updated for model "g" to "1.0"'
+    assert _call(api, "UnregisterModel", model_name="g") == 'Model "g" unregistered'
+    archive = "org.pytorch.serve.archive.model"
+    for method, fields, code, reason in (
+        ("DescribeModel", {"model_name": "g"}, "NOT_FOUND", f"Model not found: g\n{archive}.ModelNotFoundException"),
+        ("RegisterModel", {"url": "/etc/passwd"}, "NOT_FOUND", "is not in the model store"),
+        ("RegisterModel", {"url": "plain.mar", "s3_sse_kms": True}, "INVALID_ARGUMENT", "s3_sse_kms"),
+        ("UnregisterModel", {}, "INVALID_ARGUMENT", "Parameter model_name is required."),
+        ("ScaleWorker", {"model_name": "started", "min_worker": 2, "max_worker": 1}, "INVALID_ARGUMENT", "max_worker"),
+        ("ListModels", {"token": "wrong"}, "PERMISSION_DENIED", "Token Authorization failed"),
+    ):
+        with pytest.raises(grpc.RpcError) as failed:
+            _call(api, method, **fields)
+        assert failed.value.code().name == code and reason in failed.value.details()
+
+
 # --- the port and its token ---
 
 
+@pytest.mark.parametrize("option", ["management_port_torchserve", "grpc_management_port_torchserve"])
 @pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port", "another process"])
-def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str) -> None:
+def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str, option: str) -> None:
     ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
     with socket.create_server((HOST, 0)) as other:
         port = ports.get(taken, other.getsockname()[1])
-        problem = port_problem(Settings(host=HOST, **ports), ServerOptions(management_port_torchserve=port))
-    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE)" in problem
+        problem = port_problem(Settings(host=HOST, **ports), ServerOptions(**{option: port}))
+    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_{option.upper()})" in problem
 
 
 def test_the_token_comes_from_a_setting_or_a_file_or_is_said_to_be_none(tmp_path: Path) -> None:

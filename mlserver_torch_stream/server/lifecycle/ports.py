@@ -17,10 +17,11 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.lifecycle.threads import exit_now
-from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 
-_TRITON = "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON"
-_MANAGEMENT = "MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE"
+# Of ServerOptions: those of MLServer's host, and those of the management API's address.
+_OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve")
+_MANAGEMENT_PORTS = ("management_port_torchserve", "grpc_management_port_torchserve")
 _OWN_FILES = "/proc/self/fd"
 
 
@@ -47,21 +48,20 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
     ports = {"http_port": settings.http_port}
     if settings.metrics_endpoint:
         ports["metrics_port"] = settings.metrics_port
-    if options.grpc_port_triton:
-        if options.grpc_port_triton in ports.values():
-            return template.format(options.grpc_port_triton, _TRITON, host, "it is another port of this server")
-        ports[_TRITON] = options.grpc_port_triton
-    listeners = [(name, host, port) for name, port in ports.items()]
-    if options.management_port_torchserve:
-        listeners.append((_MANAGEMENT, options.management_address, options.management_port_torchserve))
-    for name, address, port in listeners:
+    addresses = {}
+    for option in (*_OUR_PORTS, *_MANAGEMENT_PORTS):
+        if port := getattr(options, option):
+            name = f"{PREFIX}{option.upper()}"
+            addresses[name] = options.management_address if option in _MANAGEMENT_PORTS else host
+            if port in (*ports.values(), settings.grpc_port):
+                return template.format(port, name, addresses[name], "it is another port of this server")
+            ports[name] = port
+    for name, port in ports.items():
+        address = addresses.get(name, host)
         try:
             _try(address, port)
         except OSError as error:
             return template.format(port, name, address, os.strerror(error.errno) if error.errno else error)
-    if options.management_port_torchserve in (*ports.values(), settings.grpc_port):
-        what = "it is another port of this server"
-        return template.format(options.management_port_torchserve, _MANAGEMENT, options.management_address, what)
     if settings.grpc_port and os.path.isdir(_OWN_FILES) and settings.grpc_port not in _own_ports():
         return template.format(settings.grpc_port, "grpc_port", host, "it is in use, or not allowed")
     return None

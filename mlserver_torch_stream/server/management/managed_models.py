@@ -24,7 +24,7 @@ from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusa
 from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
-_ACCEPTED = (202, "Processing worker updates...")
+ACCEPTED = (202, "Processing worker updates...")
 Answer = tuple[int, str]  # the status of a reply, and what it says
 
 
@@ -92,7 +92,7 @@ class ManagedModels:
         loading = self._run(self._load(name, version, described, asked.url))
         workers = described["parameters"]["extra"]["minWorkers"]
         if workers and not asked.synchronous:
-            return _ACCEPTED
+            return ACCEPTED
         await asyncio.shield(loading)
         message = f'Model "{name}" Version: {version} registered with {workers} initial workers'
         return 200, message if workers else f"{message}. Use scale workers API to add workers for the model."
@@ -109,7 +109,7 @@ class ManagedModels:
                 f"Failed to start workers for model {name} version: {version or model.version}: {error}"
             ) from None
 
-    async def scale_later(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
+    def scale_later(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
         """Returns at once. A failure is in the log."""
         self.find(name, version)
         self._run(self.scale(name, version, least, most, grace))

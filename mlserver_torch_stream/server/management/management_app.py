@@ -8,37 +8,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 from mlserver.logging import logger
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import NotServing, RequestError
-from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.management.managed_models import ManagedModels
+from mlserver_torch_stream.server.management.management_calls import ManagementCalls
 from mlserver_torch_stream.server.management.management_document import document
 from mlserver_torch_stream.server.management.management_token import check_token
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.prediction_errors import as_json, status_and_body
 from mlserver_torch_stream.server.rest.prediction_head import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_refusal
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
-from mlserver_torch_stream.torchserve.registration import is_true, whole_number
+from mlserver_torch_stream.torchserve.registration import is_true
 
 _MOST_BODY_BYTES = 1 << 20
-_MOST_LISTED = 100
-_ALL = "all"
 Reply = tuple[int, Any]  # a status, and what is written as JSON
 
 
 class ManagementApp:
     """The ASGI application. ``token``: None where no request needs one."""
 
-    def __init__(self, models: ManagedModels, lifecycle: Lifecycle, token: str | None) -> None:
-        self._models = models
-        self._lifecycle = lifecycle
+    def __init__(self, calls: ManagementCalls, token: str | None) -> None:
+        self._calls = calls
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,19 +62,15 @@ class ManagementApp:
                 return 200, document()
             raise _wrong_method()
         check_token(self._token, request.headers.get("authorization"))
-        if method != "GET" and self._lifecycle.shutdown_reason is not None:
-            raise NotServing(self._lifecycle.shutdown_reason)
         if segments[0] == "models" and len(segments) <= 3:
             name, version = ([*segments[1:], None, None])[:2]
             return await (self._of_all(request) if name is None else self._of_one(request, name, version))
         if segments[0] == "models" and len(segments) == 4 and segments[3] == "set-default":
             if method != "PUT":
                 raise _wrong_method()
-            self._models.set_default(segments[1], segments[2])
-            of = f'model "{segments[1]}" to "{segments[2]}"'
-            return 200, {"status": f"Default version successfully updated for {of}"}
+            return 200, {"status": self._calls.set_default(segments[1], segments[2])}
         if segments[:2] == ["v1", "models"] and len(segments) == 3 and method == "GET":
-            model = self._models.find(segments[2].partition(":")[0], None)
+            model = self._calls.models.find(segments[2].partition(":")[0], None)
             return 200, {"name": model.name, "ready": bool(model.ready)}
         raise ManagementRefusal(
             404, "ResourceNotFoundException", "Requested resource is not found, please refer to API document."
@@ -88,78 +78,26 @@ class ManagementApp:
 
     async def _of_all(self, request: Request) -> Reply:
         if request.method == "GET":
-            return 200, self._list(request.query_params)
+            return 200, self._calls.list(request.query_params)
         if request.method == "POST":
-            status, said = await self._models.register(await _parameters(request))
+            status, said = await self._calls.register(await _parameters(request))
             return status, {"status": said}
         raise _wrong_method()
 
     async def _of_one(self, request: Request, name: str, version: str | None) -> Reply:
         query = request.query_params
         if request.method == "GET":
-            return 200, await self._describe(request, name, version)
+            customized = is_true(query.get("customized"))
+            return 200, await self._calls.describe(name, version, customized, dict(request.headers))
         if request.method == "PUT":
-            return await self._scale(query, name, version or query.get("model_version"))
+            status, said = await self._calls.scale(query, name, version or query.get("model_version"))
+            return status, {"status": said}
         if request.method == "DELETE":
-            await self._models.unregister(name, version)
-            return 200, {"status": f'Model "{name}" unregistered'}
+            return 200, {"status": await self._calls.unregister(name, version)}
         if request.method == "OPTIONS":
-            self._models.find(name, version)
+            self._calls.models.find(name, version)
             return 200, document()
         raise _wrong_method()
-
-    def _list(self, query: Mapping[str, str]) -> dict[str, Any]:
-        limit = whole_number(query, "limit") if "limit" in query else _MOST_LISTED
-        limit = limit if 0 <= limit <= _MOST_LISTED else _MOST_LISTED
-        first = max(0, whole_number(query, "next_page_token")) if "next_page_token" in query else 0
-        found = [{"modelName": name, "modelUrl": url} for name, url in self._models.urls().items()]
-        last = first + limit
-        more = {"nextPageToken": str(last)} if last <= len(found) else {}
-        return {**more, "models": found[first:last]}
-
-    async def _describe(self, request: Request, name: str, version: str | None) -> list[dict[str, Any]]:
-        if version == _ALL:
-            return [self._models.describe(model) for model in self._models.versions(name)]
-        model = self._models.find(name, version)
-        described = self._models.describe(model)
-        if is_true(request.query_params.get("customized")):
-            described["customizedMetadata"] = await _customized(model, dict(request.headers))
-        return [described]
-
-    async def _scale(self, query: Mapping[str, str], name: str, version: str | None) -> Reply:
-        least = whole_number(query, "min_worker") if "min_worker" in query else 1
-        most = whole_number(query, "max_worker") if "max_worker" in query else least
-        timeout = whole_number(query, "timeout") if "timeout" in query else -1
-        if least < 0:
-            raise bad_request(f"min_worker: must not be below 0, got {least}")
-        if most < least:
-            raise bad_request("max_worker cannot be less than min_worker.")
-        grace = None if timeout < 0 else float(timeout)
-        if not is_true(query.get("synchronous")):
-            await self._models.scale_later(name, version, least, most, grace)
-            return 202, {"status": "Processing worker updates..."}
-        await self._models.scale(name, version, least, most, grace)
-        of = f"{name}, version: {version}" if version is not None else name
-        return 200, {"status": f"Workers scaled to {least} for model: {of}"}
-
-
-async def _customized(model: Any, headers: dict[str, str]) -> dict[str, Any]:
-    """What the handler says of itself, which is to be a JSON object, as in TorchServe. Raises RequestError."""
-    if not hasattr(model, "open_prediction"):
-        return {}
-    reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)
-    try:
-        said = b"".join([piece.value async for piece in reply.pieces()])
-    finally:
-        reply.close()
-    try:
-        found = json.loads(said)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        logger.warning(f"Model '{model.name}': its customized metadata is no JSON object")
-        return {}
-    return found
 
 
 async def _parameters(request: Request) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The port of TorchServe's management API, opened beside MLServer's own when the first model of ours is registered.
+"""The ports of TorchServe's management API, opened beside MLServer's own when the first model of ours is registered.
 
 Knows nothing of the API's paths.
 """
@@ -17,36 +17,53 @@ from mlserver.logging import logger
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.grpc_port import open_port
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ManagedModels
 from mlserver_torch_stream.server.management.management_app import ManagementApp
+from mlserver_torch_stream.server.management.management_calls import ManagementCalls
+from mlserver_torch_stream.server.management.management_service import ManagementService
 from mlserver_torch_stream.server.management.management_token import read_token
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
-_PORT = f"{PREFIX}MANAGEMENT_PORT_TORCHSERVE"
+_API = "TorchServe's management API"
 
 
 async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle) -> None:
-    """Opens the port if there is to be one. Raises ModelNotLoaded if it cannot be had, or for want of a token."""
-    port, host = options.management_port_torchserve, options.management_address
-    if not port:
+    """Opens the ports that the options name. Raises ModelNotLoaded if one cannot be had, or for want of a token."""
+    port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
+    if not port and not grpc_port:
         return
     try:
         token, files = read_token(options), _store_files(options)
     except SettingsError as error:
         logger.error(str(error))
         raise ModelNotLoaded(str(error)) from None
-    try:
-        listening = socket.create_server((host, port), family=_family(host), backlog=128)
-    except OSError as error:
-        raise ModelNotLoaded(f"port {port} ({_PORT}) cannot be listened on at {host}: {error}") from None
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files)
-    listener = _Listener(ManagementApp(models, lifecycle, token))
+    calls = ManagementCalls(ManagedModels(server._data_plane._model_registry, repository, files), lifecycle)
+    host = options.management_address
+    if port:
+        _open(ManagementApp(calls, token), host, port, lifecycle)
+    if grpc_port:
+        setting, handler = "grpc_management_port_torchserve", ManagementService(calls, token).handler()
+        await open_port(server, lifecycle, grpc_port, setting, f"{_API} over gRPC", handler, host)
+    if token is None:
+        logger.warning("Requests to the management API need no token (disable_token_authorization)")
+
+
+def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle) -> None:
+    """Raises ModelNotLoaded."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        setting = "management_port_torchserve"
+        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {host}: {error}") from None
+    listener = _Listener(app)
     running = asyncio.create_task(listener.serve([listening]))
 
     async def stop(grace: float) -> None:
@@ -56,9 +73,7 @@ async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecyc
         await running
 
     lifecycle.listeners.append(stop)
-    logger.info(f"TorchServe's management API is on {host}:{port}")
-    if token is None:
-        logger.warning("Requests to the management API need no token (disable_token_authorization)")
+    logger.info(f"{_API} is on {host}:{port}")
 
 
 class _Listener(uvicorn.Server):
@@ -82,7 +97,3 @@ def _store_files(options: ServerOptions) -> StoreFiles:
         return StoreFiles(folder, patterns)
     except re.error as error:
         raise SettingsError(f"{PREFIX}ALLOWED_URLS: not a pattern: {error}") from None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -28,7 +28,7 @@ def read_token(options: ServerOptions) -> str | None:
             raise SettingsError(f"{PREFIX}MANAGEMENT_TOKEN_FILE: cannot be read: {error}") from None
     if not token:
         raise SettingsError(
-            f"{PREFIX}MANAGEMENT_PORT_TORCHSERVE: needs {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
+            f"the management API needs {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
             f"or {PREFIX}DISABLE_TOKEN_AUTHORIZATION=true"
         )
     return token

@@ -34,6 +34,12 @@ class WrongMethod(RequestError):
         super().__init__("Requested method is not allowed, use POST or PUT.")
 
 
+class MissingParameter(InvalidInput):
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "is required")
+        self.message = f"Parameter {name} is required."
+
+
 # The first row whose class an error has; None: the error's own status.
 _TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
     (NoSuchModel, "ModelNotFoundException", None),

@@ -17,7 +17,7 @@ from mlserver.logging import logger
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.server.handler_models import find_ours, refuse_token_model
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
@@ -25,15 +25,9 @@ from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields
-from mlserver_torch_stream.server.rest.prediction_errors import (
-    NoSuchModel,
-    NoSuchVersion,
-    WrongMethod,
-    status_and_body,
-)
+from mlserver_torch_stream.server.rest.prediction_errors import WrongMethod, status_and_body
 from mlserver_torch_stream.server.rest.prediction_head import body_of, check_status, reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_refusal, send_whole
-from mlserver_torch_stream.server.rest.routes import find_model
 
 _METHODS = ("POST", "PUT")
 _CLOSING_S = 60.0  # for a client to read what precedes the end of a broken stream
@@ -55,7 +49,10 @@ class Piece(Protocol):
 
 
 class PieceReply(Protocol):
-    """The reply to one request, read once."""
+    """The reply to one request, read once: in pieces or whole."""
+
+    async def whole(self) -> bytes:
+        """All pieces joined. Raises RequestError."""
 
     def pieces(self) -> AsyncGenerator[Any, None]:
         """Each a ``Piece``. Raises RequestError."""
@@ -65,12 +62,17 @@ class PieceReply(Protocol):
 
 
 class RunsHandler(Protocol):
-    """A model that TorchServe's paths lead to."""
+    """A model that TorchServe's paths and its gRPC service lead to."""
 
     def open_prediction(
-        self, fields: Sequence[BodyField], headers: Mapping[str, str], request_id: str, endpoint: EndpointKind
+        self,
+        fields: Sequence[BodyField],
+        headers: Mapping[str, str],
+        request_id: str,
+        endpoint: EndpointKind,
+        parameters: Mapping[str, Any] = ...,
     ) -> PieceReply:
-        """The reply, not begun. Raises RequestError."""
+        """The reply, not begun. ``parameters``: V2's of the request's sequence. Raises RequestError."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,9 @@ class _Prediction:
     async def serve(self) -> None:
         if self._scope["method"] not in _METHODS:
             raise WrongMethod
-        self._model = self._find()
-        self._refuse_token_model()
         options, data_plane = self._endpoint.options, self._endpoint.data_plane
+        self._model = find_ours(data_plane._model_registry, self.name, self._version)
+        refuse_token_model(self._model)
         body = await read_body(self._scope, self._receive, options.max_body_bytes)
         fields = await read_fields(body, self._headers.get("content-type", ""))
         async with data_plane._infer_contextmanager(self.name, self._version) as model:
@@ -142,20 +144,6 @@ class _Prediction:
         refused = as_refusal(error)
         status, body = status_and_body(refused)
         await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
-
-    def _find(self) -> Any:
-        registry = self._endpoint.data_plane._model_registry
-        model = find_model(registry, self.name, self._version)
-        if model is not None:
-            return model
-        if self._version is None or find_model(registry, self.name, None) is None:
-            raise NoSuchModel(self.name)
-        raise NoSuchVersion(self.name, self._version)
-
-    def _refuse_token_model(self) -> None:
-        if not hasattr(self._model, "open_prediction"):
-            message = f"{self.name} generates tokens and runs no TorchServe handler: ask it at /v1/chat/completions"
-            raise InvalidInput("model", f"{message} or /v2/models/{self.name}/generate")
 
     def _open(self, model: RunsHandler, fields: Sequence[BodyField]) -> PieceReply:
         headers = {**self._headers, "explain": str(self._endpoint.explain)}

@@ -72,7 +72,7 @@ class _Ping:
         self._lifecycle = lifecycle
 
     async def answer(self, request: Request) -> Response:
-        status = self._status()
+        status = health_of(self._registry, self._lifecycle)
         response = Response(as_json({"status": status}), 503 if status == "Unhealthy" else 200)
         response.raw_headers += [
             (b"content-type", b"application/json"),
@@ -80,8 +80,10 @@ class _Ping:
         ]
         return response
 
-    def _status(self) -> str:
-        ready = [bool(model.ready) for model in all_models(self._registry)]
-        if self._lifecycle.shutdown_reason is not None or (ready and not any(ready)):
-            return "Unhealthy"
-        return "Healthy" if all(ready) else "Partial Healthy"
+
+def health_of(registry: MultiModelRegistry, lifecycle: Lifecycle) -> str:
+    """In TorchServe's words."""
+    ready = [bool(model.ready) for model in all_models(registry)]
+    if lifecycle.shutdown_reason is not None or (ready and not any(ready)):
+        return "Unhealthy"
+    return "Healthy" if all(ready) else "Partial Healthy"

@@ -8,12 +8,9 @@ server never fills are left out.
 
 from __future__ import annotations
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import Message
+from mlserver_torch_stream.server.message_pool import Enums, Fields, message_classes
 
-_PACKAGE = "inference"
-# By message: name -> number and type. A type with a star is repeated; one in capitals is a message or an enum.
-_FIELDS: dict[str, dict[str, tuple[int, str]]] = {
+_FIELDS: Fields = {
     # On the wire a message inside a message is its bytes, so MLServer's ModelInferResponse needs no descriptor here.
     "ModelStreamInferResponse": {"error_message": (1, "string"), "infer_response": (2, "bytes")},
     "ModelConfigResponse": {"config": (1, "ModelConfig")},
@@ -55,7 +52,7 @@ _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
     },
     "StatisticDuration": {"count": (1, "uint64"), "ns": (2, "uint64")},
 }
-_ENUMS = {
+_ENUMS: Enums = {
     "DataType": (
         "TYPE_INVALID",
         "TYPE_BOOL",
@@ -74,40 +71,7 @@ _ENUMS = {
         "TYPE_BF16",
     )
 }
-_Field = descriptor_pb2.FieldDescriptorProto
-
-
-def _file() -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(name="triton.proto", package=_PACKAGE, syntax="proto3")
-    for name, values in _ENUMS.items():
-        enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values):
-            enum.value.add(name=value, number=number)
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        for field, (number, kind) in fields.items():
-            _add(message.field.add(name=field, number=number), kind)
-    return file
-
-
-def _add(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
-    base = kind.removesuffix("*")
-    field.label = _Field.LABEL_OPTIONAL if base == kind else _Field.LABEL_REPEATED
-    if base in _FIELDS or base in _ENUMS:
-        field.type = _Field.TYPE_MESSAGE if base in _FIELDS else _Field.TYPE_ENUM
-        field.type_name = f".{_PACKAGE}.{base}"
-    else:
-        field.type = _Field.Type.Value(f"TYPE_{base.upper()}")
-
-
-_POOL = descriptor_pool.DescriptorPool()
-_POOL.AddSerializedFile(_file().SerializeToString())
-
-
-def _message_class(name: str) -> type[Message]:
-    found: type[Message] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-    return found
-
+_message_class = message_classes("inference", _FIELDS, _ENUMS)
 
 ModelStreamInferResponse = _message_class("ModelStreamInferResponse")
 ModelConfigResponse = _message_class("ModelConfigResponse")

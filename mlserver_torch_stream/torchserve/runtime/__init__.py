@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -73,12 +74,17 @@ class TorchServeRuntime(BaseRuntime):
         return opener.reply(request, context(request_id), BinaryOutputs.wanted_by(body))
 
     def open_prediction(
-        self, fields: Sequence[BodyField], headers: Mapping[str, str], request_id: str, endpoint: EndpointKind
+        self,
+        fields: Sequence[BodyField],
+        headers: Mapping[str, str],
+        request_id: str,
+        endpoint: EndpointKind,
+        parameters: Mapping[str, Any] = MappingProxyType({}),
     ) -> PredictionReply:
-        """For TorchServe's own paths."""
+        """For TorchServe's own paths and its gRPC service. ``parameters``: V2's of the request's sequence."""
         opener = self.opener(endpoint)
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
-        request = read_parts(parts, headers, request_id, self._slot.built.engine.config)
+        request = read_parts(parts, headers, request_id, self._slot.built.engine.config, parameters)
         return PredictionReply(opener.reply(request, ReplyContext(self.name, self.version)))
 
     def describe_workers(self) -> dict[str, Any]:

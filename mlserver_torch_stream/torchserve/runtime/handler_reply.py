@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
 
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.protocol.spelling import JsonObject
@@ -80,29 +79,21 @@ class HandlerReply:
 
     async def whole(self) -> JsonObject:
         """All pieces as one response. Raises RequestError."""
-        pieces: list[ResponsePiece] = []
-        size = 0
-        async with aclosing(self.pieces()) as pieces_of_job:
-            async for piece in pieces_of_job:
-                pieces.append(piece)
-                size += len(piece.value)
-                if size > MOST_WHOLE_BYTES or len(pieces) > self._most_pieces:
-                    message = f"{len(pieces)} pieces, {size} bytes are too much for one response: stream it"
-                    error = HandlerFailed(message, 507)
-                    self._observer.failed(error)
-                    raise error
-        return self._reply.whole(pieces)
+        return self._reply.whole([piece async for piece in self.pieces(whole=True)])
 
-    async def pieces(self) -> AsyncGenerator[ResponsePiece, None]:
-        """The pieces as the handler sent them. Raises RequestError."""
-        last = False
+    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
+        """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
+        last, count, size = False, 0, 0
         try:
             self._job = self._submit(self._request)
             if self._closed:
                 self._job.close()
             async for piece in self._job:
                 self._observer.piece()
-                last = piece.last
+                last, count, size = piece.last, count + 1, size + len(piece.value)
+                if whole and (size > MOST_WHOLE_BYTES or count > self._most_pieces):
+                    message = f"{count} pieces, {size} bytes are too much for one response: stream it"
+                    raise HandlerFailed(message, 507)
                 yield piece
             if not last and self._closed:
                 raise asyncio.CancelledError("the reply was closed before its end")

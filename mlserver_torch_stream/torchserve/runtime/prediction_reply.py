@@ -1,6 +1,6 @@
 """Replies to one request on TorchServe's own paths: the handler's pieces, also where it has set a status of an error.
 
-Knows nothing of HTTP.
+Knows nothing of HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ class PredictionReply:
     def __init__(self, reply: HandlerReply) -> None:
         self._reply = reply
 
-    async def pieces(self) -> AsyncGenerator[ResponsePiece, None]:
-        """Raises RequestError."""
+    async def whole(self) -> bytes:
+        """All pieces joined. Raises RequestError."""
+        return b"".join([piece.value async for piece in self.pieces(whole=True)])
+
+    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
+        """``whole``: they are bounded. Raises RequestError."""
         try:
-            async with aclosing(self._reply.pieces()) as pieces:
+            async with aclosing(self._reply.pieces(whole=whole)) as pieces:
                 async for piece in pieces:
                     yield piece
         except HandlerFailed as failed:

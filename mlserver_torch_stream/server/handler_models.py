@@ -1,0 +1,33 @@
+"""Finds the model that a request in TorchServe's spelling names, and refuses models that run no handler.
+
+Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlserver.registry import MultiModelRegistry
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
+from mlserver_torch_stream.server.rest.routes import find_model
+
+
+def find_ours(registry: MultiModelRegistry, name: str, version: str | None) -> Any:
+    """The model of ours. Raises NoSuchModel, also for another runtime's model, and NoSuchVersion."""
+    model = find_model(registry, name, version)
+    if is_ours(model):
+        return model
+    if model is not None or version is None or not is_ours(find_model(registry, name, None)):
+        raise NoSuchModel(name)
+    raise NoSuchVersion(name, version)
+
+
+def refuse_token_model(model: Any) -> None:
+    """Raises InvalidInput."""
+    if not hasattr(model, "open_prediction"):
+        name = model.name
+        message = f"{name} generates tokens and runs no TorchServe handler: ask it at /v1/chat/completions"
+        raise InvalidInput("model", f"{message} or /v2/models/{name}/generate")

@@ -1,0 +1,49 @@
+"""Makes protobuf's classes of messages from a table of their fields, in a descriptor pool of their own.
+
+Knows no message. In protobuf's default pool they would clash with messages of the same names that MLServer or a user's
+package has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+# By message: name -> number and type. A type with a star is repeated; one in capitals is a message or an enum.
+Fields = Mapping[str, Mapping[str, tuple[int, str]]]
+Enums = Mapping[str, Sequence[str]]
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+def message_classes(package: str, fields: Fields, enums: Enums) -> Callable[[str], type[Message]]:
+    """Finds a class by the name of its message. The values of an enum are numbered from 0."""
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(_file(package, fields, enums).SerializeToString())
+
+    def find(name: str) -> type[Message]:
+        found: type[Message] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}"))
+        return found
+
+    return find
+
+
+def _file(package: str, fields: Fields, enums: Enums) -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto(name="messages.proto", package=package, syntax="proto3")
+    for name, values in enums.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=value, number=number)
+    for name, described in fields.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in described.items():
+            base = kind.removesuffix("*")
+            label = _Field.LABEL_OPTIONAL if base == kind else _Field.LABEL_REPEATED
+            added = message.field.add(name=field, number=number, label=label)
+            if base in fields or base in enums:
+                added.type = _Field.TYPE_MESSAGE if base in fields else _Field.TYPE_ENUM
+                added.type_name = f".{package}.{base}"
+            else:
+                added.type = _Field.Type.Value(f"TYPE_{base.upper()}")
+    return file
