@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +19,6 @@ from mlserver_torch_stream.cli.argument_types import positive
 if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.archive import Archive
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_ENDING = re.compile(r"\.(mar|tgz|tar\.gz)$")
-_IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
 SETTINGS = "model-settings.json"
 _METRICS = "metrics.yaml"
 
@@ -56,6 +52,7 @@ def import_mar(
     ``parameters.extra``.
     """
     from mlserver_torch_stream.torchserve.archive import open_archive
+    from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
     from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties
     from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
@@ -80,30 +77,6 @@ def import_mar(
     finally:
         archive.close()
     return [f"wrote {folder}/{SETTINGS}: start it with `mlserver start {folder}`", *notes]
-
-
-def model_name(archive: Archive, given: str | None, file_name: str) -> str:
-    """The given name, else the archive's, else that of its file. Raises SettingsError."""
-    from mlserver_torch_stream.errors import SettingsError
-
-    chosen = given or str(archive.model.get("modelName") or _ENDING.sub("", file_name))
-    if not NAME.fullmatch(chosen):
-        raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
-    return chosen
-
-
-def model_version(archive: Archive) -> str | None:
-    return None if (found := archive.model.get("modelVersion")) is None else str(found)
-
-
-def model_settings(name: str, uri: str, version: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a model-settings.json."""
-    parameters: dict[str, Any] = {"uri": uri}
-    if version is not None:
-        parameters["version"] = version
-    if extra:
-        parameters["extra"] = dict(extra)
-    return {"name": name, "implementation": _IMPLEMENTATION, "parameters": parameters}
 
 
 def metrics_config(given: str, folder: str) -> Path:

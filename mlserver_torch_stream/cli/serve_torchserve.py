@@ -24,7 +24,6 @@ _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KS
 _USUAL_FILE = "config.properties"  # in the working directory
 # Keys of config.properties that are keys of parameters.extra, too.
 _TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_pixels", "install_py_dep_per_model")
-_USUAL_VERSION = "1.0"  # of an archive that has none
 _FILE_VARIABLE = "TS_CONFIG_FILE"
 _NO_EFFECT = {
     "log_config": "MLServer's logging_settings",
@@ -112,6 +111,13 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mappin
     """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import manifest_and_yaml, open_archive
+    from mlserver_torch_stream.torchserve.archive_settings import (
+        NAME,
+        USUAL_VERSION,
+        model_name,
+        model_settings,
+        model_version,
+    )
     from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
     from mlserver_torch_stream.torchserve.properties import carried, default_of_models, own_keys
     from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
@@ -119,16 +125,16 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mappin
     path = stored.path.absolute()
     archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
     try:
-        name = import_mar.model_name(archive, stored.name, path.name)
-        version = import_mar.model_version(archive) or _USUAL_VERSION
+        name = model_name(archive, stored.name, path.name)
+        version = model_version(archive) or USUAL_VERSION
         extra = {**of_all, **carried(properties, name, version, archive.yaml), **own_keys(stored.given)}
     finally:
         archive.close()
-    if not import_mar.NAME.fullmatch(version):
+    if not NAME.fullmatch(version):
         raise SettingsError(f"{path}: {version!r} is no version of a model")
     if stored.is_default or default_of_models(properties, name, version):
         extra[DEFAULT_VERSION] = True
-    return import_mar.model_settings(name, str(path), version, extra)
+    return model_settings(name, str(path), version, extra)
 
 
 def _extra_of_all(properties: Mapping[str, str], file: Path | None) -> dict[str, Any]:

@@ -32,9 +32,14 @@ async def open_port(
     setting: str,
     service: str,
     handler: grpc.GenericRpcHandler,
+    address: str | None = None,
 ) -> None:
-    """``setting``: the name of the port's, for errors. Raises ModelNotLoaded if the port cannot be had."""
+    """``setting``: the name of the port's, for errors. ``address``: None for MLServer's host.
+
+    Raises ModelNotLoaded if the port cannot be had.
+    """
     settings = server._settings
+    host = settings.host if address is None else address
     mlservers = GRPCServer(settings, server._data_plane, server._model_repository_handlers)
     listener = GuardedAio(access).server(
         interceptors=_interceptors(settings),
@@ -43,12 +48,12 @@ async def open_port(
     )
     listener.add_generic_rpc_handlers((handler,))
     try:
-        listener.add_insecure_port(f"{settings.host}:{port}")
+        listener.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError as error:
-        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {settings.host}: {error}") from None
+        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {host}: {error}") from None
     await listener.start()
     lifecycle.listeners.append(listener.stop)
-    logger.info(f"{service} is on {settings.host}:{port}")
+    logger.info(f"{service} is on {host}:{port}")
 
 
 def mlservers_listener(server: RESTServer) -> aio.Server | None:

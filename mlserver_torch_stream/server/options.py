@@ -35,6 +35,14 @@ class ServerOptions(BaseModel):
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
     grpc_port_triton: int = Field(0, ge=0, le=65535)  # Triton's gRPC service for its clients' streams; 0: none
     grpc_port_torchserve: int = Field(0, ge=0, le=65535)  # TorchServe's gRPC service on a port of its own; 0: none
+    management_port_torchserve: int = Field(0, ge=0, le=65535)  # TorchServe's management API; 0: there is none
+    grpc_management_port_torchserve: int = Field(0, ge=0, le=65535)  # the same over gRPC; 0: there is none
+    management_address: str = "127.0.0.1"  # of these ports
+    management_token: str = ""  # what a request to them has in its Authorization header
+    management_token_file: str = ""  # or the file that has it
+    disable_token_authorization: bool = False  # true: a request to them needs no token
+    model_store: str = ""  # the folder of the archives that they register; empty: they register none
+    allowed_urls: str = ""  # patterns of the URLs that they download archives from, with commas between them
     batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
     log_requests: bool = True  # one line per request, never its prompt

@@ -21,6 +21,7 @@ from mlserver_torch_stream.server import grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.batches.served_rows import ServedRows
 from mlserver_torch_stream.server.batches.service import BatchService
 from mlserver_torch_stream.server.lifecycle import default_version, health, ports, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.management import management_listener
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE, REGISTRY_LOCK
@@ -75,6 +76,7 @@ def install() -> None:
             shutdown.take_signals()
             warn_of_server_settings(server._settings)
             await triton_listener.install(server, options, LIFECYCLE, ACCESS)
+            await management_listener.install(server, options, LIFECYCLE, ACCESS)
             await inference_ports.install(server, options, LIFECYCLE, ACCESS)
         routes.add(server, options, model.rest_routes)
         return await original(server, model)

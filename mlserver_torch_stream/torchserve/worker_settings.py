@@ -23,13 +23,14 @@ _ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_conf
 class WorkerSettings:
     """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``.
 
-    ``envelope``: the server's, which beats the archive's; empty for the archive's. ``hidden``: matches the names of the
-    server's variables that workers do not see.
+    ``envelope``: the server's, which beats the archive's; empty for the archive's. ``handler``: likewise. ``hidden``:
+    matches the names of the server's variables that workers do not see.
     """
 
     ts: str = "auto"
     python: str | None = None
     envelope: str = ""
+    handler: str = ""
     hidden: re.Pattern[str] | None = None
     limits_pixels: bool = True  # of images: what the handlers of TorchServe's own ask
     installs: bool = False  # the archive's requirements, into its unpacked folder
@@ -49,6 +50,7 @@ def read_worker_settings(extra: Mapping[str, Any], folder: str | None) -> Worker
         which,
         None if python is None else find_interpreter(python, folder),
         envelope=_text(extra, "service_envelope", "the name of an envelope") or "",
+        handler=_text(extra, "handler", "handler.py[:function]") or "",
         hidden=_pattern(extra, "blacklist_env_vars"),
         limits_pixels=_flag(extra, "limit_max_image_pixels", True),
         installs=_flag(extra, "install_py_dep_per_model", False),

@@ -33,6 +33,12 @@ class AccessControl:
         except SettingsError as error:
             raise SettingsError(f"{PREFIX}API_KEYS_FILE: {error}") from None
 
+    def without_keys(self) -> AccessControl:
+        """For a port with a token of its own: the certificate alone."""
+        other = AccessControl()
+        other.tls = self.tls
+        return other
+
     def check(self, options: ServerOptions) -> None:
         """Raises SettingsError if the options ask for keys or TLS, and the ports were opened without."""
         asked = {"API_KEYS_FILE": options.api_keys_file, "TLS_CERT_FILE": options.tls_cert_file}

@@ -31,6 +31,15 @@ def install() -> None:
     SingleModelRegistry._find_default = find_default
 
 
+def mark(registry: SingleModelRegistry, default: MLModel) -> None:
+    """Makes this version the default one, whichever versions are loaded later."""
+    for model in registry._versions.values():
+        parameters = model.settings.parameters
+        if parameters is not None:  # a version is a parameter
+            parameters.extra = {**(parameters.extra or {}), DEFAULT_VERSION: model is default}
+    registry._refresh_default()
+
+
 def _marked(registry: SingleModelRegistry) -> MLModel | None:
     return next((model for model in registry._versions.values() if _is_marked(model)), None)
 

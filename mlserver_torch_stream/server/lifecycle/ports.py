@@ -19,7 +19,9 @@ from mlserver.settings import Settings
 from mlserver_torch_stream.server.lifecycle.threads import exit_now
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 
-_OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve")  # of ServerOptions
+# Of ServerOptions: those of MLServer's host, and those of the management API's address.
+_OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve")
+_MANAGEMENT_PORTS = ("management_port_torchserve", "grpc_management_port_torchserve")
 _OWN_FILES = "/proc/self/fd"
 
 
@@ -46,17 +48,20 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
     ports = {"http_port": settings.http_port}
     if settings.metrics_endpoint:
         ports["metrics_port"] = settings.metrics_port
-    for option in _OUR_PORTS:
+    addresses = {}
+    for option in (*_OUR_PORTS, *_MANAGEMENT_PORTS):
         if port := getattr(options, option):
             name = f"{PREFIX}{option.upper()}"
-            if port in ports.values():
-                return template.format(port, name, host, "it is another port of this server")
+            addresses[name] = options.management_address if option in _MANAGEMENT_PORTS else host
+            if port in (*ports.values(), settings.grpc_port):
+                return template.format(port, name, addresses[name], "it is another port of this server")
             ports[name] = port
     for name, port in ports.items():
+        address = addresses.get(name, host)
         try:
-            _try(host, port)
+            _try(address, port)
         except OSError as error:
-            return template.format(port, name, host, os.strerror(error.errno) if error.errno else error)
+            return template.format(port, name, address, os.strerror(error.errno) if error.errno else error)
     if settings.grpc_port and os.path.isdir(_OWN_FILES) and settings.grpc_port not in _own_ports():
         return template.format(settings.grpc_port, "grpc_port", host, "it is in use, or not allowed")
     return None

@@ -12,6 +12,7 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.status import details_that_fit
 from mlserver_torch_stream.server.torchserve_grpc.inference_messages import ErrorInfo
+from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal
 
 _ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo"
 _CODES = {
@@ -35,6 +36,16 @@ _REASONS: tuple[tuple[type[RequestError], str], ...] = (
     (InvalidInput, "BadRequestException.()"),
     (RequestError, "org.pytorch.serve.http.InternalServerException"),
 )
+
+
+# By the name of an exception of the management API; the others are of its HTTP.
+_PACKAGES = {
+    "ModelNotFoundException": "org.pytorch.serve.archive.model",
+    "ModelVersionNotFoundException": "org.pytorch.serve.archive.model",
+    "InvalidModelException": "org.pytorch.serve.archive.model",
+    "InvalidKeyException": "org.pytorch.serve.archive.model",
+    "DownloadArchiveException": "org.pytorch.serve.archive",
+}
 
 
 def code_of(error: RequestError) -> grpc.StatusCode:
@@ -61,4 +72,6 @@ def status_fields(error: RequestError) -> dict[str, object]:
 
 
 def _reason(error: RequestError) -> str:
+    if isinstance(error, ManagementRefusal):
+        return f"{_PACKAGES.get(error.kind, 'org.pytorch.serve.http')}.{error.kind}"
     return next(reason for kind, reason in _REASONS if isinstance(error, kind))

@@ -41,6 +41,10 @@ class BuiltPool:
     archive: Archive
     summary: str
 
+    def has_gpu(self, number: int) -> bool:
+        """Whether the worker with this number uses a GPU."""
+        return _device(self.engine.config, number)[0] is not None
+
     def give_back(self) -> bool:
         return True
 
@@ -96,7 +100,7 @@ def worker_order(
         "model": model,
         "folder": str(archive.folder),
         "manifest": archive.manifest,
-        "handler": archive.handler,
+        "handler": workers.handler or archive.handler,
         "envelope": archive.envelope,
         "batch_size": config.batchSize,
         "gpu": gpu,
@@ -153,5 +157,6 @@ def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -
     ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
     batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
     python = "" if workers.python is None else f", run by {workers.python}"
-    of = f"{config.minWorkers} worker(s){ranks}, {batching} of up to {config.batchSize}"
+    workers_up_to = "" if config.most_workers == config.minWorkers else f" to {config.most_workers}"
+    of = f"{config.minWorkers}{workers_up_to} worker(s){ranks}, {batching} of up to {config.batchSize}"
     return f"handler {archive.handler}, {of}{python}"

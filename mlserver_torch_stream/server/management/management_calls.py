@@ -1,0 +1,109 @@
+"""The calls of TorchServe's management API, over HTTP and gRPC alike: parameters in, what the reply says out.
+
+Knows nothing of paths and messages, nor of how models are loaded or scaled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from mlserver.logging import logger
+
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
+from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.torchserve.management_refusal import bad_request
+from mlserver_torch_stream.torchserve.registration import is_true, whole_number
+
+_MOST_LISTED = 100
+_ALL = "all"
+
+
+class ManagementCalls:
+    """All methods raise RequestError. Those that change something raise NotServing while the server shuts down."""
+
+    def __init__(self, models: ManagedModels, lifecycle: Lifecycle) -> None:
+        self.models = models
+        self._lifecycle = lifecycle
+
+    def list(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        limit = whole_number(given, "limit") if "limit" in given else _MOST_LISTED
+        limit = limit if 0 <= limit <= _MOST_LISTED else _MOST_LISTED
+        first = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
+        found = [{"modelName": name, "modelUrl": url} for name, url in self.models.urls().items()]
+        last = first + limit
+        more = {"nextPageToken": str(last)} if last <= len(found) else {}
+        return {**more, "models": found[first:last]}
+
+    async def describe(
+        self, name: str, version: str | None, customized: bool, headers: Mapping[str, str]
+    ) -> Descriptions:
+        """``customized``: with what the handler says of itself. ``headers``: those that it sees."""
+        if version == _ALL:
+            return [self.models.describe(model) for model in self.models.versions(name)]
+        model = self.models.find(name, version)
+        described = self.models.describe(model)
+        if customized:
+            described["customizedMetadata"] = await _customized(model, headers)
+        return [described]
+
+    async def register(self, given: Mapping[str, Any]) -> Answer:
+        self._refuse_at_shutdown()
+        return await self.models.register(given)
+
+    async def scale(self, given: Mapping[str, Any], name: str, version: str | None) -> Answer:
+        self._refuse_at_shutdown()
+        least = whole_number(given, "min_worker") if "min_worker" in given else 1
+        most = whole_number(given, "max_worker") if "max_worker" in given else least
+        timeout = whole_number(given, "timeout") if "timeout" in given else -1
+        if least < 0:
+            raise bad_request(f"min_worker: must not be below 0, got {least}")
+        if most < least:
+            raise bad_request("max_worker cannot be less than min_worker.")
+        grace = None if timeout < 0 else float(timeout)
+        if not is_true(given.get("synchronous")):
+            self.models.scale_later(name, version, least, most, grace)
+            return ACCEPTED
+        await self.models.scale(name, version, least, most, grace)
+        of = f"{name}, version: {version}" if version is not None else name
+        return 200, f"Workers scaled to {least} for model: {of}"
+
+    def set_default(self, name: str, version: str) -> str:
+        self._refuse_at_shutdown()
+        self.models.set_default(name, version)
+        return f'Default version successfully updated for model "{name}" to "{version}"'
+
+    async def unregister(self, name: str, version: str | None) -> str:
+        self._refuse_at_shutdown()
+        await self.models.unregister(name, version)
+        return f'Model "{name}" unregistered'
+
+    def _refuse_at_shutdown(self) -> None:
+        if self._lifecycle.shutdown_reason is not None:
+            raise NotServing(self._lifecycle.shutdown_reason)
+
+
+Descriptions = list[dict[str, Any]]
+
+
+async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
+    """What the handler says of itself, which is to be a JSON object, as in TorchServe. Raises RequestError."""
+    if not hasattr(model, "open_prediction"):
+        return {}
+    reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)
+    try:
+        said = b"".join([piece.value async for piece in reply.pieces()])
+    finally:
+        reply.close()
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        logger.warning(f"Model '{model.name}': its customized metadata is no JSON object")
+        return {}
+    return found
