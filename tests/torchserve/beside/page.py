@@ -57,13 +57,14 @@ def _shown(reply: Reply, other: Reply) -> str:
     """A reply in a cell: its status, the headers that matter, and its body."""
     usual = {name for name in _USUAL if reply.headers.get(name) == other.headers.get(name, reply.headers.get(name))}
     parts = [str(reply.status)] if reply.status else []
-    parts += [_code(f"{name}: {reply.headers[name]}") for name in sorted({*reply.headers} - usual - _OF_THE_BODY)]
+    parts += [code(f"{name}: {reply.headers[name]}") for name in sorted({*reply.headers} - usual - _OF_THE_BODY)]
     parts += [f"{len(reply.pieces)} chunks"] if "transfer-encoding" in reply.headers else []
-    parts += [_code(_text(piece)) for piece in reply.pieces if piece]
+    parts += [code(text_of(piece)) for piece in reply.pieces if piece]
     return ", ".join([*parts, *([reply.fault] if reply.fault else [])])
 
 
-def _text(piece: bytes) -> str:
+def text_of(piece: bytes) -> str:
+    """A body in one line."""
     try:
         text = piece.decode()
     except UnicodeDecodeError:
@@ -75,5 +76,6 @@ def _text(piece: bytes) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … ({len(piece)} bytes)"
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
+    """As a code span."""
     return f"`{text}`" if "`" not in text else f"`` {text} ``"

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -25,7 +27,7 @@ _ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NOT_COMPARED = frozenset({"date", "server", "x-accel-buffering", "keep-alive", "ts_stream_next", "retry-after"})
 _FAULTS = {
     18: "the connection ends before the body does",
-    28: f"no reply within {_TIMEOUT_S} s",
+    28: "no reply in time",
     52: "the connection ends without a reply",
     56: "the connection is reset",
 }
@@ -49,34 +51,39 @@ class Reply:
         return found + ([] if self.fault == other.fault else ["end"])
 
 
-def ask(lines: Sequence[str], together: bool, addresses: Addresses, folder: Path) -> list[Reply]:
-    """The replies to all lines, one after the other or at once. ``folder`` has the files that they name."""
-    one = partial(_ask, addresses=addresses, folder=folder)
+def ask(
+    lines: Sequence[str], together: bool, addresses: Addresses, folder: Path, seconds: int = _TIMEOUT_S
+) -> list[Reply]:
+    """The replies to all lines, one after the other or at once. ``folder`` has the files that they name.
+
+    A reply that takes longer than ``seconds`` is none.
+    """
+    one = partial(_ask, addresses=addresses, folder=folder, seconds=seconds)
     if not together:
         return [each for line in lines for each in one(line)]
     with ThreadPoolExecutor(len(lines)) as threads:
         return [each for replies in threads.map(one, lines) for each in replies]
 
 
-def _ask(line: str, addresses: Addresses, folder: Path) -> list[Reply]:
+def _ask(line: str, addresses: Addresses, folder: Path, seconds: int) -> list[Reply]:
     words = [_addressed(word, addresses) for word in shlex.split(line)]
-    return _CLIENTS[words[0]](words[1:], folder)
+    return _CLIENTS[words[0]](words[1:], folder, seconds)
 
 
 def _addressed(word: str, addresses: Addresses) -> str:
-    """A path is one of the inference address, unless it is below ``management:``."""
+    """A path is one of the inference address, unless it is below ``management:`` or a file of this machine."""
     if word.startswith("management:/"):
         return f"{addresses.management}{word.removeprefix('management:')}"
-    return f"{addresses.inference}{word}" if word.startswith("/") else word
+    return f"{addresses.inference}{word}" if word.startswith("/") and not Path(word).is_file() else word
 
 
 # --- curl ---
 
 
-def _curl(arguments: Sequence[str], folder: Path) -> list[Reply]:
+def _curl(arguments: Sequence[str], folder: Path, seconds: int) -> list[Reply]:
     """One reply for each address of the line."""
-    command = ["curl", "-sS", "-i", "--raw", "--max-time", str(_TIMEOUT_S), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_TIMEOUT_S + 10)
+    command = ["curl", "-sS", "-i", "--raw", "--max-time", str(seconds), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds + 10)
     if done.returncode not in (0, *_FAULTS):
         raise AssertionError(f"curl ended with {done.returncode}: {done.stderr.decode(errors='replace')}")
     fault = _FAULTS.get(done.returncode, "")
@@ -135,10 +142,10 @@ def _without_ids(text: bytes) -> bytes:
     return _ID.sub(b"<id>", text)
 
 
-# --- requests ---
+# --- clients of Python ---
 
 
-def _requests(arguments: Sequence[str], folder: Path) -> list[Reply]:
+def _requests(arguments: Sequence[str], folder: Path, seconds: int) -> list[Reply]:
     """``requests post ADDRESS KIND=VALUE…``: ``data=TEXT``, ``files=NAME:FILE…``; the body read in pieces."""
     method, address, *given = arguments
     options: dict[str, Any] = {}
@@ -152,10 +159,27 @@ def _requests(arguments: Sequence[str], folder: Path) -> list[Reply]:
             options["data"] = (folder / value).read_bytes()
         else:
             options[kind] = value
-    with requests.request(method, address, stream=True, timeout=_TIMEOUT_S, **options) as response:
+    with requests.request(method, address, stream=True, timeout=seconds, **options) as response:
         pieces = [_without_ids(piece) for piece in response.iter_content(chunk_size=None)]
         headers = _compared(response.status_code, {name.lower(): value for name, value in response.headers.items()})
         return [Reply(response.status_code, headers, pieces)]
 
 
-_CLIENTS: Mapping[str, Callable[[Sequence[str], Path], list[Reply]]] = {"curl": _curl, "requests": _requests}
+def _ts_scripts(arguments: Sequence[str], folder: Path, seconds: int) -> list[Reply]:
+    """``ts_scripts ADDRESS MODEL FILE``: TorchServe's own client, in a checkout of it at ``folder``."""
+    address, model, file = arguments
+    url = urlsplit(address)
+    script = f"import sys; sys.path.insert(0, {str(folder)!r}); from ts_scripts.tsutils import run_inference\n"
+    script += f"reply = run_inference({model!r}, {file!r}, host={url.hostname!r}, port={str(url.port)!r})\n"
+    script += "sys.stdout.buffer.write(b'%d ' % reply.status_code + reply.content)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, timeout=seconds + 60)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    status, _, body = done.stdout.partition(f"## Running inference on {model} model\n".encode())[2].partition(b" ")
+    return [Reply(int(status), {}, [body])]
+
+
+_CLIENTS: Mapping[str, Callable[[Sequence[str], Path, int], list[Reply]]] = {
+    "curl": _curl,
+    "requests": _requests,
+    "ts_scripts": _ts_scripts,
+}
