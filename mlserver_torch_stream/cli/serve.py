@@ -52,10 +52,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"Starting on {url} (gRPC on port {ports['grpc']})", file=sys.stderr, flush=True)
         threading.Thread(target=announce, args=(url, sys.stderr), daemon=True).start()
 
-        from mlserver.cli import main as mlserver
+        start_mlserver(folder)
 
-        sys.argv = ["mlserver", "start", folder]
-        mlserver()
+
+def start_mlserver(folder: str) -> None:
+    """Serves the models in the folder until the process is told to end."""
+    from mlserver.cli import main as mlserver
+
+    sys.argv = ["mlserver", "start", folder]
+    mlserver()
 
 
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:

@@ -34,6 +34,13 @@ class ServerOptions(BaseModel):
     piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC, or of a file; 0: none
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
     grpc_port_triton: int = Field(0, ge=0, le=65535)  # Triton's gRPC service for its clients' streams; 0: none
+    management_port_torchserve: int = Field(0, ge=0, le=65535)  # TorchServe's management API; 0: there is none
+    management_address: str = "127.0.0.1"  # of that port
+    management_token: str = ""  # what a request to it has in its Authorization header
+    management_token_file: str = ""  # or the file that has it
+    disable_token_authorization: bool = False  # true: a request to it needs no token
+    model_store: str = ""  # the folder of the archives that it registers; empty: it registers none
+    allowed_urls: str = ""  # patterns of the URLs that it downloads archives from, with commas between them
     batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
     log_requests: bool = True  # one line per request, never its prompt

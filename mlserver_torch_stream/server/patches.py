@@ -20,7 +20,8 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.server import grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.batches.served_rows import ServedRows
 from mlserver_torch_stream.server.batches.service import BatchService
-from mlserver_torch_stream.server.lifecycle import health, ports, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.lifecycle import default_version, health, ports, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.management import management_listener
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.process_state import CLIENT_LOAD, LIFECYCLE, REGISTRY_LOCK
@@ -49,6 +50,7 @@ def install() -> None:
     grpc_messages.install()
     grpc_refusals.install()
     registry_lock.install(REGISTRY_LOCK)
+    default_version.install()
 
     @functools.wraps(original)
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
@@ -71,6 +73,7 @@ def install() -> None:
             shutdown.take_signals()
             warn_of_server_settings(server._settings)
             await triton_listener.install(server, options, LIFECYCLE)
+            await management_listener.install(server, options, LIFECYCLE)
         routes.add(server, options, model.rest_routes)
         return await original(server, model)
 

@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +21,7 @@ import yaml
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import find_path
 from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
-from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS, UnpackBounds, unpack
+from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS, UnpackBounds, Wanted, everything, unpack
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 _CONFIG = "model-config.yaml"
@@ -58,13 +58,22 @@ class Archive:
         """Empty if there is none."""
         return str(self.model.get("envelope") or "")
 
+    def with_envelope(self, envelope: str) -> Archive:
+        """The same archive with another envelope."""
+        return replace(self, manifest={**self.manifest, "model": {**self.model, "envelope": envelope}})
+
     def close(self) -> None:
         if self.unpacked is not None:
             self.unpacked.remove()
 
 
-def open_archive(uri: str, source_folder: str | None, bounds: UnpackBounds = DEFAULT_BOUNDS) -> Archive:
-    """Raises SettingsError if the ``uri`` names nothing, LoadFailed if it is no model archive of TorchServe."""
+def open_archive(
+    uri: str, source_folder: str | None, bounds: UnpackBounds = DEFAULT_BOUNDS, wanted: Wanted = everything
+) -> Archive:
+    """``wanted``: the members that are unpacked; ``manifest_and_yaml`` is enough to describe a model.
+
+    Raises SettingsError if the ``uri`` names nothing, LoadFailed if it is no model archive of TorchServe.
+    """
     plain = uri.removeprefix("file://")
     match = _HANDLER_URI.fullmatch(plain)
     path = find_path(match["file"] if match else plain, source_folder)
@@ -76,7 +85,7 @@ def open_archive(uri: str, source_folder: str | None, bounds: UnpackBounds = DEF
         function = f":{match['function']}" if match["function"] else ""
         return _bare_handler(path, path.name + function)
     if path.suffix == ".mar" or path.name.endswith((".tar.gz", ".tgz")):
-        return _unpack(path, bounds)
+        return _unpack(path, bounds, wanted)
     raise SettingsError(f"parameters.uri: {path} is no .mar, .tar.gz, folder or handler.py[:function]")
 
 
@@ -87,14 +96,19 @@ def _bare_handler(path: Path, handler: str) -> Archive:
     return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model))
 
 
-def _unpack(path: Path, bounds: UnpackBounds) -> Archive:
+def manifest_and_yaml(name: str) -> bool:
+    """The members of an archive that describe its model."""
+    return name.removeprefix("./") == MANIFEST or name.endswith((".yaml", ".yml"))
+
+
+def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
     try:
         unpacked = OwnFolder()
     except OSError as error:
         raise LoadFailed(f"cannot unpack {path}: {error}") from None
     folder = unpacked.path
     try:
-        unpack(path, folder, bounds)
+        unpack(path, folder, bounds, wanted)
         return _read(folder, unpacked)
     except BaseException as error:
         unpacked.remove()

@@ -5,6 +5,7 @@ It is plain state and plain methods: the caller passes the time. Knows nothing o
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,7 +45,28 @@ class BatchQueue:
         self._plain: deque[HandlerJob] = deque()
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
-        self._per_worker = max(1, config.most_sequences // config.minWorkers)
+        self.most_workers = config.most_workers  # the workers that share the sequences, if all of them run
+        self.leaving: set[int] = set()  # workers that get only the requests of the sequences that they hold
+
+    @property
+    def most_sequences(self) -> int:
+        return self._config.maxNumSequence or self._config.batchSize * self.most_workers
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the oldest of the requests arrived that wait for no certain worker."""
+        new = [each.pending[0] for each in self._sequences.values() if each.worker is None and each.pending]
+        return min((job.arrived for job in [*new, *list(self._plain)[:1]]), default=None)
+
+    def is_open(self, sequence_id: str | None) -> bool:
+        """Whether a worker holds the state of this sequence."""
+        return sequence_id in self._sequences and self._sequences[sequence_id].worker is not None
+
+    def held_until(self, worker: int, now: float) -> float | None:
+        """When the sequences that this worker holds will have expired; None if it holds none by now."""
+        self._expire(now)
+        ends = [self._expires_at(each) for each in self._sequences.values() if each.worker == worker]
+        return max(ends, default=None)
 
     def __len__(self) -> int:
         return sum(map(len, self._queues()))
@@ -126,6 +148,7 @@ class BatchQueue:
 
     def worker_lost(self, worker: int) -> list[HandlerJob]:
         """Removes the sequences whose state this worker held, and returns their requests that wait."""
+        self.leaving.discard(worker)
         lost = [each for each in self._sequences.values() if each.worker == worker]
         retries = [job for job in self._retries if self._of(job) in lost]
         for job in retries:
@@ -138,7 +161,7 @@ class BatchQueue:
         self._expire(now)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
-            if len(self._sequences) >= self._config.most_sequences:
+            if len(self._sequences) >= self.most_sequences:
                 raise QueueFull(f"sequence_id: {len(self._sequences)} sequences are open already (maxNumSequence)")
             sequence = self._sequences[sequence_id] = RequestSequence(sequence_id, now)
         if len(sequence.pending) >= self._config.maxSequenceJobQueueSize:
@@ -146,19 +169,25 @@ class BatchQueue:
         sequence.pending.append(job)
 
     def _expire(self, now: float) -> None:
-        idle, life = self._config.sequenceMaxIdleMSec / 1000, self._config.sequenceTimeoutMSec / 1000
         for sequence in list(self._sequences.values()):
-            too_old = life and now - sequence.opened > life
-            if sequence.idle and (now - sequence.idle_since > idle or too_old):
+            if now > self._expires_at(sequence):
                 del self._sequences[sequence.id]
+
+    def _expires_at(self, sequence: RequestSequence) -> float:
+        if not sequence.idle:
+            return math.inf
+        idle, life = self._config.sequenceMaxIdleMSec / 1000, self._config.sequenceTimeoutMSec / 1000
+        return min(sequence.idle_since + idle, sequence.opened + life if life else math.inf)
 
     def _candidates(self, worker: int) -> Iterator[HandlerJob]:
         """The requests that the worker may get, in the order in which batches take them."""
         yield from self._retries_on(worker)
         mine = sum(each.worker == worker for each in self._sequences.values())
+        leaves = worker in self.leaving
+        per_worker = max(1, self.most_sequences // max(1, self.most_workers))
         for sequence in self._sequences.values():
             if sequence.worker is None:
-                if mine >= self._per_worker:
+                if mine >= per_worker or leaves:
                     continue
                 mine += bool(sequence.pending)
             elif sequence.worker != worker:
@@ -167,13 +196,14 @@ class BatchQueue:
                 yield from sequence.pending
             elif not sequence.running:
                 yield from list(sequence.pending)[:1]
-        yield from self._plain
+        if not leaves:
+            yield from self._plain
 
     def _retries_on(self, worker: int) -> Iterator[HandlerJob]:
         """The retries that the worker may run: a request of a sequence runs where the sequence has its state."""
         for job in self._retries:
             sequence = self._of(job)
-            if sequence is None or sequence.worker == worker:
+            if sequence.worker == worker if sequence is not None else worker not in self.leaving:
                 yield job
 
     def _begin(self, job: HandlerJob, worker: int) -> None:

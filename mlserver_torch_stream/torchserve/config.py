@@ -48,8 +48,10 @@ class HandlerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    minWorkers: int = Field(1, gt=0)  # worker processes; there is no scaling
-    maxWorkers: int = Field(0, ge=0)
+    minWorkers: int = Field(1, ge=0)  # worker processes
+    maxWorkers: int = Field(0, ge=0)  # 0: minWorkers
+    scaleUpAfterMSec: int = Field(1000, ge=0)  # a request has waited so long, and no worker is free: one more
+    scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that is idle for so long ends, down to minWorkers
     batchSize: int = Field(1, gt=0)
     maxBatchDelay: int = Field(100, ge=0)  # milliseconds
     responseTimeout: int = Field(120, gt=0)  # seconds without a message of a handler that has requests
@@ -72,11 +74,13 @@ class HandlerConfig(BaseModel):
     useVenv: bool = False  # the archive's requirements need an environment of their own
 
     @model_validator(mode="after")
-    def _one_way_of_batching(self) -> HandlerConfig:
+    def _agrees_with_itself(self) -> HandlerConfig:
         if self.asyncCommunication and (self.continuousBatching or self.sequenceBatching):
             raise ValueError("asyncCommunication goes neither with continuousBatching nor with sequenceBatching")
         if self.ranks > 1 and (self.continuousBatching or self.asyncCommunication):
             raise ValueError("several ranks go neither with continuousBatching nor with asyncCommunication")
+        if self.most_workers < self.minWorkers:
+            raise ValueError(f"maxWorkers is {self.maxWorkers}, less than minWorkers, which is {self.minWorkers}")
         return self
 
     @property
@@ -101,8 +105,8 @@ class HandlerConfig(BaseModel):
         return "together" if self.broadcasts else "never"
 
     @property
-    def most_sequences(self) -> int:
-        return self.maxNumSequence or self.batchSize * self.minWorkers
+    def most_workers(self) -> int:
+        return self.maxWorkers or self.minWorkers
 
     @property
     def queue_size(self) -> int:
@@ -110,7 +114,8 @@ class HandlerConfig(BaseModel):
 
 
 KEYS = tuple(HandlerConfig.model_fields)
-OURS = ("ts", "python", "metrics_config")  # keys of parameters.extra that a YAML does not have
+# Keys of parameters.extra that a YAML does not have.
+OURS = ("ts", "python", "metrics_config", "service_envelope", "defaultVersion", "handler")
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
@@ -136,8 +141,8 @@ def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str
     for key, reason in NOT_HONOURED.items():
         if key in yaml:
             yield f"{key}: {reason}"
-    if config.maxWorkers not in (0, config.minWorkers):
-        yield f"maxWorkers: workers are not scaled, there are always minWorkers ({config.minWorkers})"
+    if not config.most_workers:
+        yield "minWorkers: the model has no worker, so that it answers nothing until it is scaled"
     torchrun = yaml.get("torchrun")
     if isinstance(torchrun, Mapping):
         for key in torchrun:

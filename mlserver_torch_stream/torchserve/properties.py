@@ -21,6 +21,7 @@ CARRIED = {
     "job_queue_size": "jobQueueSize",
 }
 METRICS_CONFIG = "metrics_config"  # a file, which is copied beside each model's settings
+MODEL_SNAPSHOT = "model_snapshot"  # which archives to load, with the settings of each, as JSON
 _MODELS = "models"  # settings by model and version, as JSON
 _OF_MODELS_ONLY = ("marName", "defaultVersion")  # here the model's folder has both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
@@ -93,11 +94,9 @@ def carried(properties: Mapping[str, str], model: str, version: str | None, yaml
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():
-        if key in properties and (number := _number(key, properties[key])):  # 0: TorchServe chooses
+        if key in properties and (number := whole_number(key, properties[key])):  # 0: TorchServe chooses
             extra[name] = number
-    for key, value in _own(properties, model, version).items():
-        if key in KEYS:
-            extra[key] = value
+    extra |= own_keys(_own(properties, model, version))
     return {key: value for key, value in extra.items() if yaml.get(key) is None}
 
 
@@ -113,17 +112,40 @@ def not_carried_over(properties: Mapping[str, str], model: str, version: str | N
 
 def _own(properties: Mapping[str, str], model: str, version: str | None) -> dict[str, Any]:
     """The settings of the archive's version, or of the only version if the archive names none."""
+    versions = settings_by_version(_MODELS, properties.get(_MODELS, "{}")).get(model, {})
+    if version is None:
+        return dict(next(iter(versions.values()))) if len(versions) == 1 else {}
+    return dict(versions.get(version, {}))
+
+
+def default_of_models(properties: Mapping[str, str], model: str, version: str) -> bool:
+    """Whether ``models`` names this version the default one."""
+    return _own(properties, model, version).get("defaultVersion") is True
+
+
+def settings_by_version(key: str, value: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Reads ``models``, or those of ``model_snapshot``: model -> version -> settings. Raises SettingsError."""
     try:
-        versions = json.loads(properties.get(_MODELS, "{}")).get(model, {})
-        chosen = versions.get(version) if version is not None or len(versions) != 1 else next(iter(versions.values()))
-        return dict(chosen or {})
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise SettingsError(
-            f"config.properties: {_MODELS}: must be a JSON object of models and their versions"
-        ) from None
+        document = json.loads(value)
+        models = document["models"] if key == MODEL_SNAPSHOT else document
+        return {
+            model: {version: {**settings} for version, settings in versions.items()}
+            for model, versions in models.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise SettingsError(f"config.properties: {key}: must be a JSON object of models and their versions") from None
 
 
-def _number(key: str, value: str) -> int:
+def own_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of one model, without numbers below 1, which TorchServe takes for its own default."""
+    below = (
+        key for key, value in settings.items() if isinstance(value, int) and not isinstance(value, bool) and value < 1
+    )
+    left_out = {*below}
+    return {key: value for key, value in settings.items() if key in KEYS and key not in left_out}
+
+
+def whole_number(key: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:

@@ -25,16 +25,25 @@ _FIRST_DELAY_S, _MOST_DELAY_S = 0.1, 30.0
 _STABLE_S = 60.0  # a worker that has lived so long, or has answered, starts again after the first delay
 
 
+class WorkerRemoved(LoadFailed):
+    """The worker was removed while it started."""
+
+
 class WorkerSlot:
     """One worker of a model: its process, which may be replaced, and the requests that it runs."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.worker: WorkerProcess | None = None
+        self.started_at = time.time()  # seconds since the epoch
         self.starts = 0  # processes so far: what arrives from an earlier one is ignored
         self.starting: asyncio.Future[None] | None = None  # done when all ranks are ready, or the start has failed
         self.ranks_starting = 0  # ranks that are not ready yet
         self.ready = False
+        self.leaving = False  # it finishes its requests and sequences, and takes no others
+        self.removed = False  # it is being ended for good
+        self.lost = True  # it has no process
+        self.gone = asyncio.Event()  # set when a removed worker has ended
         self.active: dict[str, HandlerJob] = {}
         self.cancellation: RankCancellation | None = None  # where the ranks may end a call together
         self.idle_since = 0.0
@@ -67,12 +76,12 @@ class SupervisorListener(Protocol):
 
 
 class WorkerSupervisor:
-    """``order`` makes the order of the worker with a number: what it loads."""
+    """``order`` makes the order of the worker with a number: what it loads. Numbers are used again."""
 
     def __init__(
         self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], listener: SupervisorListener
     ) -> None:
-        self.slots = [WorkerSlot(number) for number in range(config.minWorkers)]
+        self.slots: list[WorkerSlot] = []  # one that is removed stays until its process has ended
         self.trouble: str | None = None  # why there is no worker
         self.restarts = 0
         self._name = name
@@ -81,19 +90,48 @@ class WorkerSupervisor:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._restarting: set[asyncio.Task[None]] = set()
-        self._ended = False
+        self.ended = False
 
     @property
     def ready(self) -> list[WorkerSlot]:
         return [slot for slot in self.slots if slot.ready]
 
-    async def start(self) -> None:
-        """Starts all workers at once. Raises LoadFailed if one cannot be started, and then ends the others."""
-        results = await asyncio.gather(*map(self._start, self.slots), return_exceptions=True)
+    @property
+    def staying(self) -> list[WorkerSlot]:
+        """The workers that are there to stay, also those that are not ready."""
+        return [slot for slot in self.slots if not slot.leaving and not slot.removed]
+
+    async def add(self, count: int) -> None:
+        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started, and then ends them."""
+        added = [self._new_slot() for _ in range(count)]
+        results = await asyncio.gather(*map(self._start, added), return_exceptions=True)
         failed = next((each for each in results if isinstance(each, BaseException)), None)
         if failed is not None:
-            self.end()
+            for slot in added:
+                self.remove(slot)
             raise failed
+
+    def remove(self, slot: WorkerSlot) -> None:
+        """Ends a worker for good. It has no requests."""
+        slot.removed, slot.ready = True, False
+        if slot.worker is not None:
+            slot.worker.kill()
+        if slot.lost:
+            self._drop(slot)
+
+    def _new_slot(self) -> WorkerSlot:
+        used = {slot.number for slot in self.slots}
+        slot = WorkerSlot(next(number for number in range(len(used) + 1) if number not in used))
+        self.slots.append(slot)
+        self.slots.sort(key=lambda each: each.number)
+        return slot
+
+    def _drop(self, slot: WorkerSlot) -> None:
+        if slot in self.slots:
+            self.slots.remove(slot)
+        slot.gone.set()
+        if not self.staying:
+            self.trouble = None
 
     def kill(self, slot: WorkerSlot, why: str) -> None:
         if slot.worker is not None:
@@ -101,7 +139,7 @@ class WorkerSupervisor:
 
     def end(self) -> None:
         """Ends all workers for good. From any thread."""
-        self._ended = True
+        self.ended = True
         for slot in self.slots:
             if slot.worker is not None:
                 slot.worker.kill()
@@ -114,30 +152,37 @@ class WorkerSupervisor:
 
     async def _start(self, slot: WorkerSlot) -> None:
         """Raises LoadFailed."""
+        name = f"{self._name} worker {slot.number}"
+        removed = WorkerRemoved(f"{name} was scaled away while it started")
+        if slot not in self.slots:
+            raise removed
         slot.starting = self._loop.create_future()
         slot.starts += 1
+        slot.lost = False
         slot.ranks_starting = self._config.ranks
         slot.cancellation = RankCancellation(self._config.ranks) if self._config.stops == "together" else None
-        name = f"{self._name} worker {slot.number}"
         receive, lose = partial(self._received, slot, slot.starts), partial(self._lost, slot, slot.starts)
         try:
             slot.worker = WorkerProcess(name, self._order(slot.number), self._post, receive, lose)
-            if self._ended:  # ``end`` may have been called in another thread meanwhile
+            if self.ended:  # ``end`` may have been called in another thread meanwhile
                 slot.worker.kill()
             await asyncio.wait_for(slot.starting, self._config.startupTimeout)
         except asyncio.TimeoutError:
             self.kill(slot, "was not ready in time")
             raise LoadFailed(f"{name} was not ready within {self._config.startupTimeout} s (startupTimeout)") from None
         except LoadFailed as error:
+            if slot.removed:
+                raise removed from None
             self.kill(slot, str(error))
             raise
         except OSError as error:
+            slot.lost = True
             raise LoadFailed(f"{name} cannot be started: {error}") from None
         finally:
             slot.starting = None
 
     def _received(self, slot: WorkerSlot, start: int, header: dict[str, Any], body: bytes) -> None:
-        if start != slot.starts:
+        if start != slot.starts or slot.removed:
             return
         slot.active_at = time.monotonic()
         if header["t"] == "ready":
@@ -158,13 +203,21 @@ class WorkerSupervisor:
         self._listener.became_ready(slot)
 
     def _lost(self, slot: WorkerSlot, start: int, ended: WorkerEnded) -> None:
-        if start != slot.starts or slot.fail_start(f"{ended} before it was ready") or not slot.ready or self._ended:
+        if start != slot.starts:
+            return
+        slot.lost = True
+        if slot.removed:
+            self._drop(slot)
+        if slot.fail_start(f"{ended} before it was ready") or not slot.ready or self.ended:
             return
         logger.error("%s", ended)
         slot.ready = False
         if slot.has_answered or time.monotonic() - slot.ready_at > _STABLE_S:
             slot.delay_s = _FIRST_DELAY_S
         self._listener.lost(slot, str(ended))
+        if slot.leaving:
+            self.remove(slot)
+            return
         task = self._loop.create_task(self._start_again(slot))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
@@ -174,11 +227,13 @@ class WorkerSupervisor:
         while True:
             await asyncio.sleep(slot.delay_s)
             slot.delay_s = min(slot.delay_s * 2, _MOST_DELAY_S)
-            if self._ended:
+            if self.ended or slot.removed:
                 return
             try:
                 self.restarts += 1
                 await self._start(slot)
+            except WorkerRemoved:
+                return
             except Exception as error:
                 logger.error("Model %s: cannot start worker %d again: %s", self._name, slot.number, error)
                 if not self.ready:

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Generator, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -41,6 +41,11 @@ class UnpackBounds:
 
 
 DEFAULT_BOUNDS = UnpackBounds()
+Wanted = Callable[[str], bool]  # whether the member of this name is unpacked
+
+
+def everything(name: str) -> bool:
+    return True
 
 
 def take_bounds(extra: MutableMapping[str, Any]) -> UnpackBounds:
@@ -56,9 +61,9 @@ def _taken(extra: MutableMapping[str, Any], key: str, default: Any) -> Any:
     return number
 
 
-def unpack(archive: Path, folder: Path, bounds: UnpackBounds) -> None:
+def unpack(archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted = everything) -> None:
     """Raises LoadFailed at the first member that must not be unpacked, other errors for a damaged archive."""
-    target = _Target(archive, folder, bounds)
+    target = _Target(archive, folder, bounds, wanted)
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
             target.write(members)
@@ -101,8 +106,9 @@ def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
 class _Target:
     """Writes the members of one archive into a folder."""
 
-    def __init__(self, archive: Path, folder: Path, bounds: UnpackBounds) -> None:
+    def __init__(self, archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted) -> None:
         self._archive = archive
+        self._wanted = wanted
         self._folder = folder
         self._most_bytes = bounds.bytes_of(archive)
         self._most_files = bounds.files
@@ -112,6 +118,8 @@ class _Target:
 
     def write(self, members: Iterator[_Member]) -> None:
         for member in members:
+            if not self._wanted(member.name):
+                continue
             path = self._path(member)
             if member.content is None:
                 self._make(path)

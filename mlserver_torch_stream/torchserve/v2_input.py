@@ -31,7 +31,7 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
     parameters = parameters_of(payload.parameters)
     if not payload.inputs:
         raise InvalidInput("inputs", "there must be at least one tensor: `body`, or what the handler calls its fields")
-    parts = [_whole(payload)] if envelope == "kservev2" else _parts(payload)
+    parts = [_whole(payload)] if _is_for_envelope(payload, envelope) else _parts(payload)
     return _request(request_id, parts, _transport_headers(payload), parameters, config)
 
 
@@ -54,6 +54,11 @@ def is_v2(body: Mapping[str, Any]) -> bool:
     """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
     inputs = body.get("inputs")
     return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
+
+
+def _is_for_envelope(payload: Any, envelope: str) -> bool:
+    """True if KServe's envelope reads the whole request; under ``kserve`` the tensor ``body`` may hold V1's JSON."""
+    return envelope == "kservev2" or (envelope == "kserve" and {each.name for each in payload.inputs} != {"body"})
 
 
 def _request(

@@ -17,9 +17,11 @@ from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.frames import MOST_BYTES, split
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
-from mlserver_torch_stream.torchserve.rank_cancel import Message, RankCancellation
+from mlserver_torch_stream.torchserve.rank_messages import RankMessages
+from mlserver_torch_stream.torchserve.response_timeout import ResponseTimeout
 from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
 from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, WorkerProcess, batch_message
+from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 
 _SEQUENCE_END = "ts_request_sequence_end"
 
@@ -46,16 +48,22 @@ class WorkerPool:
         self.metrics = metrics
         self._close = close
         self._queue = BatchQueue(config, most_bytes)
-        self._meet_s = meet_s
         self.jobs: dict[str, HandlerJob] = {}
         self.supervisor = WorkerSupervisor(name, config, order, self)
+        self.scaling = WorkerScaling(config, self.supervisor, self._queue, self._is_free, self.unavailable)
+        self._ranks = RankMessages(min(meet_s, config.responseTimeout / 2))
+        self._timeout = ResponseTimeout(config, self.supervisor, self.cancel)
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
         """Raises LoadFailed."""
-        await self.supervisor.start()
+        try:
+            await self.supervisor.add(self.scaling.least)
+        except BaseException:
+            self.supervisor.end()
+            raise
         self.metrics.gauges = self.gauges
 
     # --- called by the lifecycle ---
@@ -83,6 +91,10 @@ class WorkerPool:
         """Called by the metrics."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
 
+    @property
+    def most_sequences(self) -> int:
+        return self._queue.most_sequences
+
     # --- requests ---
 
     def submit(self, request: HandlerRequest) -> HandlerJob:
@@ -90,7 +102,10 @@ class WorkerPool:
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
             raise NotServing(refusal)
-        if self.config.useJobTicket and not any(self._room(slot) for slot in self.supervisor.ready):
+        if not self.scaling.most and not self._queue.is_open(request.sequence_id):
+            raise NotServing(NO_WORKER)
+        if self.config.useJobTicket and not any(map(self._has_place, self.supervisor.ready)):
+            self.scaling.refused_for_room()
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
         job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
@@ -99,6 +114,7 @@ class WorkerPool:
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._time_out, job, request.timeout_s)
         self._dispatch_due()
+        self.scaling.requests_wait()
         return job
 
     def cancel(self, job: HandlerJob) -> None:
@@ -169,12 +185,18 @@ class WorkerPool:
             return self.config.batchSize - len(slot.active)
         return 0 if slot.active else self.config.batchSize
 
+    def _has_place(self, slot: WorkerSlot) -> bool:
+        return not slot.leaving and self._room(slot) > 0
+
+    def _is_free(self, slot: WorkerSlot) -> bool:
+        due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
+        return due is not None and self._room(slot) > 0
+
     def _dispatch(self, slot: WorkerSlot, now: float) -> None:
         batch = self._queue.take(slot.number, self._room(slot))
         if not slot.active:
             slot.active_at = now
-            if slot.timer is None:
-                self._check_in(slot, self.config.responseTimeout)
+            self._timeout.watch(slot)
         for job in batch:
             job.active_at = now
             job.alone |= len(batch) == 1 or self._joinable
@@ -189,6 +211,8 @@ class WorkerPool:
     def became_ready(self, slot: WorkerSlot) -> None:
         self.metrics.worker_restarts = self.supervisor.restarts
         self._dispatch_due()
+        if not slot.active:
+            self.scaling.became_idle(slot)
 
     def received(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         kind = header["t"]
@@ -199,7 +223,7 @@ class WorkerPool:
         elif kind == "metric":
             self.metrics.record(header["name"], header["type"], header["value"], header["labels"])
         else:
-            self._cancel_ranks(slot, header)
+            self._ranks.received(slot, header)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
         """Fails the worker's requests, and those of the sequences whose state it held."""
@@ -268,65 +292,5 @@ class WorkerPool:
             self._queue.ended(job, now, job.closes_sequence)
             self._end(job, HandlerFailed("the handler ended without a result"))
         self._dispatch_due()
-
-    # --- ranks that end a call together ---
-
-    def _cancel_ranks(self, slot: WorkerSlot, header: dict[str, Any]) -> None:
-        cancellation = slot.cancellation
-        assert cancellation is not None
-        kind, rank, call = header["t"], header["rank"], header["call"]
-        if kind == "sends":
-            cancellation.ended(rank, call, header["sends"])
-        elif kind == "next":
-            self._send_ranks(slot, cancellation.next_send(rank, call, header["send"]))
-        elif kind == "meets":
-            self._send_ranks(slot, cancellation.met(rank, call, header["here"]))
-        elif kind == "asks":
-            self._send_ranks(slot, cancellation.asked(call, header["at"]))
-            limit = min(self._meet_s, self.config.responseTimeout / 2)
-            self._loop.call_later(limit, self._give_up_cancellation, slot, cancellation, call)
-
-    def _give_up_cancellation(self, slot: WorkerSlot, cancellation: RankCancellation, call: int) -> None:
-        if slot.cancellation is cancellation:  # else the worker has been replaced
-            self._send_ranks(slot, cancellation.too_late(call))
-
-    def _send_ranks(self, slot: WorkerSlot, message: Message | None) -> None:
-        if message is not None and slot.worker is not None:
-            slot.worker.send(message, b"", all_ranks=True)
-
-    # --- handlers that never return ---
-
-    def _check_in(self, slot: WorkerSlot, seconds: float) -> None:
-        slot.timer = self._loop.call_later(seconds, self._check, slot)
-
-    def _check(self, slot: WorkerSlot) -> None:
-        """Ends a worker that is silent for too long. A busy worker has one timer, which is set anew at each check."""
-        slot.timer = None
         if not slot.active:
-            return
-        limit = self.config.responseTimeout
-        now = time.monotonic()
-        if self.config.asyncCommunication:
-            oldest = self._time_out_silent(slot, now, limit)
-        else:
-            paused = any(job.drained is not None for job in slot.active.values())
-            oldest = now if paused else slot.active_at
-        if now - oldest >= limit:
-            for job in slot.active.values():
-                job.fail(_silent(limit))
-            self.supervisor.kill(slot, f"worker {slot.number} sent nothing for {limit} s and was ended")
-        else:
-            self._check_in(slot, oldest + limit - now)
-
-    def _time_out_silent(self, slot: WorkerSlot, now: float, limit: int) -> float:
-        """Cancels each task that is silent for too long. Returns the time that decides whether the worker hangs."""
-        for job in list(slot.active.values()):
-            if not job.over and now - job.active_at >= limit:
-                job.active_at = now  # the task has as long again to end
-                job.fail(_silent(limit))
-                self.cancel(job)
-        return min(job.active_at for job in slot.active.values())
-
-
-def _silent(limit: int) -> TimedOut:
-    return TimedOut(f"the handler sent nothing for {limit} s (responseTimeout)")
+            self.scaling.became_idle(slot)

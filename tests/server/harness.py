@@ -123,10 +123,12 @@ def serve(
     environment: Mapping[str, str] | None = None,
     ready: bool = True,
     triton: bool = False,
+    command: Sequence[str] | None = None,
 ) -> Iterator[Server]:
     """Runs ``mlserver start folder``. ``settings`` None: no settings.json, the ports come from the environment.
 
-    ``ready`` false: yields at once, for servers that are expected to fail. ``triton``: with Triton's port.
+    ``ready`` false: yields at once, for servers that are expected to fail. ``triton``: with Triton's port. ``command``:
+    another program of this environment, with its arguments, in the folder.
     """
     http_port, grpc_port, metrics_port, *more = free_ports(4 if triton else 3)
     ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
@@ -140,9 +142,10 @@ def serve(
     if triton:
         server_environment[TRITON_PORT] = str(more[0])
     log_path = folder.parent / f"{folder.name}.log"
+    program, *arguments = command or ("mlserver", "start", str(folder))
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)],
+            [str(Path(sys.executable).with_name(program)), *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,

@@ -380,7 +380,7 @@ def test_one_that_is_run_again_stays_with_the_worker_of_its_sequence_and_leaves_
 
 
 def test_without_a_number_of_its_own_each_worker_holds_a_batch_of_sequences() -> None:
-    assert HandlerConfig(sequenceBatching=True, batchSize=3, minWorkers=2).most_sequences == 6
+    assert BatchQueue(HandlerConfig(sequenceBatching=True, batchSize=3, minWorkers=2)).most_sequences == 6
 
 
 def test_a_wrong_number_of_results_fails_only_the_request_that_it_comes_of(tmp_path: Path) -> None:

@@ -52,8 +52,7 @@ def test_ranks_and_who_gets_the_requests(yaml: dict[str, Any], ranks: int, broad
 
 def test_what_is_not_honoured_is_named_and_what_is_the_handlers_is_not() -> None:
     yaml = {
-        "minWorkers": 1,
-        "maxWorkers": 4,
+        "minWorkers": 0,
         "maxRetryTimeoutInSec": 5,
         "torchrun": {"nproc-per-node": 1, "rdzv-backend": "c10d"},
         "batchsize": 2,
@@ -62,5 +61,5 @@ def test_what_is_not_honoured_is_named_and_what_is_the_handlers_is_not() -> None
     }
     lines = list(not_honoured(yaml, read_config(yaml, {})))
     named = [line.partition(":")[0] for line in lines]
-    assert named == ["maxRetryTimeoutInSec", "maxWorkers", "torchrun.rdzv-backend", "batchsize"]
+    assert named == ["maxRetryTimeoutInSec", "minWorkers", "torchrun.rdzv-backend", "batchsize"]
     assert "did you mean batchSize" in lines[-1]

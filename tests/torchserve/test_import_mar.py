@@ -14,7 +14,7 @@ from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.torchserve.archive import open_archive
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 
-_YAML = "minWorkers: 1\nmaxWorkers: 4\nuseVenv: true\nhandler: {mine: 1}\n"
+_YAML = "minWorkers: 1\nmaxRetryTimeoutInSec: 4\nuseVenv: true\nhandler: {mine: 1}\n"
 _MODEL = {
     "modelName": "hello",
     "modelVersion": "1.0",
@@ -40,7 +40,7 @@ def test_an_archive_becomes_a_folder_and_what_is_not_honoured_is_named(
     assert archive.handler == "hello.py"
     archive.close()
     said = capsys.readouterr().out
-    for named in ("useVenv", "maxWorkers", "requirements.txt", str(folder)):
+    for named in ("useVenv", "maxRetryTimeoutInSec", "requirements.txt", str(folder)):
         assert named in said
     assert "mine" not in said
 

@@ -25,11 +25,12 @@ from mlserver_torch_stream.torchserve.properties import (
     not_carried_over,
     read_properties,
 )
+from mlserver_torch_stream.torchserve.server_properties import HONOURED, ignored, read_server_properties
 from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
 from tests.torchserve.workshop import run, running, write_handler
 
 _PAGE = Path(__file__).parent.parent.parent / "docs/torchserve-reference.md"
-_VERDICTS = {"supported", "package", "named", "refused", "carried over"}
+_VERDICTS = {"supported", "package", "named", "refused", "carried over", "honoured", "ignored"}
 both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 
 
@@ -309,6 +310,36 @@ def test_each_key_of_config_properties_is_carried_over_or_named_as_the_page_says
         else:
             assert verdict == "named" and lines == [f"{key}: {note}"] and not extra
     assert set(carried({key: "7" for key in CARRIED}, "m", None, {})) <= set(KEYS)
+
+
+def test_each_key_of_a_servers_config_properties_is_what_the_page_says(tmp_path: Path) -> None:
+    """That a key that is honoured has its effect: test_layout."""
+    table = _table("config.properties of a server")
+    assert set(table) == set(_table("config.properties"))
+    assert {key: note for key, (verdict, note) in table.items() if verdict == "honoured"} == HONOURED
+    file = tmp_path / "config.properties"
+    for key, (verdict, note) in table.items():
+        file.write_text(f"{key}=true\n")
+        if verdict == "refused":
+            with pytest.raises(SettingsError, match=f"{key}: is not implemented: {note}"):
+                read_server_properties(file, {}, {})
+            continue
+        lines = list(ignored(read_server_properties(file, {}, {}), {}))
+        expected = [f"{key}: ignored: {note}"] if verdict == "ignored" else []
+        assert [line for line in lines if line.startswith(f"{key}:")] == expected, key
+
+
+def test_each_key_has_the_variable_that_the_page_says(tmp_path: Path) -> None:
+    text = _PAGE.read_text().partition("\n## config.properties of a server\n")[2].partition("Each key may be a")[2]
+    without = set(re.findall(r"`([a-z_]+)`", text.partition("but not")[2].partition("as in TorchServe")[0]))
+    without |= {"enable_envvars_config", "use_env_allowed_urls"}
+    file = tmp_path / "config.properties"
+    file.write_text("enable_envvars_config=true\nuse_env_allowed_urls=true\n")
+    for key, (verdict, _) in _table("config.properties of a server").items():
+        if verdict == "refused":
+            continue
+        name = f"TS_{key.removeprefix('ts_').upper()}".replace("TOKEN_EXPIRATION_MIN", "TOKEN_EXPIRATION_TIME_MIN")
+        assert (read_server_properties(file, {}, {name: "mine"}).get(key) == "mine") == (key not in without), key
 
 
 _PROPERTIES = """

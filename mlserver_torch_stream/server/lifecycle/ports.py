@@ -20,6 +20,7 @@ from mlserver_torch_stream.server.lifecycle.threads import exit_now
 from mlserver_torch_stream.server.options import ServerOptions
 
 _TRITON = "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON"
+_MANAGEMENT = "MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE"
 _OWN_FILES = "/proc/self/fd"
 
 
@@ -50,11 +51,17 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
         if options.grpc_port_triton in ports.values():
             return template.format(options.grpc_port_triton, _TRITON, host, "it is another port of this server")
         ports[_TRITON] = options.grpc_port_triton
-    for name, port in ports.items():
+    listeners = [(name, host, port) for name, port in ports.items()]
+    if options.management_port_torchserve:
+        listeners.append((_MANAGEMENT, options.management_address, options.management_port_torchserve))
+    for name, address, port in listeners:
         try:
-            _try(host, port)
+            _try(address, port)
         except OSError as error:
-            return template.format(port, name, host, os.strerror(error.errno) if error.errno else error)
+            return template.format(port, name, address, os.strerror(error.errno) if error.errno else error)
+    if options.management_port_torchserve in (*ports.values(), settings.grpc_port):
+        what = "it is another port of this server"
+        return template.format(options.management_port_torchserve, _MANAGEMENT, options.management_address, what)
     if settings.grpc_port and os.path.isdir(_OWN_FILES) and settings.grpc_port not in _own_ports():
         return template.format(settings.grpc_port, "grpc_port", host, "it is in use, or not allowed")
     return None

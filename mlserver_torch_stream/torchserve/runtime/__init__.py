@@ -27,6 +27,7 @@ from mlserver_torch_stream.server.rest.endpoints import Context
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
 from mlserver_torch_stream.torchserve.handler_request import RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build
+from mlserver_torch_stream.torchserve.runtime.description import describe_pool
 from mlserver_torch_stream.torchserve.runtime.handler_opener import HandlerOpener
 from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerReply
 from mlserver_torch_stream.torchserve.runtime.posted_body import read_posted
@@ -79,6 +80,14 @@ class TorchServeRuntime(BaseRuntime):
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
         request = read_parts(parts, headers, request_id, self._slot.built.engine.config)
         return PredictionReply(opener.reply(request, ReplyContext(self.name, self.version)))
+
+    def describe_workers(self) -> dict[str, Any]:
+        """For TorchServe's management API. Raises NotServing."""
+        return describe_pool(self._slot.built)
+
+    async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
+        """As ``WorkerScaling.scale``. Raises NotServing or LoadFailed."""
+        await self._slot.built.engine.scaling.scale(least, most, grace)
 
     def opener(self, endpoint: EndpointKind) -> HandlerOpener:
         return HandlerOpener(self.name, self.version, self._slot.built, endpoint)

@@ -40,6 +40,10 @@ class BuiltPool:
     archive: Archive
     summary: str
 
+    def has_gpu(self, number: int) -> bool:
+        """Whether the worker with this number uses a GPU."""
+        return _device(self.engine.config, number)[0] is not None
+
     def give_back(self) -> bool:
         return True
 
@@ -52,6 +56,8 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     uri, extra, folder = _given(settings)
     workers = read_worker_settings(extra, folder)
     archive = open_archive(uri, folder, take_bounds(extra))
+    if workers.envelope:
+        archive = archive.with_envelope(workers.envelope)
     try:
         config = read_config(archive.yaml, extra)
         for line in not_honoured(archive.yaml, config):
@@ -89,7 +95,7 @@ def worker_order(
         "model": model,
         "folder": str(archive.folder),
         "manifest": archive.manifest,
-        "handler": archive.handler,
+        "handler": workers.handler or archive.handler,
         "envelope": archive.envelope,
         "batch_size": config.batchSize,
         "gpu": gpu,
@@ -105,7 +111,7 @@ def worker_order(
 
 def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
     """The GPU of a worker, and the GPUs that a parallel worker sees. As in TorchServe, workers take them in turn."""
-    devices = config.deviceIds if config.deviceIds is not None else tuple(range(_gpu_count()))
+    devices = config.deviceIds if config.deviceIds is not None else tuple(range(gpu_count()))
     if config.deviceType == "cpu" or not devices:
         return None, None
     if config.parallelType is None:
@@ -122,7 +128,8 @@ def _mode(config: HandlerConfig) -> str:
     return "continuous" if config.continuousBatching else "static"
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
+    """The GPUs that workers see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
@@ -144,5 +151,6 @@ def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -
     ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
     batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
     python = "" if workers.python is None else f", run by {workers.python}"
-    of = f"{config.minWorkers} worker(s){ranks}, {batching} of up to {config.batchSize}"
+    workers_up_to = "" if config.most_workers == config.minWorkers else f" to {config.most_workers}"
+    of = f"{config.minWorkers}{workers_up_to} worker(s){ranks}, {batching} of up to {config.batchSize}"
     return f"handler {archive.handler}, {of}{python}"

@@ -61,7 +61,7 @@ class HandlerOpener:
         self, request: HandlerRequest, context: ReplyContext, binary: BinaryOutputs | None = None
     ) -> HandlerReply:
         """``binary``: over REST, the outputs that the request wants as raw bytes."""
-        reply = Reply(context, request, self._built.archive.envelope == "kservev2")
+        reply = Reply(context, request, self._built.archive.envelope in ("kserve", "kservev2"))
         record = RequestRecord(request.request_id, self._name, self._version or "", self._endpoint)
         observer = HandlerRequestObserver(record, self._built.engine.metrics)
         return HandlerReply(request, reply, self._built.engine.submit, observer, binary)

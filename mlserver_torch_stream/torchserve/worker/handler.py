@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Callable
 
 Entry = Callable[[Any, Any], Any]
 ENVELOPES = ("body", "json", "kserve", "kservev2")
+_OF_KSERVE = {"kserve": "instances", "kservev2": "inputs"}  # envelope -> the key of a body of its protocol
 _METHODS = ("initialize", "handle")
 _SHIM = Path(__file__).parent.parent / "shim"
 _PACKAGE = "mlserver-torch-stream[torchserve]"
@@ -177,10 +179,28 @@ def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
         raise HandlerRefused(f"unknown envelope {envelope!r}; known are {', '.join(ENVELOPES)}")
     if asynchronous:
         raise HandlerRefused("envelopes do not go with asyncCommunication")
-    module = importlib.import_module(f"ts.torch_handler.request_envelope.{envelope}")
+    if envelope not in _OF_KSERVE:
+        return _envelope(envelope, entry)
+    by_protocol = {name: _envelope(name, entry) for name in _OF_KSERVE}
+    return lambda data, context: by_protocol[_protocol(data, envelope)](data, context)
+
+
+def _envelope(name: str, entry: Entry) -> Entry:
+    module = importlib.import_module(f"ts.torch_handler.request_envelope.{name}")
     make: Callable[[Entry], Any] = _own_classes(module)[0]
     handle: Entry = make(entry).handle
     return handle
+
+
+def _protocol(data: Any, otherwise: str) -> str:
+    """KServe's envelope by the key of the first request's body; ``otherwise``: for a body with neither key."""
+    body = data[0].get("data") or data[0].get("body") if data else None
+    try:
+        body = json.loads(body) if isinstance(body, (bytes, bytearray)) else body
+    except ValueError:  # the envelope's own matter
+        return otherwise
+    keys = body if isinstance(body, dict) else ()
+    return next((name for name, key in _OF_KSERVE.items() if key in keys), otherwise)
 
 
 def _shim_lacks(error: BaseException) -> bool:

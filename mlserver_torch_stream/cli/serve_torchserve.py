@@ -1,0 +1,199 @@
+"""``mlserver-torch-stream serve-torchserve``: serves the model store of a TorchServe, as its configuration says.
+
+Knows nothing of handlers. It writes one model-settings.json for each archive into a temporary folder, sets MLServer's
+environment variables, and runs ``mlserver start``. The archives stay where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlserver_torch_stream.cli import import_mar
+from mlserver_torch_stream.version import __version__
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.torchserve.model_store import StoredModel
+
+_STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
+_USUAL_FILE = "config.properties"  # in the working directory
+_FILE_VARIABLE = "TS_CONFIG_FILE"
+_NO_EFFECT = {
+    "log_config": "MLServer's logging_settings",
+    "plugins_path": "JVM plugins are not carried over",
+    "no_config_snapshots": "no snapshot is written in any case",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    from mlserver_torch_stream.cli.serve import start_mlserver
+    from mlserver_torch_stream.errors import LoadFailed, SettingsError
+    from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
+
+    arguments = _parser().parse_args(argv)
+    folder = OwnFolder()
+    try:
+        variables, lines = prepare(arguments, folder.path)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        os.environ.update(variables)
+        start_mlserver(str(folder.path))
+    except (LoadFailed, SettingsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        folder.remove()
+    return 0
+
+
+def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Writes the models' settings into the folder. Returns the variables to set, and lines for the user.
+
+    Raises SettingsError or LoadFailed.
+    """
+    from mlserver_torch_stream.torchserve.model_store import stored_models
+    from mlserver_torch_stream.torchserve.runtime.build import gpu_count
+    from mlserver_torch_stream.torchserve.server_environment import server_environment
+    from mlserver_torch_stream.torchserve.server_properties import ignored, read_server_properties
+
+    file = config_file(arguments)
+    properties = read_server_properties(file, _as_properties(arguments))
+    variables, lines = server_environment(properties, gpu_count)
+    lines = [*ignored(properties), *lines]
+    lines += [f"{_option(name)}: ignored: {why}" for name, why in _NO_EFFECT.items() if getattr(arguments, name)]
+    served = write_models(stored_models(properties), properties, file, folder)
+    where = f"configuration: {file}" if file is not None else "configuration: TorchServe's defaults, no file"
+    return variables, [where, *lines, *served]
+
+
+def config_file(arguments: argparse.Namespace) -> Path | None:
+    """The file by the variable, by the command line, or in the working directory. Raises SettingsError."""
+    from mlserver_torch_stream.errors import SettingsError
+
+    in_folder = Path(arguments.folder, _FILE) if arguments.folder else Path(_USUAL_FILE)
+    given = os.environ.get(_FILE_VARIABLE) or arguments.ts_config
+    if given is None:
+        return in_folder if in_folder.is_file() else None
+    if not Path(given).is_file():
+        raise SettingsError(f"--ts-config or {_FILE_VARIABLE}: no such file: {given}")
+    return Path(given)
+
+
+def write_models(
+    stored: Sequence[StoredModel], properties: Mapping[str, str], file: Path | None, folder: Path
+) -> list[str]:
+    """Writes ``NAME/VERSION/model-settings.json`` for each. Raises SettingsError or LoadFailed."""
+    from mlserver_torch_stream.errors import SettingsError
+
+    extra = _extra_of_all(properties, file)
+    served: dict[tuple[str, str], Path] = {}
+    lines = []
+    for each in stored:
+        settings = _settings(each, properties, extra)
+        name, version = settings["name"], settings["parameters"]["version"]
+        if (name, version) in served:
+            raise SettingsError(f"{each.path} and {served[name, version]} are both version {version} of {name}")
+        served[name, version] = each.path
+        place = folder / name / version
+        place.mkdir(parents=True)
+        (place / import_mar.SETTINGS).write_text(json.dumps(settings))
+        lines.append(f"model {name} {version}: {each.path}")
+    return lines
+
+
+def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mapping[str, Any]) -> dict[str, Any]:
+    """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
+    from mlserver_torch_stream.errors import SettingsError
+    from mlserver_torch_stream.torchserve.archive import manifest_and_yaml, open_archive
+    from mlserver_torch_stream.torchserve.archive_settings import (
+        NAME,
+        USUAL_VERSION,
+        model_name,
+        model_settings,
+        model_version,
+    )
+    from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
+    from mlserver_torch_stream.torchserve.properties import carried, default_of_models, own_keys
+    from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
+
+    path = stored.path.absolute()
+    archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
+    try:
+        name = model_name(archive, stored.name, path.name)
+        version = model_version(archive) or USUAL_VERSION
+        extra = {**of_all, **carried(properties, name, version, archive.yaml), **own_keys(stored.given)}
+    finally:
+        archive.close()
+    if not NAME.fullmatch(version):
+        raise SettingsError(f"{path}: {version!r} is no version of a model")
+    if stored.is_default or default_of_models(properties, name, version):
+        extra[DEFAULT_VERSION] = True
+    return model_settings(name, str(path), version, extra)
+
+
+def _extra_of_all(properties: Mapping[str, str], file: Path | None) -> dict[str, Any]:
+    """What each model takes from the server's configuration as it is."""
+    found: dict[str, Any] = {}
+    if properties.get("metrics_config"):
+        folder = str(file.parent if file is not None else Path.cwd())
+        found["metrics_config"] = str(import_mar.metrics_config(properties["metrics_config"], folder))
+    if properties.get("service_envelope"):
+        found["service_envelope"] = properties["service_envelope"]
+    return found
+
+
+def _as_properties(arguments: argparse.Namespace) -> dict[str, str]:
+    """The keys of config.properties that the command line sets."""
+    store = arguments.model_store or (str(Path(arguments.folder, _STORE)) if arguments.folder else None)
+    given = {
+        "model_store": store,
+        "workflow_store": arguments.workflow_store,
+        "cpp_log_config": arguments.cpp_log_config,
+        "load_models": ",".join(arguments.models) if arguments.models else None,
+        "disable_token_authorization": "true" if arguments.disable_token_auth else None,
+        "enable_model_api": "true" if arguments.enable_model_api else None,
+    }
+    return {key: value for key, value in given.items() if value}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+class _Stop(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error("--stop: the server runs in the foreground: end it by SIGTERM or Ctrl-C")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlserver-torch-stream serve-torchserve",
+        description="Serve the archives of a TorchServe's model store as its config.properties says, and list the keys "
+        "that have no effect. Options are those of the torchserve command; the server runs in the foreground.",
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        help=f"has {_STORE}/ and {_FILE}, as KServe mounts them; default: the options below",
+    )
+    parser.add_argument("-v", "--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--start", action="store_true", help="what is done in any case")
+    parser.add_argument("--foreground", action="store_true", help="what is done in any case")
+    parser.add_argument("--stop", action=_Stop, nargs=0, help="refused: end the process instead")
+    parser.add_argument(
+        "--ts-config", help=f"TorchServe's configuration; {_FILE_VARIABLE} beats it (default: ./{_USUAL_FILE})"
+    )
+    parser.add_argument("--model-store", help="the folder of the archives")
+    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; default: all")
+    parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="no request needs a token")
+    parser.add_argument("--enable-model-api", action="store_true", help="as the key enable_model_api")
+    for name in ("--workflow-store", "--log-config", "--cpp-log-config"):
+        parser.add_argument(name, help="ignored, with a line")
+    parser.add_argument("--plugins-path", "--ppath", help="ignored, with a line")
+    parser.add_argument("--no-config-snapshots", "--ncs", action="store_true", help="ignored, with a line")
+    return parser

@@ -1,0 +1,1 @@
+"""TorchServe's management API on a port of its own."""

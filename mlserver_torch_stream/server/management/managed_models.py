@@ -1,0 +1,180 @@
+"""The models of MLServer's registry as TorchServe's management API sees them: listed, described, scaled, and so on.
+
+Knows nothing of HTTP. A load and an unload of one name are ordered by the registry's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from mlserver import MLModel, ModelSettings
+from mlserver.errors import MLServerError, ModelNotFound
+from mlserver.logging import logger
+from mlserver.registry import MultiModelRegistry
+
+from mlserver_torch_stream.errors import LoadFailed, NotServing
+from mlserver_torch_stream.server.lifecycle import default_version
+from mlserver_torch_stream.server.lifecycle.threads import in_thread
+from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
+from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
+from mlserver_torch_stream.server.rest.routes import all_models, find_model
+from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request, internal, no_model
+from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
+from mlserver_torch_stream.torchserve.store_files import StoreFiles
+
+_ACCEPTED = (202, "Processing worker updates...")
+Answer = tuple[int, str]  # the status of a reply, and what it says
+
+
+class ManagedModels:
+    """All methods are called on the event loop's thread, and raise RequestError."""
+
+    def __init__(self, registry: MultiModelRegistry, repository: RegisteredRepository, files: StoreFiles) -> None:
+        self._registry = registry
+        self._repository = repository
+        self._files = files
+        self._urls: dict[tuple[str, str | None], str] = {}  # of those that were registered here
+        self._registering: set[tuple[str, str]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what there is ---
+
+    def urls(self) -> dict[str, str]:
+        """The names of all models, and of the default version of each where its archive comes from."""
+        defaults = (find_model(self._registry, name, None) for name in sorted(self._registry._models))
+        return {model.name: self._url(model) for model in defaults if model is not None}
+
+    def find(self, name: str, version: str | None) -> MLModel:
+        model = find_model(self._registry, name, version)
+        if model is not None:
+            return model
+        if version is None or find_model(self._registry, name, None) is None:
+            raise NoSuchModel(name)
+        raise NoSuchVersion(name, version)
+
+    def versions(self, name: str) -> list[MLModel]:
+        self.find(name, None)
+        return [model for model in all_models(self._registry) if model.name == name]
+
+    def describe(self, model: MLModel) -> dict[str, Any]:
+        """A model that is not loaded yet, or that runs no handler, has no workers."""
+        try:
+            workers = model.describe_workers() if hasattr(model, "describe_workers") else {"workers": []}
+        except NotServing:
+            workers = {"workers": []}
+        return {
+            "modelName": model.name,
+            **({"modelVersion": model.version} if model.version else {}),
+            "modelUrl": self._url(model),
+            "loadedAtStartup": (model.name, model.version) not in self._urls,
+            **workers,
+        }
+
+    def _url(self, model: MLModel) -> str:
+        parameters = model.settings.parameters
+        uri = parameters.uri if parameters is not None else None
+        return self._urls.get((model.name, model.version)) or uri or ""
+
+    # --- changes ---
+
+    async def register(self, given: Mapping[str, Any]) -> Answer:
+        asked = read_registration(given)
+        path = await in_thread(lambda: self._files.fetch(asked.url))
+        described = await in_thread(lambda: registered_settings(asked, path))
+        name, version = described["name"], described["parameters"]["version"]
+        if (name, version) in self._registering or self._exact(name, version) is not None:
+            message = f"Model version {version} is already registered for model {name}"
+            raise ManagementRefusal(409, "ConflictStatusException", message)
+        self._keep_default(name, described["parameters"]["extra"])
+        self._registering.add((name, version))
+        loading = self._run(self._load(name, version, described, asked.url))
+        workers = described["parameters"]["extra"]["minWorkers"]
+        if workers and not asked.synchronous:
+            return _ACCEPTED
+        await asyncio.shield(loading)
+        message = f'Model "{name}" Version: {version} registered with {workers} initial workers'
+        return 200, message if workers else f"{message}. Use scale workers API to add workers for the model."
+
+    async def scale(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
+        """Raises ManagementRefusal with the reason where a worker cannot be started."""
+        model = self.find(name, version)
+        if not hasattr(model, "scale_workers"):
+            raise bad_request(f"{name} generates tokens and runs no handler: it has no workers")
+        try:
+            await model.scale_workers(least, most, grace)
+        except LoadFailed as error:
+            raise internal(
+                f"Failed to start workers for model {name} version: {version or model.version}: {error}"
+            ) from None
+
+    async def scale_later(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
+        """Returns at once. A failure is in the log."""
+        self.find(name, version)
+        self._run(self.scale(name, version, least, most, grace))
+
+    def set_default(self, name: str, version: str) -> None:
+        registry = self._registry._models.get(name)
+        if registry is None or registry.default is None:
+            raise NoSuchModel(name)
+        model = self._exact(name, version)
+        if model is None:
+            raise ManagementRefusal(
+                404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
+            )
+        default_version.mark(registry, model)
+
+    async def unregister(self, name: str, version: str | None) -> None:
+        """Returns after the requests in flight, or after the server's grace for them."""
+        model = self.find(name, version)
+        if model is find_model(self._registry, name, None) and len(self.versions(name)) > 1:
+            raise ManagementRefusal(
+                403, "InvalidModelVersionException", f"Cannot remove default version for model {name}"
+            )
+        try:
+            await asyncio.shield(self._run(self._unload(name, model.version)))
+        except ModelNotFound:  # another request was first
+            raise no_model(f"Model not found: {name}") from None
+
+    def _exact(self, name: str, version: str) -> MLModel | None:
+        return find_model(self._registry, name, version)
+
+    def _keep_default(self, name: str, extra: dict[str, Any]) -> None:
+        """The first version of a model is its default until another one is set, as in TorchServe."""
+        default = find_model(self._registry, name, None)
+        if default is None:
+            extra[default_version.DEFAULT_VERSION] = True
+        else:
+            default_version.mark(self._registry._models[name], default)
+
+    async def _load(self, name: str, version: str, described: Mapping[str, Any], url: str) -> None:
+        settings = ModelSettings(**described)
+        self._urls[name, version] = url
+        try:
+            await self._registry.load(settings)
+        except MLServerError as error:
+            self._urls.pop((name, version), None)
+            raise internal(f"Failed to start workers for model {name} version: {version}: {error}") from None
+        finally:
+            self._registering.discard((name, version))
+        self._repository.add(name, version, settings)
+
+    async def _unload(self, name: str, version: str | None) -> None:
+        await self._registry.unload_version(name, version)
+        self._repository.remove(name, version or "")
+        url = self._urls.pop((name, version), None)
+        if url is not None:
+            await in_thread(lambda: self._files.remove_download(url))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A change goes on where its client has left."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error(f"Management API: {error}")

@@ -1,0 +1,88 @@
+"""The port of TorchServe's management API, opened beside MLServer's own when the first model of ours is registered.
+
+Knows nothing of the API's paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from mlserver.logging import logger
+from mlserver.rest.server import RESTServer
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.management.managed_models import ManagedModels
+from mlserver_torch_stream.server.management.management_app import ManagementApp
+from mlserver_torch_stream.server.management.management_token import read_token
+from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
+from mlserver_torch_stream.server.options import PREFIX, ServerOptions
+from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.torchserve.store_files import StoreFiles
+
+_PORT = f"{PREFIX}MANAGEMENT_PORT_TORCHSERVE"
+
+
+async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle) -> None:
+    """Opens the port if there is to be one. Raises ModelNotLoaded if it cannot be had, or for want of a token."""
+    port, host = options.management_port_torchserve, options.management_address
+    if not port:
+        return
+    try:
+        token, files = read_token(options), _store_files(options)
+    except SettingsError as error:
+        logger.error(str(error))
+        raise ModelNotLoaded(str(error)) from None
+    try:
+        listening = socket.create_server((host, port), family=_family(host), backlog=128)
+    except OSError as error:
+        raise ModelNotLoaded(f"port {port} ({_PORT}) cannot be listened on at {host}: {error}") from None
+    handlers = server._model_repository_handlers
+    handlers._repository = repository = RegisteredRepository(handlers._repository)
+    models = ManagedModels(server._data_plane._model_registry, repository, files)
+    listener = _Listener(ManagementApp(models, lifecycle, token))
+    running = asyncio.create_task(listener.serve([listening]))
+
+    async def stop(grace: float) -> None:
+        listener.should_exit = True
+        await asyncio.wait([running], timeout=grace)
+        listener.force_exit = True
+        await running
+
+    lifecycle.listeners.append(stop)
+    logger.info(f"TorchServe's management API is on {host}:{port}")
+    if token is None:
+        logger.warning("Requests to the management API need no token (disable_token_authorization)")
+
+
+class _Listener(uvicorn.Server):
+    """Leaves signals to MLServer."""
+
+    def __init__(self, app: ManagementApp) -> None:
+        super().__init__(uvicorn.Config(app, lifespan="off", access_log=False, log_config=None))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _store_files(options: ServerOptions) -> StoreFiles:
+    """Raises SettingsError."""
+    folder = Path(options.model_store).absolute() if options.model_store else None
+    if folder is not None and not folder.is_dir():
+        raise SettingsError(f"{PREFIX}MODEL_STORE: no such folder: {folder}")
+    patterns = [each.strip() for each in options.allowed_urls.split(",") if each.strip()]
+    try:
+        return StoreFiles(folder, patterns)
+    except re.error as error:
+        raise SettingsError(f"{PREFIX}ALLOWED_URLS: not a pattern: {error}") from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

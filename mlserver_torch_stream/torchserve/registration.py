@@ -1,0 +1,107 @@
+"""Reads a request that registers a model, and turns it with its archive into the settings of the model.
+
+Knows nothing of how the request arrived, nor of what loads the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.did_you_mean import did_you_mean
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.torchserve.archive import manifest_and_yaml, open_archive
+from mlserver_torch_stream.torchserve.archive_settings import (
+    NAME,
+    USUAL_VERSION,
+    model_name,
+    model_settings,
+    model_version,
+)
+from mlserver_torch_stream.torchserve.config import read_config
+from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
+from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
+
+# A parameter of the request -> the model's own key.
+_KEYS = {
+    "batch_size": "batchSize",
+    "max_batch_delay": "maxBatchDelay",
+    "response_timeout": "responseTimeout",
+    "startup_timeout": "startupTimeout",
+}
+_OTHERS = ("url", "model_name", "handler", "runtime", "initial_workers", "synchronous", "s3_sse_kms")
+_RUNTIMES = ("python", "python3")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """``extra``: keys of ``parameters.extra`` that the request sets."""
+
+    url: str
+    name: str | None = None
+    initial_workers: int = 0
+    synchronous: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_registration(given: Mapping[str, Any]) -> Registration:
+    """``given``: the query, or the JSON body. Raises ManagementRefusal."""
+    for key in given:
+        if key not in (*_KEYS, *_OTHERS):
+            raise bad_request(f"unknown parameter {key!r}{did_you_mean(str(key), (*_KEYS, *_OTHERS))}")
+    if given.get("url") is None:
+        raise bad_request("Parameter url is required.")
+    if is_true(given.get("s3_sse_kms")):
+        raise bad_request("s3_sse_kms: encrypted archives are not implemented: decrypt them into the model store")
+    runtime = given.get("runtime")
+    if runtime is not None and str(runtime).lower() not in _RUNTIMES:
+        raise bad_request(f"Invalid Runtime: {runtime}")
+    extra: dict[str, Any] = {key: whole_number(given, name) for name, key in _KEYS.items() if name in given}
+    if given.get("handler"):
+        extra["handler"] = str(given["handler"])
+    workers = whole_number(given, "initial_workers") if "initial_workers" in given else 0
+    if workers < 0:
+        raise bad_request(f"initial_workers: must not be below 0, got {workers}")
+    name = None if given.get("model_name") in (None, "") else str(given["model_name"])
+    return Registration(str(given["url"]), name, workers, is_true(given.get("synchronous", True)), extra)
+
+
+def registered_settings(asked: Registration, path: Path) -> dict[str, Any]:
+    """The content of a model-settings.json. Reads the archive's manifest and YAML alone. Raises ManagementRefusal.
+
+    As in TorchServe, the workers of the YAML beat ``initial_workers`` where it has both numbers.
+    """
+    try:
+        archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
+        try:
+            name = model_name(archive, asked.name, path.name)
+            version = model_version(archive) or USUAL_VERSION
+            if not NAME.fullmatch(version):
+                raise SettingsError(f"{version!r} is no version of a model")
+            least, most = archive.yaml.get("minWorkers") or 0, archive.yaml.get("maxWorkers") or 0
+            if not 0 < least <= most:
+                least = most = asked.initial_workers
+            extra = {**asked.extra, "minWorkers": least, "maxWorkers": most}
+            read_config(archive.yaml, extra)
+        finally:
+            archive.close()
+    except SettingsError as error:
+        raise bad_request(str(error)) from None
+    except LoadFailed as error:
+        raise ManagementRefusal(400, "InvalidModelException", str(error)) from None
+    return model_settings(name, str(path), version, extra)
+
+
+def whole_number(given: Mapping[str, Any], key: str) -> int:
+    """Raises ManagementRefusal."""
+    try:
+        return int(str(given[key]))
+    except ValueError:
+        raise bad_request(f"{key}: must be a whole number, got {given[key]!r}") from None
+
+
+def is_true(given: Any) -> bool:
+    """As Java reads a boolean: true in any case of letters, and nothing else."""
+    return str(given).lower() == "true"

@@ -1,0 +1,120 @@
+"""Finds the archive that a management request names by its URL: a file of the model store, or a download into it.
+
+Knows nothing of what is in an archive. A URL of another server is asked for only where the settings allow it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPMessage
+from pathlib import Path
+from typing import IO
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
+
+from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, internal, no_model
+
+_ARCHIVES = (".mar", ".tar.gz", ".tgz")
+_TIMEOUT_S = 60.0  # of a connection, and of each read
+_CHUNK = 1 << 20
+
+
+class StoreFiles:
+    """``folder``: None where there is no model store. ``allowed``: patterns of whole URLs that are downloaded."""
+
+    def __init__(self, folder: Path | None, allowed: Sequence[str]) -> None:
+        self._folder = folder
+        self._allowed = [re.compile(pattern, re.IGNORECASE) for pattern in allowed]
+
+    def fetch(self, url: str) -> Path:
+        """Blocks while it downloads. Raises ManagementRefusal."""
+        if self._folder is None:
+            raise no_model("Model store has not been configured.")
+        if not url:
+            raise no_model("empty url")
+        if ".." in url:
+            raise no_model(f"Relative path is not allowed in url: {url}")
+        if is_remote(url):
+            return self._download(url, self._folder)
+        return self._stored(url, self._folder)
+
+    def remove_download(self, url: str) -> None:
+        """As TorchServe, where the model of a downloaded archive is unregistered."""
+        if self._folder is not None and is_remote(url):
+            (self._folder / _file_name(url)).unlink(missing_ok=True)
+
+    def _stored(self, url: str, folder: Path) -> Path:
+        """A file or a folder directly in the store: a name, or a path that leads there."""
+        if "://" in url and not url.startswith("file://"):
+            raise self._not_allowed(url)
+        path = folder / url.removeprefix("file://")
+        if path.parent.absolute() != folder.absolute() or path.name.startswith("."):
+            raise no_model(f"{url} is not in the model store")
+        if not os.path.exists(path):  # False also for what is no name of a file
+            raise no_model(f"Model not found at: {url}")
+        return path.absolute()
+
+    def _download(self, url: str, folder: Path) -> Path:
+        if not self._is_allowed(url):
+            raise self._not_allowed(url)
+        name = _file_name(url)
+        if not name.endswith(_ARCHIVES) or name.startswith("."):
+            raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(_ARCHIVES)} file")
+        path = folder / name
+        if path.exists():
+            raise internal(f"Model file already exists {name}")
+        part = folder / f".{name}.{uuid4().hex}"
+        try:
+            self._copy(url, part)
+            part.rename(path)
+        except OSError as error:  # URLError is one
+            raise ManagementRefusal(
+                400, "DownloadArchiveException", f"Failed to download archive from: {url}: {error}"
+            ) from None
+        finally:
+            part.unlink(missing_ok=True)
+        return path.absolute()
+
+    def _copy(self, url: str, part: Path) -> None:
+        opener = urllib.request.build_opener(_AllowedRedirects(self))
+        with opener.open(url, timeout=_TIMEOUT_S) as response, part.open("xb") as file:
+            while chunk := response.read(_CHUNK):
+                if shutil.disk_usage(part.parent).free < len(chunk):
+                    raise OSError("no room on disk")
+                file.write(chunk)
+
+    def _is_allowed(self, url: str) -> bool:
+        return any(pattern.fullmatch(url) for pattern in self._allowed)
+
+    def check(self, url: str) -> None:
+        """Raises ManagementRefusal."""
+        if not is_remote(url) or not self._is_allowed(url):
+            raise self._not_allowed(url)
+
+    def _not_allowed(self, url: str) -> ManagementRefusal:
+        return no_model(f"Given URL {url} does not match any allowed URL(s)")
+
+
+class _AllowedRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect leads only where a URL may lead."""
+
+    def __init__(self, files: StoreFiles) -> None:
+        self._files = files
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        self._files.check(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def is_remote(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def _file_name(url: str) -> str:
+    return unquote(urlsplit(url).path).rpartition("/")[2]

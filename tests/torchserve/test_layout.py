@@ -1,0 +1,360 @@
+"""``serve-torchserve``: what a model store and a config.properties say is what MLServer is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.cli import main, serve_torchserve
+from mlserver_torch_stream.torchserve.server_environment import server_environment
+from mlserver_torch_stream.torchserve.server_properties import HONOURED
+from tests import plain_http
+from tests.server.harness import Server, serve
+from tests.torchserve.workshop import HELLO, write_mar
+
+_TIMEOUT_S = 60.0
+_YAML = "batchSize: 4\n"
+_METRICS = "model_metrics:\n  counter:\n    - {name: C, unit: count, dimensions: [Level]}\n"
+# Answers with the version of its archive, and with the data that it has got.
+_VERSIONED = """
+def handle(data, context):
+    if data is None:
+        return None
+    return [[context.manifest["model"]["modelVersion"], type(row["body"]).__name__] for row in data]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_the_tests_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("TS_CONFIG_FILE", "MLSERVER_HTTP_PORT", "MLSERVER_HOST", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def _mar(folder: Path, file: str, name: str | None, version: str | None = "1.0", yaml: str | None = None) -> None:
+    store = folder / "model-store"
+    store.mkdir(parents=True, exist_ok=True)
+    model: dict[str, Any] = {"handler": "h.py", "modelName": name, "modelVersion": version}
+    model["configFile"] = "c.yaml" if yaml else None
+    files = {"h.py": _VERSIONED, "nested/big.bin": "x"} | ({"c.yaml": yaml} if yaml else {})
+    write_mar(store / file, files, {key: value for key, value in model.items() if value is not None})
+
+
+def _properties(folder: Path, text: str) -> None:
+    (folder / "config").mkdir(parents=True, exist_ok=True)
+    (folder / "config/config.properties").write_text(text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model store of two models, one of them in two versions."""
+    folder = tmp_path / "models"
+    _mar(folder, "cat-1.mar", "cat", "1.0", _YAML)
+    _mar(folder, "cat-2.mar", "cat", "2.0")
+    _mar(folder, "dog.mar", "dog")
+    return folder
+
+
+def _prepared(folder: Path, *typed: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The settings by name and version, MLServer's variables, and the lines for the user."""
+    arguments = serve_torchserve._parser().parse_args([str(folder), *typed])
+    into = folder.parent / "written"
+    into.mkdir()
+    variables, lines = serve_torchserve.prepare(arguments, into)
+    settings = [json.loads(path.read_text()) for path in sorted(into.rglob("model-settings.json"))]
+    shutil.rmtree(into)
+    by_name = {f"{each['name']} {each['parameters']['version']}": each["parameters"] for each in settings}
+    return by_name, variables, lines
+
+
+def _extra(folder: Path, model: str, properties: str, *typed: str) -> dict[str, Any]:
+    _properties(folder, properties)
+    found: dict[str, Any] = _prepared(folder, *typed)[0][model].get("extra", {})
+    return found
+
+
+def test_a_folder_without_a_configuration_is_served_whole_on_this_machine_alone(folder: Path) -> None:
+    settings, variables, lines = _prepared(folder)
+    store = folder / "model-store"
+    assert {model: each["uri"] for model, each in settings.items()} == {
+        "cat 1.0": str(store / "cat-1.mar"),
+        "cat 2.0": str(store / "cat-2.mar"),
+        "dog 1.0": str(store / "dog.mar"),
+    }
+    assert not any("extra" in each for each in settings.values())
+    assert variables == {
+        "MLSERVER_HOST": "127.0.0.1",
+        "MLSERVER_HTTP_PORT": "8080",
+        "MLSERVER_GRPC_PORT": "8081",
+        "MLSERVER_METRICS_PORT": "8082",
+        "MLSERVER_PARALLEL_WORKERS": "0",
+        "MLSERVER_GZIP_ENABLED": "false",
+        "MLSERVER_DEBUG": "false",
+    }
+    assert lines[0] == "configuration: TorchServe's defaults, no file"
+    assert f"model dog 1.0: {store / 'dog.mar'}" in lines
+
+
+def test_archives_are_chosen_and_named_as_torchserve_does(folder: Path) -> None:
+    """Also an archive that says neither its name nor its version, an unpacked one, and files that are none."""
+    _mar(folder, "plain.mar", None, None)
+    unpacked = folder / "model-store/open"
+    (unpacked / "MAR-INF").mkdir(parents=True)
+    (unpacked / "MAR-INF/MANIFEST.json").write_text(json.dumps({"model": {"handler": "h.py", "modelName": "open"}}))
+    for stray in (".hidden.mar", "notes.txt"):
+        (folder / "model-store" / stray).write_text("x")
+    (folder / "model-store/lost+found").mkdir()
+    everything = {"cat 1.0", "cat 2.0", "dog 1.0", "plain 1.0", "open 1.0"}
+    assert set(_prepared(folder)[0]) == everything
+    for value, models in (
+        ("ALL", everything),
+        ("dog.mar", {"dog 1.0"}),
+        ("pet=dog.mar, cat-2.mar", {"pet 1.0", "cat 2.0"}),
+        ("open", {"open 1.0"}),
+    ):
+        _properties(folder, f"load_models={value}\n")
+        assert set(_prepared(folder)[0]) == models, value
+    assert set(_prepared(folder, "--models", "pet=dog.mar", "cat-1.mar")[0]) == {"pet 1.0", "cat 1.0"}
+
+
+def test_what_models_says_is_weaker_than_the_archives_yaml_and_stronger_than_defaults(folder: Path) -> None:
+    own = {"minWorkers": 2, "maxWorkers": 3, "batchSize": 8, "maxBatchDelay": 50, "responseTimeout": 60, "marName": "x"}
+    models = json.dumps({"cat": {"1.0": {**own, "defaultVersion": True}, "2.0": {"batchSize": 2, "minWorkers": 0}}})
+    text = f"models={models}\ndefault_response_timeout=30\ndefault_startup_timeout=40\ndefault_workers_per_model=5\n"
+    _properties(folder, text)
+    settings = _prepared(folder)[0]
+    assert settings["cat 1.0"]["extra"] == {
+        "responseTimeout": 60,
+        "startupTimeout": 40,
+        "minWorkers": 2,
+        "maxWorkers": 3,
+        "maxBatchDelay": 50,
+        "defaultVersion": True,
+    }
+    defaults = {"responseTimeout": 30, "startupTimeout": 40, "minWorkers": 5}
+    assert settings["cat 2.0"]["extra"] == {**defaults, "batchSize": 2}
+    assert settings["dog 1.0"]["extra"] == defaults
+
+
+def test_a_snapshot_says_which_archives_there_are_and_beats_their_yaml(folder: Path) -> None:
+    models = {"tiger": {"1.0": {"marName": "cat-1.mar", "defaultVersion": True, "minWorkers": 1, "batchSize": 16}}}
+    snapshot = json.dumps({"name": "startup.cfg", "modelCount": 1, "models": models})
+    _properties(folder, f"load_models=all\nmodel_snapshot={snapshot}\n")
+    settings = _prepared(folder)[0]
+    assert set(settings) == {"tiger 1.0"}
+    assert settings["tiger 1.0"]["extra"] == {"minWorkers": 1, "batchSize": 16, "defaultVersion": True}
+
+
+# A value for each key that is honoured, and what it changes: a model's extra, or a variable.
+_MODELS = '{"dog": {"1.0": {"batchSize": 2}}}'
+_SNAPSHOT = '{"models": {"dog": {"1.0": {"marName": "dog.mar", "batchSize": 3}}}}'
+_CORS = "MLSERVER_CORS_SETTINGS"
+_EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "inference_address": ("http://0.0.0.0:8085", {"MLSERVER_HOST": "0.0.0.0", "MLSERVER_HTTP_PORT": "8085"}),
+    "metrics_address": ("http://127.0.0.1:9", {"MLSERVER_METRICS_PORT": "9"}),
+    "enable_metrics_api": ("false", {"MLSERVER_METRICS_ENDPOINT": ""}),
+    "max_request_size": (
+        "99",
+        {"MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": "99", "MLSERVER_GRPC_MAX_MESSAGE_LENGTH": "99"},
+    ),
+    "cors_allowed_origin": ("https://a.org", {_CORS: '{"allow_origins": ["https://a.org"]}'}),
+    "cors_allowed_methods": (
+        "GET, POST\ncors_allowed_origin=*",
+        {_CORS: '{"allow_origins": ["*"], "allow_methods": ["GET", "POST"]}'},
+    ),
+    "cors_allowed_headers": (
+        "X-A\ncors_allowed_origin=*",
+        {_CORS: '{"allow_origins": ["*"], "allow_headers": ["X-A"]}'},
+    ),
+    "number_of_gpu": ("1", {"CUDA_VISIBLE_DEVICES": "4"}),
+    "decode_input_request": ("false", {"TS_DECODE_INPUT_REQUEST": "false"}),
+    "ts_header_key_sequence_id": ("x-id", {"TS_REQUEST_SEQUENCE_ID": "x-id"}),
+    "ts_header_key_sequence_start": ("x-start", {"TS_REQUEST_SEQUENCE_START": "x-start"}),
+    "ts_header_key_sequence_end": ("x-end", {"TS_REQUEST_SEQUENCE_END": "x-end"}),
+    "default_response_timeout": ("7", {"responseTimeout": 7}),
+    "default_startup_timeout": ("7", {"startupTimeout": 7}),
+    "default_workers_per_model": ("7", {"minWorkers": 7}),
+    "job_queue_size": ("7", {"jobQueueSize": 7}),
+    "metrics_config": ("{folder}/metrics.yaml", {"metrics_config": "{folder}/metrics.yaml"}),
+    "service_envelope": ("kserve", {"service_envelope": "kserve"}),
+    "models": (_MODELS, {"batchSize": 2}),
+    "model_snapshot": (_SNAPSHOT, {"batchSize": 3}),
+    "load_models": ("dog=cat-1.mar", {"uri": "{folder}/model-store/cat-1.mar"}),
+    "model_store": ("{folder}/other", {"uri": "{folder}/other/dog.mar"}),
+    "enable_envvars_config": ("true", {"minWorkers": 9, "jobQueueSize": 9}),
+    "use_env_allowed_urls": ("true\nenable_envvars_config=true", {}),
+}
+
+
+@pytest.mark.parametrize("key", sorted(HONOURED))
+def test_each_key_that_is_honoured_has_an_effect(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    value, effect = _EFFECTS[key]
+    value = value.replace("{folder}", str(folder))
+    effect = json.loads(json.dumps(effect).replace("{folder}", str(folder)))
+    (folder / "metrics.yaml").write_text(_METRICS)
+    (folder / "other").mkdir()
+    (folder / "other/dog.mar").write_bytes((folder / "model-store/dog.mar").read_bytes())
+    if key == "number_of_gpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    if "enable_envvars_config" in key + value:
+        for name in ("TS_DEFAULT_WORKERS_PER_MODEL", "TS_JOB_QUEUE_SIZE", "TS_ALLOWED_URLS"):
+            monkeypatch.setenv(name, "9")
+    config = tmp_path / "own.properties"
+    store = "" if key == "model_store" else f"model_store={folder}/model-store\n"
+    config.write_text(f"{store}{key}={value}\n")
+    arguments = serve_torchserve._parser().parse_args(["--ts-config", str(config)])
+    variables, lines = serve_torchserve.prepare(arguments, tmp_path / "written")
+    dog = json.loads((tmp_path / "written/dog/1.0/model-settings.json").read_text())["parameters"]
+    found = {**variables, **dog, **dog.get("extra", {})}
+    assert {name: found.get(name) for name in effect} == effect
+    assert not any(line.startswith(f"{key}:") for line in lines)
+    if key == "use_env_allowed_urls":  # the key itself has no effect here yet, but its variable has become the key
+        assert any(line.startswith("allowed_urls: ignored") for line in lines)
+
+
+def test_variables_beat_the_command_line_which_beats_the_file_where_the_file_lets_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TS_LOAD_MODELS", "dog.mar")
+    monkeypatch.setenv("TS_SERVICE_ENVELOPE", "kserve")
+    monkeypatch.setenv("STORE", str(folder / "model-store"))
+    _properties(folder, "load_models=cat-1.mar\nmodel_store=$$STORE$$\n")
+    settings, _, lines = _prepared(folder, "--models", "cat-2.mar")
+    assert list(settings) == ["cat 2.0"] and "extra" not in settings["cat 2.0"]
+    assert "TS_LOAD_MODELS: ignored: enable_envvars_config is not true" in lines
+    assert "TS_SERVICE_ENVELOPE: ignored: enable_envvars_config is not true" in lines
+    _properties(folder, "load_models=cat-1.mar\nmodel_store=$$STORE$$\nenable_envvars_config=TRUE\n")
+    settings, _, lines = _prepared(folder, "--models", "cat-2.mar")
+    assert list(settings) == ["dog 1.0"] and settings["dog 1.0"]["extra"] == {"service_envelope": "kserve"}
+    assert not any(line.startswith("TS_") for line in lines)
+    monkeypatch.setenv("TS_CONFIG_FILE", str(folder / "other.properties"))
+    (folder / "other.properties").write_text("load_models=cat-1.mar\n")
+    settings, _, lines = _prepared(folder)
+    assert list(settings) == ["cat 1.0"] and lines[0] == f"configuration: {folder}/other.properties"
+
+
+def test_a_variable_of_mlserver_wins_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLSERVER_HTTP_PORT", "8080")
+    _properties(folder, "inference_address=http://0.0.0.0:8085\nmetrics_address=http://127.0.0.1:8081\n")
+    _, variables, lines = _prepared(folder)
+    assert "MLSERVER_HTTP_PORT" not in variables
+    assert variables["MLSERVER_GRPC_PORT"] == "8083", "8081 is the port of the metrics"
+    assert "MLSERVER_HTTP_PORT: 8080, as the environment says, not 8085" in lines
+    assert "metrics_address: its host is that of inference_address, 0.0.0.0" in lines
+
+
+def test_gpus_are_hidden_only_where_there_are_more() -> None:
+    for given, visible in (("0", {"CUDA_VISIBLE_DEVICES": ""}), ("1", {"CUDA_VISIBLE_DEVICES": "0"}), ("2", {})):
+        found, _ = server_environment({"number_of_gpu": given}, lambda: 2, {})
+        assert {key: value for key, value in found.items() if key.startswith("CUDA")} == visible, given
+
+
+@pytest.mark.parametrize(
+    ("properties", "said"),
+    [
+        ("keystore=k.p12", "keystore: is not implemented: TLS ends at the ingress"),
+        ("private_key_file=k.pem", "private_key_file: is not implemented"),
+        ("enable_grpc_ssl=true", "enable_grpc_ssl: is not implemented"),
+        ("inference_address=https://127.0.0.1:8443", "inference_address: https is not implemented"),
+        ("metrics_address=unix:/tmp/x", "metrics_address: a Unix socket is not implemented"),
+        ("inference_address=127.0.0.1:80", "inference_address: must be http://HOST:PORT, got '127.0.0.1:80'"),
+        ("inference_address=http://127.0.0.1:70000", "inference_address: must have a port from 1 to 65535"),
+        ("metrics_address=http://127.0.0.1:8080", "metrics_address: must have another port than inference_address"),
+        ("max_request_size=large", "max_request_size: must be a whole number, got 'large'"),
+        ("max_request_size=0", "max_request_size: must be above 0, got 0"),
+        ("load_models=none.mar", "load_models: no none.mar in the model store"),
+        ("load_models=../x.mar", "load_models: ../x.mar is not in the model store"),
+        ("load_models=a=https://x.org/a.mar", "load_models: https://x.org/a.mar: nothing is downloaded"),
+        ("load_models=a/b=dog.mar", "'a/b' is no name for a model"),
+        ("load_models=x=dog.mar,x=dog.mar", "are both version 1.0 of x"),
+        ("model_snapshot={", "model_snapshot: must be a JSON object of models and their versions"),
+        ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),
+        ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
+        ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', "model_snapshot: a 1: no no.mar in"),
+        ('model_snapshot={"models":{}}', "there is nothing to serve in"),
+        ("models=[1]", "models: must be a JSON object of models and their versions"),
+        ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
+        ("job_queue_size=$$NOT_THERE$$", "job_queue_size: no variable NOT_THERE in the environment"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], properties: str, said: str
+) -> None:
+    _properties(folder, properties + "\n")
+    assert main(["serve-torchserve", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error, error
+
+
+def test_what_is_no_folder_or_no_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, said in (
+        (["serve-torchserve"], "no model_store: name it with --model-store"),
+        (["serve-torchserve", str(folder / "none")], f"model_store: no such folder: {folder}/none/model-store"),
+        (["torchserve", "--start", "--ts-config", "none"], "--ts-config or TS_CONFIG_FILE: no such file: none"),
+    ):
+        assert main(typed) == 1
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["torchserve", "--stop"])
+    assert "--stop: the server runs in the foreground" in capsys.readouterr().err
+
+
+def test_options_of_torchserves_command_without_an_effect_are_named(folder: Path) -> None:
+    options = ["--ncs", "--log-config", "l.xml", "--ppath", "p", "--workflow-store", "w", "--foreground", "--dt"]
+    lines = _prepared(folder, *options)[2]
+    for start in (
+        "--no-config-snapshots: ignored: no snapshot is written",
+        "--log-config: ignored",
+        "--plugins-path: ignored",
+        "workflow_store: ignored: workflows are not carried over",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+
+
+def test_an_archive_that_is_none_is_refused_by_its_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = folder / "model-store/broken.mar"
+    broken.write_bytes(b"PK no zip")
+    assert main(["serve-torchserve", str(folder)]) == 1
+    assert f"cannot unpack {broken}" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two versions of one model, of which the older is the default."""
+    folder = tmp_path_factory.mktemp("layout") / "models"
+    _mar(folder, "cat-1.mar", "cat", "1.0")
+    _mar(folder, "cat-2.mar", "cat", "2.0")
+    write_mar(folder / "model-store/hello.mar", {"h.py": HELLO}, {"modelName": "hello", "handler": "h.py"})
+    models = json.dumps({"cat": {"1.0": {"defaultVersion": True, "minWorkers": 1, "maxWorkers": 1}}})
+    _properties(folder, f"load_models=all\nmodels={models}\ndecode_input_request=false\nmax_request_size=1000\n")
+    with serve(folder.parent / "work", [], command=["mlserver-torch-stream", "serve-torchserve", str(folder)]) as found:
+        yield found
+
+
+def _asked(server: Server, path: str) -> Any:
+    return plain_http.post(f"{server.url}{path}", json={"a": 1}, timeout=_TIMEOUT_S)
+
+
+def test_versions_are_served_side_by_side_and_the_default_is_the_configured_one(server: Server) -> None:
+    """Also after the older version was loaded again. The body is not decoded, as config.properties says."""
+    for path, version in (
+        ("/predictions/cat", "1.0"),
+        ("/predictions/cat/1.0", "1.0"),
+        ("/predictions/cat/2.0", "2.0"),
+    ):
+        assert _asked(server, path).json() == [version, "bytearray"], path
+    assert _asked(server, "/v2/repository/models/cat/load").status_code == 200
+    assert _asked(server, "/predictions/cat").json() == ["1.0", "bytearray"]
+    assert _asked(server, "/predictions/hello/1.0").text == "hello" * 3 + "hello world "
+
+
+def test_the_largest_body_is_the_configured_one(server: Server) -> None:
+    reply = plain_http.post(f"{server.url}/predictions/cat", content=b"x" * 1001, timeout=_TIMEOUT_S)
+    assert (reply.status_code, reply.json()["type"]) == (413, "TooLongFrameException")

@@ -1,0 +1,388 @@
+"""TorchServe's management API behind a real MLServer: models of a store, their workers, their versions, and errors."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from mlserver.settings import Settings
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.lifecycle.ports import port_problem
+from mlserver_torch_stream.server.management.management_token import check_token, read_token
+from mlserver_torch_stream.server.options import ServerOptions
+from tests import markdown, plain_http
+from tests.server.harness import HOST, Model, Server, free_ports, serve
+from tests.torchserve.workshop import HELLO, write_handler, write_mar
+from tests.waiting import wait_until
+
+_TS = "mlserver_torch_stream.TorchServeRuntime"
+_PREFIX = "MLSERVER_TORCH_STREAM"
+_TOKEN = "a-secret"
+_TIMEOUT_S = 60.0
+
+# "sleep 1" takes so long; it says which version it is, with how many requests at once, and describes itself.
+_HANDLER = """
+import time
+
+class Handler:
+    def initialize(self, context):
+        self.version = context.manifest["model"].get("modelVersion")
+
+    def handle(self, data, context):
+        if context.get_request_header(0, "describe") == "True":
+            return [{"labels": ["cat", "dog"]}]
+        text = bytes(data[0].get("body") or b"").decode()
+        time.sleep(float(text.split()[1]) if text.startswith("sleep") else 0)
+        return [f"version {self.version}, {context.system_properties['batch_size']}"] * len(data)
+"""
+_BROKEN = """
+def handle(data, context):
+    raise ValueError("no such file: weights.pt")
+"""
+
+
+class Management:
+    """A client of the API. ``store``: the model store's folder."""
+
+    def __init__(self, server: Server, port: int, store: Path) -> None:
+        self.server = server
+        self.url = f"http://{HOST}:{port}"
+        self.store = store
+
+    def ask(self, method: str, path: str, token: str | None = _TOKEN, **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"} if token is not None else {}
+        with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:
+            return client.request(method, f"{self.url}{path}", headers=headers, **options)
+
+    def done(self, method: str, path: str, status: int = 200, **options: Any) -> Any:
+        response = self.ask(method, path, **options)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    def error(self, method: str, path: str, **options: Any) -> tuple[int, str, str]:
+        response = self.ask(method, path, **options)
+        body = response.json()
+        assert list(body) == ["code", "type", "message"] and body["code"] == response.status_code
+        return body["code"], body["type"], body["message"]
+
+    def described(self, path: str) -> dict[str, Any]:
+        (found,) = self.done("GET", f"/models/{path}")
+        return dict(found)
+
+    def predict(self, path: str, text: str = "") -> httpx.Response:
+        return plain_http.post(f"{self.server.url}/predictions/{path}", content=text, timeout=_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
+    folder = tmp_path_factory.mktemp("management")
+    store = folder / "store"
+    store.mkdir()
+    for name, version in (("noop", "1.0"), ("noop", "2.0"), ("plain", None), ("raced", "1.0"), ("leaves", "1.0")):
+        model = {"modelName": name, "handler": "handler.py", **({"modelVersion": version} if version else {})}
+        write_mar(store / f"{name}{version or ''}.mar", {"handler.py": _HANDLER}, model)
+    sized = {"modelName": "sized", "handler": "handler.py", "configFile": "c.yaml"}
+    write_mar(store / "sized.mar", {"handler.py": _HANDLER, "c.yaml": "minWorkers: 2\nmaxWorkers: 3\n"}, sized)
+    write_mar(store / "broken.mar", {"handler.py": _BROKEN}, {"modelName": "broken", "handler": "handler.py"})
+    write_mar(store / "empty.mar", {"handler.py": _BROKEN})
+    write_mar(folder / "outside.mar", {"handler.py": _HANDLER}, {"modelName": "outside", "handler": "handler.py"})
+    other = {"other.py": HELLO, "handler.py": _HANDLER}
+    write_mar(store / "other.mar", other, {"modelName": "other", "handler": "handler.py"})
+    started = Model("started", write_handler(folder / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
+    (port,) = free_ports(1)
+    (folder / "token").write_text(f"{_TOKEN}\n")
+    (folder / "without" / "ts").mkdir(parents=True)
+    (folder / "without" / "ts" / "__init__.py").write_text("raise ImportError")  # else each worker imports torch
+    environment = {
+        f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
+        f"{_PREFIX}_MANAGEMENT_TOKEN_FILE": str(folder / "token"),
+        "PYTHONPATH": str(folder / "without"),
+        f"{_PREFIX}_MODEL_STORE": str(store),
+        f"{_PREFIX}_ALLOWED_URLS": rf"http://{HOST}:\d+/allowed/.*",
+    }
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    with serve(folder / "models", [started], settings=settings, environment=environment) as running:
+        yield Management(running, port, store)
+
+
+def test_a_request_needs_the_token(api: Management) -> None:
+    for token in (None, "wrong", f"{_TOKEN}x", "two words"):
+        code, kind, message = api.error("GET", "/models", token=token)
+        assert (code, kind) == (400, "InvalidKeyException") and "Token Authorization failed" in message
+    assert api.ask("OPTIONS", "/", token=None).status_code == 200
+
+
+def test_a_model_is_registered_without_workers_scaled_asked_and_unregistered(api: Management) -> None:
+    said = api.done("POST", "/models?url=plain.mar&model_name=mine")
+    none = "registered with 0 initial workers. Use scale workers API to add workers for the model."
+    assert said["status"] == f'Model "mine" Version: 1.0 {none}'
+    refused = api.predict("mine")
+    assert refused.status_code == 503 and "Please use scale workers API" in refused.json()["message"]
+    described = api.described("mine")
+    assert (described["minWorkers"], described["maxWorkers"], described["workers"]) == (0, 0, [])
+    assert (
+        api.done("PUT", "/models/mine?min_worker=2&synchronous=true")["status"] == "Workers scaled to 2 for model: mine"
+    )
+    assert api.predict("mine").text == "version None, 1"
+    workers = api.described("mine")["workers"]
+    assert [worker["status"] for worker in workers] == ["READY", "READY"] and all(w["memoryUsage"] > 0 for w in workers)
+    assert len({worker["pid"] for worker in workers}) == 2
+    said = api.done("PUT", "/models/mine/1.0?min_worker=1&max_worker=1&synchronous=true")["status"]
+    assert said == "Workers scaled to 1 for model: mine, version: 1.0"
+    assert len(api.described("mine/1.0")["workers"]) == 1
+    assert api.done("PUT", "/models/mine?min_worker=0", 202)["status"] == "Processing worker updates..."
+    wait_until(lambda: api.described("mine")["workers"] == [], "no worker")
+    assert api.done("DELETE", "/models/mine")["status"] == 'Model "mine" unregistered'
+    assert api.error("GET", "/models/mine") == (404, "ModelNotFoundException", "Model not found: mine")
+    assert api.predict("mine").status_code == 404
+
+
+def test_a_description_has_the_fields_of_torchserve(api: Management) -> None:
+    api.done("POST", "/models?url=sized.mar&batch_size=3&max_batch_delay=7&response_timeout=50&startup_timeout=60")
+    described = api.described("sized")
+    workers = described.pop("workers")
+    assert described == {
+        "modelName": "sized",
+        "modelVersion": "1.0",
+        "modelUrl": "sized.mar",
+        "runtime": "python",
+        "minWorkers": 2,
+        "maxWorkers": 3,
+        "batchSize": 3,
+        "maxBatchDelay": 7,
+        "responseTimeout": 50,
+        "startupTimeout": 60,
+        "clientTimeoutInMills": 0,
+        "parallelType": "",
+        "parallelLevel": 0,
+        "deviceType": "",
+        "continuousBatching": False,
+        "useJobTicket": False,
+        "useVenv": False,
+        "stateful": False,
+        "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0,
+        "maxNumSequence": 9,
+        "maxSequenceJobQueueSize": 1,
+        "loadedAtStartup": False,
+        "jobQueueStatus": {"remainingCapacity": 100, "pendingRequests": 0},
+    }
+    assert [worker["id"] for worker in workers] == ["0", "1"]
+    assert set(workers[0]) == {"id", "startTime", "status", "memoryUsage", "pid", "gpu", "gpuUsage"}
+    (customized,) = api.done("GET", "/models/sized?customized=true")
+    assert customized["customizedMetadata"] == {"labels": ["cat", "dog"]}
+    assert api.described("started")["loadedAtStartup"] is True
+    assert api.done("GET", "/v1/models/sized") == {"name": "sized", "ready": True}
+    api.done("DELETE", "/models/sized/1.0")
+
+
+def test_versions_of_a_model_and_its_default_one(api: Management) -> None:
+    for version in ("1.0", "2.0"):
+        said = api.done("POST", f"/models?url=noop{version}.mar&initial_workers=1&synchronous=true")["status"]
+        assert said == f'Model "noop" Version: {version} registered with 1 initial workers'
+    assert [api.predict(path).text for path in ("noop", "noop/1.0", "noop/2.0")] == [
+        f"version {version}, 1" for version in ("1.0", "1.0", "2.0")
+    ]
+    assert [each["modelVersion"] for each in api.done("GET", "/models/noop/all")] == ["1.0", "2.0"]
+    forbidden = (403, "InvalidModelVersionException", "Cannot remove default version for model noop")
+    assert api.error("DELETE", "/models/noop") == api.error("DELETE", "/models/noop/1.0") == forbidden
+    said = api.done("PUT", "/models/noop/2.0/set-default")["status"]
+    assert said == 'Default version successfully updated for model "noop" to "2.0"'
+    assert api.predict("noop").text == "version 2.0, 1"
+    code, kind, message = api.error("PUT", "/models/noop/3.0/set-default")
+    assert (code, kind, message) == (
+        404, "ModelVersionNotFoundException", "Model version 3.0 does not exist for model noop"
+    )  # fmt: skip
+    assert api.error("GET", "/models/noop/3.0")[:2] == (404, "ModelVersionNotFoundException")
+    index = plain_http.post(f"{api.server.url}/v2/repository/index", json={}, timeout=_TIMEOUT_S).json()
+    assert {(each["name"], each.get("version")) for each in index} >= {("noop", "1.0"), ("noop", "2.0")}
+    api.done("DELETE", "/models/noop/1.0")
+    api.done("DELETE", "/models/noop")
+    assert plain_http.get(f"{api.server.url}/v2/models/noop", timeout=_TIMEOUT_S).status_code == 404
+
+
+def test_the_list_has_pages(api: Management) -> None:
+    for name in ("aa", "bb"):
+        api.done("POST", f"/models?url=plain.mar&model_name={name}")
+    whole = api.done("GET", "/models")["models"]
+    assert [each["modelName"] for each in whole] == ["aa", "bb", "started"]
+    assert whole[0]["modelUrl"] == "plain.mar"
+    first = api.done("GET", "/models?limit=2")
+    assert first == {"nextPageToken": "2", "models": whole[:2]}
+    assert api.done("GET", "/models?limit=2&next_page_token=2") == {"models": whole[2:]}
+    for name in ("aa", "bb"):
+        api.done("DELETE", f"/models/{name}")
+
+
+@pytest.mark.parametrize(
+    ("query", "code", "kind", "said"),
+    [
+        ("", 400, "BadRequestException", "Parameter url is required."),
+        ("url=", 404, "ModelNotFoundException", "empty url"),
+        ("url=missing.mar", 404, "ModelNotFoundException", "Model not found at: missing.mar"),
+        ("url=../outside.mar", 404, "ModelNotFoundException", "Relative path is not allowed in url"),
+        ("url=/etc/passwd", 404, "ModelNotFoundException", "is not in the model store"),
+        ("url=file:///etc/passwd", 404, "ModelNotFoundException", "is not in the model store"),
+        ("url=sub/noop1.0.mar", 404, "ModelNotFoundException", "is not in the model store"),
+        ("url=s3://bucket/x.mar", 404, "ModelNotFoundException", "does not match any allowed URL(s)"),
+        ("url=http://127.0.0.1:1/x.mar", 404, "ModelNotFoundException", "does not match any allowed URL(s)"),
+        ("url=http://127.0.0.1:1/allowed/x.mar", 400, "DownloadArchiveException", "Failed to download archive"),
+        ("url=http://127.0.0.1:1/allowed/x.py", 400, "DownloadArchiveException", "names no .mar"),
+        ("url=empty.mar", 400, "InvalidModelException", "it is no model archive of TorchServe"),
+        ("url=plain.mar&model_name=a/b", 400, "BadRequestException", "is no name for a model"),
+        ("url=plain.mar&batch_size=many", 400, "BadRequestException", "batch_size: must be a whole number, got 'many'"),
+        ("url=plain.mar&batch_size=0", 400, "BadRequestException", "batchSize"),
+        ("url=plain.mar&runtime=java", 400, "BadRequestException", "Invalid Runtime: java"),
+        ("url=plain.mar&s3_sse_kms=true", 400, "BadRequestException", "s3_sse_kms"),
+        ("url=plain.mar&batchsize=2", 400, "BadRequestException", "did you mean 'batch_size'"),
+        ("url=broken.mar&initial_workers=1", 500, "InternalServerException", "no such file: weights.pt"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused_with_the_reason(
+    api: Management, query: str, code: int, kind: str, said: str
+) -> None:
+    refused = api.error("POST", f"/models?{query}")
+    assert refused[:2] == (code, kind) and said in refused[2]
+    assert [each["modelName"] for each in api.done("GET", "/models")["models"]] == ["started"]
+
+
+def test_methods_and_paths_that_are_none_are_refused(api: Management) -> None:
+    for method, path in (("DELETE", "/models"), ("PATCH", "/models/started"), ("GET", "/models/m/1/set-default")):
+        assert api.error(method, path)[:2] == (405, "MethodNotAllowedException")
+    for path in ("/nothing", "/models/a/b/c/d", "/workflows"):
+        assert api.error("GET", path)[:2] == (404, "ResourceNotFoundException")
+    refused = api.error("PUT", "/models/started?min_worker=3&max_worker=2")
+    assert refused == (400, "BadRequestException", "max_worker cannot be less than min_worker.")
+    assert api.error("PUT", "/models/absent?min_worker=1")[:2] == (404, "ModelNotFoundException")
+    assert api.error("DELETE", "/models/absent")[:2] == (404, "ModelNotFoundException")
+
+
+def test_the_document_names_every_path(api: Management) -> None:
+    paths = api.done("OPTIONS", "/")["paths"]
+    assert (
+        set(paths["/models"]) == {"get", "post"} and "put" in paths["/models/{model_name}/{model_version}/set-default"]
+    )
+    assert api.done("OPTIONS", "/models/started")["openapi"] == "3.0.1"
+
+
+def test_parameters_may_be_a_json_object_and_name_another_handler(api: Management) -> None:
+    body = {"url": "other.mar", "handler": "other.py", "initial_workers": 1, "synchronous": True}
+    assert "registered with 1" in api.done("POST", "/models", json=body)["status"]
+    assert api.predict("other").text == "hellohellohellohello world "
+    api.done("DELETE", "/models/other")
+
+
+def test_of_registrations_of_one_model_at_the_same_time_one_is_done(api: Management) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        path = "/models?url=raced1.0.mar&initial_workers=1&synchronous=true"
+        statuses = [each.status_code for each in threads.map(lambda _: api.ask("POST", path), range(8))]
+    assert sorted(statuses) == [200] + [409] * 7
+    assert api.predict("raced").text == "version 1.0, 1"
+    with ThreadPoolExecutor(2) as threads:  # an unregistration and a registration in turn
+        removed = threads.submit(api.ask, "DELETE", "/models/raced")
+        wait_until(lambda: api.ask("GET", "/models/raced").status_code == 404, "unregistered")
+        assert api.done("POST", path)["status"] and removed.result().status_code == 200
+    assert api.predict("raced").text == "version 1.0, 1"
+    api.done("DELETE", "/models/raced")
+
+
+def test_requests_in_flight_are_finished_where_their_model_is_unregistered(api: Management) -> None:
+    api.done("POST", "/models?url=leaves1.0.mar&initial_workers=1")
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(api.predict, "leaves", "sleep 2")
+        wait_until(lambda: api.described("leaves")["jobQueueStatus"]["pendingRequests"] == 0 and _busy(api), "busy")
+        removed = threads.submit(api.ask, "DELETE", "/models/leaves")
+        answered = running.result()
+        assert (answered.status_code, answered.text) == (200, "version 1.0, 1")
+        assert removed.result().status_code == 200
+    assert api.predict("leaves").status_code == 404
+
+
+def _busy(api: Management) -> bool:
+    return api.server.counters("leaves").get("handler_batches", 0) >= 1
+
+
+def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_model(
+    api: Management, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    for place in ("allowed", "elsewhere"):
+        (site / place).mkdir(parents=True)
+        write_mar(site / place / "far.mar", {"handler.py": _HANDLER}, {"modelName": "far", "handler": "handler.py"})
+
+    class Pages(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/allowed/away.mar":
+                self.send_response(302)
+                self.send_header("location", "/elsewhere/far.mar")
+                self.end_headers()
+                return
+            super().do_GET()
+
+    with ThreadingHTTPServer((HOST, 0), partial(Pages, directory=str(site))) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        url = f"http://{HOST}:{pages.server_address[1]}"
+        for refused in ("elsewhere/far.mar", "allowed/away.mar"):
+            code, kind, message = api.error("POST", f"/models?url={url}/{refused}")
+            assert (code, kind) == (404, "ModelNotFoundException") and "/elsewhere/far.mar does not match" in message
+        assert "registered" in api.done("POST", f"/models?url={url}/allowed/far.mar")["status"]
+        assert api.described("far")["modelUrl"] == f"{url}/allowed/far.mar" and (api.store / "far.mar").is_file()
+        assert api.error("POST", f"/models?url={url}/allowed/far.mar")[2] == "Model file already exists far.mar"
+        pages.shutdown()
+    api.done("DELETE", "/models/far")
+    assert not [path for path in api.store.iterdir() if "far" in path.name]
+
+
+def test_an_asynchronous_registration_is_answered_at_once_and_goes_on(api: Management) -> None:
+    said = api.done("POST", "/models?url=noop1.0.mar&initial_workers=1&synchronous=false", 202)
+    assert said == {"status": "Processing worker updates..."}
+    wait_until(lambda: len(api.described("noop")["workers"]) == 1, "a worker")
+    assert api.predict("noop").text == "version 1.0, 1"
+    api.done("DELETE", "/models/noop")
+    api.done("POST", "/models?url=broken.mar&initial_workers=1&synchronous=false", 202)
+    wait_until(lambda: api.ask("GET", "/models/broken").status_code == 404, "gone")
+    assert "Management API: Failed to start workers for model broken" in api.server.log
+
+
+def test_the_commands_of_the_page_work(api: Management) -> None:
+    (block,) = [each for each in markdown.blocks("docs/torchserve.md") if "url=assistant.mar" in each.code]
+    model = {"modelName": "assistant", "handler": "handler.py"}
+    write_mar(api.store / "assistant.mar", {"handler.py": _HANDLER}, model)
+    commands = block.code.replace("http://127.0.0.1:8085", api.url).replace("secret", _TOKEN)
+    commands = commands.replace("curl ", "curl -sS --fail ")
+    subprocess.run(["bash", "-euc", commands], capture_output=True, timeout=_TIMEOUT_S, check=True)
+    assert api.ask("GET", "/models/assistant").status_code == 404
+    (api.store / "assistant.mar").unlink()
+
+
+# --- the port and its token ---
+
+
+@pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port", "another process"])
+def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str) -> None:
+    ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+    with socket.create_server((HOST, 0)) as other:
+        port = ports.get(taken, other.getsockname()[1])
+        problem = port_problem(Settings(host=HOST, **ports), ServerOptions(management_port_torchserve=port))
+    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE)" in problem
+
+
+def test_the_token_comes_from_a_setting_or_a_file_or_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-a-file\n")
+    assert read_token(ServerOptions(management_token="x")) == "x"
+    assert read_token(ServerOptions(management_token_file=str(tmp_path / "token"))) == "of-a-file"
+    assert read_token(ServerOptions(disable_token_authorization=True)) is None
+    check_token(None, None)
+    for options in (ServerOptions(), ServerOptions(management_token_file=str(tmp_path / "none"))):
+        with pytest.raises(SettingsError, match="MANAGEMENT_TOKEN"):
+            read_token(options)
