@@ -6,7 +6,7 @@ Knows nothing of tensors, HTTP, gRPC or MLServer; it imports only the standard l
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -20,6 +20,9 @@ class FinishReason(str, Enum):
     ABORT = "abort"
     TIMEOUT = "timeout"
     ERROR = "error"
+
+
+FAILURES = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
 class StreamMode(str, Enum):
@@ -209,6 +212,13 @@ class TokenEvent:
             error=later.error,
             stop_reason=later.stop_reason,
         )
+
+    def split_failure(self) -> tuple[TokenEvent, ...]:
+        """An event with tokens and a failure as two, so that no client loses the tokens to the error behind them."""
+        if self.finish_reason not in FAILURES or not self.size:
+            return (self,)
+        end = TokenEvent(self.index, finish_reason=self.finish_reason, usage=self.usage, error=self.error)
+        return replace(self, finish_reason=None, usage=None, error=None), end
 
 
 def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:

@@ -12,4 +12,5 @@ import httpx
 get = partial(httpx.get, verify=False)
 post = partial(httpx.post, verify=False)
 put = partial(httpx.put, verify=False)
+request = partial(httpx.request, verify=False)
 stream = partial(httpx.stream, verify=False)

@@ -52,6 +52,8 @@ class OpenAISpelling(Spelling):
     parameters: Table
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
+        if path:
+            return super().model(path, body)
         for name in (_MODEL, _MODEL_VERSION):
             if body.get(name) is not None:
                 check(name, body[name], self.parameters[name].schema)

@@ -16,10 +16,9 @@ from mlserver_torch_stream.protocol.reply_values import CollectedReply, shortene
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.text_completion import TextCompletion, shown_length
 from mlserver_torch_stream.protocol.usage import UsageCounter
-from mlserver_torch_stream.types import FinishReason, GenerationRequest, TokenEvent
+from mlserver_torch_stream.types import FAILURES, GenerationRequest, TokenEvent
 
 _DONE = b"[DONE]"
-_BROKEN = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
 class OpenAIStream(ABC):
@@ -132,5 +131,5 @@ def failure_message(error: Exception) -> JsonObject:
 def _raise_failure(event: TokenEvent) -> None:
     if event.error is not None:
         raise as_request_error(event.error)
-    if event.finish_reason in _BROKEN:
+    if event.finish_reason in FAILURES:
         raise GenerationFailed(f"the generation ended with {event.finish_reason.value}")

@@ -98,17 +98,12 @@ class SeldonStreamReply(StreamReply):
         return bodies
 
     def _parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """The event, or what it says and then its end: a message has room for one chunk, one error or the usage."""
-        if event.finish_reason is None or not (self._ends_in_error(event) or self._ends_in_usage(event)):
+        """The event, or what it says and then its end: a message has room for one chunk or the usage."""
+        last = event.finish_reason is not None and len(self._progress.usage.unfinished) == 1
+        if not (last and self._usage_message and event.error is None):
             return (event,)
-        end = TokenEvent(event.index, finish_reason=event.finish_reason, usage=event.usage, error=event.error)
-        return replace(event, finish_reason=None, usage=None, error=None), end
-
-    def _ends_in_error(self, event: TokenEvent) -> bool:
-        return event.error is not None and bool(event.text or event.token_ids)
-
-    def _ends_in_usage(self, event: TokenEvent) -> bool:
-        return self._usage_message and event.error is None and len(self._progress.usage.unfinished) == 1
+        end = TokenEvent(event.index, finish_reason=event.finish_reason, usage=event.usage)
+        return replace(event, finish_reason=None, usage=None), end
 
     def _tensors(self, event: TokenEvent, final: bool) -> list[JsonObject]:
         tensors = super()._tensors(event, final)

@@ -11,8 +11,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
-
+from mlserver_torch_stream.protocol.bounded_json import parse_bounded
 from mlserver_torch_stream.types import ModelInfo
 
 Reader = Callable[[Any, ModelInfo], Any]
@@ -46,11 +45,8 @@ def most_checked(info: ModelInfo) -> int:
 
 
 def parse_json(text: str) -> Any:
-    """Reads JSON. NaN, lone surrogates and bottomless nesting are refused."""
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as err:
-        raise ValueError(f"is not valid JSON ({err})") from None
+    """Raises ValueError."""
+    return parse_bounded(text.encode("utf-8", "surrogatepass"))
 
 
 def is_text(value: Any) -> bool:

@@ -46,6 +46,7 @@ class ServerOptions(BaseModel):
     log_requests: bool = True  # one line per request, never its prompt
     log_prompts: bool = False  # the prompt and the answer too
     vllm_metric_names: bool = False  # the metrics are exported under vLLM's names too
+    torchserve_metric_names: bool = False  # and under TorchServe's
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:

@@ -30,6 +30,7 @@ from mlserver_torch_stream.server.rest import (
     http1,
     model_routes,
     openai_models,
+    openai_unknown,
     routes,
     torchserve_routes,
 )
@@ -63,6 +64,7 @@ def install() -> None:
             routes.install(server)
             http1.install(server)
             telemetry.install(server, options)
+            openai_unknown.add_routes(server)
             health.add_routes(server, LIFECYCLE)
             model_routes.add_routes(server)
             openai_models.add_routes(server)

@@ -18,6 +18,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from mlserver_torch_stream.torchserve.handler_metric_names import families
+
 _PREFIX = "torch_stream_handler_"
 _HANDLERS_PREFIX = "torchserve_"
 _LABELS = ("model", "version")
@@ -64,6 +66,7 @@ class HandlerMetricsCollector(Collector):
     """The metrics of all models. The event loop's thread writes; a scrape in another thread may miss a request."""
 
     def __init__(self) -> None:
+        self.torchserve_names = False
         self._models: dict[ModelLabels, HandlerMetrics] = {}
         self._lock = Lock()
 
@@ -80,6 +83,8 @@ class HandlerMetricsCollector(Collector):
         if models:
             yield from _ours(models)
             yield from _theirs(models)
+            if self.torchserve_names:
+                yield from families(metrics.own for metrics in models.values())
 
 
 def _ours(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:

@@ -105,6 +105,7 @@ class HandlerJob:
         self.closes_sequence = False  # True: the handler has ended the job's sequence
         self.retry: RequestError | None = None  # the error after which the job is run again
         self.active_at = arrived  # the time of its last piece
+        self.queued_s: float | None = None  # until it was sent to a worker for the first time
         self.deadline: asyncio.TimerHandle | None = None
         self.drained: Callable[[], None] | None = None  # called once, when the reader has caught up
         self._closed = closed

@@ -199,6 +199,7 @@ class WorkerPool:
             self._timeout.watch(slot)
         for job in batch:
             job.active_at = now
+            job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
             job.alone |= len(batch) == 1 or self._joinable
             slot.active[job.key] = job
         self.metrics.batches += 1

@@ -29,6 +29,7 @@ def serve_batches(
         "MLSERVER_TORCH_STREAM_BATCH_MAX_FILE_BYTES": str(MOST_BYTES),
         "MLSERVER_TORCH_STREAM_LOG_REQUESTS": "false",
         "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "3",
+        "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "3",
     }
     return serve(folder, models, settings=QUIET, environment={**kept, **(environment or {})}, ready=ready)
 

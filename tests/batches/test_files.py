@@ -14,6 +14,7 @@ import pytest
 from tests.batches.api import Api, encoded, error, row
 from tests.batches.conftest import MOST_BYTES
 from tests.server.harness import HOST, Server
+from tests.waiting import wait_until
 
 _TEN_GB = 10 * 10**9
 _NO_ID = "file-" + "0" * 32
@@ -41,6 +42,19 @@ def test_a_file_of_the_largest_size_comes_back_unchanged(api: Api) -> None:
     content = content[:MOST_BYTES]
     file = api.post_file(content).json()
     assert api.client.get(f"/files/{file['id']}/content").content == content
+    api.client.delete(f"/files/{file['id']}")
+
+
+def test_a_client_that_reads_nothing_of_a_file_is_cut_off(api: Api, batch_server: Server) -> None:
+    file = api.post_file(b"x" * MOST_BYTES).json()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect((HOST, batch_server.http_port))
+        connection.sendall(b"GET /v1/files/%b/content HTTP/1.1\r\nHost: x\r\n\r\n" % file["id"].encode())
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        wait_until(lambda: "A client has read nothing of a file for 3 s: its download is cut" in batch_server.log)
+    assert "Exception in ASGI application" not in batch_server.log
     api.client.delete(f"/files/{file['id']}")
 
 

@@ -214,7 +214,8 @@ def test_a_sequence_that_fails_ends_with_openais_error(info: ModelInfo, reason: 
     """The text that came with the failure stands in a chunk before it. No chunk has a reason that OpenAI has not."""
     request = decode(over_rest(*ONE), info, streaming=True)
     reply = SELDON.stream(request, ReplyContext("model"))
-    bodies = reply.event(TokenEvent(0, "so far", (7,), finish_reason=reason, usage=Usage(4, 1), error=error))
+    event = TokenEvent(0, "so far", (7,), finish_reason=reason, usage=Usage(4, 1), error=error)
+    bodies = [body for part in event.split_failure() for body in reply.event(part)]
     chunk, failure = _objects(bodies)
     assert chunk["choices"][0]["delta"]["content"] == "so far" and chunk["choices"][0]["finish_reason"] is None
     assert failure == {"error": {"message": "it broke", "type": "server_error", "param": None, "code": None}}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from fastapi import Request, Response
 from mlserver import MLModel
 from mlserver.codecs import StringCodec
 from mlserver.errors import MLServerError
+from mlserver.handlers import custom_handler
 from mlserver.types import InferenceRequest, InferenceResponse
 
 
@@ -19,6 +21,10 @@ class Foreign(MLModel):  # type: ignore[misc]
             raise MLServerError("asked to fail", 418)
         outputs = [StringCodec.encode_output("echo", words)]
         return InferenceResponse(model_name=self.name, model_version=self.version, outputs=outputs)
+
+    @custom_handler(rest_path="/v1/own")  # type: ignore[untyped-decorator]
+    async def own(self, request: Request) -> Response:
+        return Response(await request.body(), media_type="text/plain")
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         async for payload in payloads:

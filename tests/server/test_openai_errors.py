@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server import raw
@@ -83,9 +84,31 @@ def test_stream_options_need_a_stream(server: Server) -> None:
     assert response.status_code == 400 and refused(response)["param"] == "stream_options"
 
 
-def test_responses_are_not_there_yet(server: Server) -> None:
-    response = post(server, "/openai/v1/responses", {"model": "tiny", "input": "Hello"})
-    assert response.status_code == 404 and "/openai/v1/responses is not implemented" in refused(response)["message"]
+@pytest.mark.parametrize("path", ["/openai/v1/responses", "/v1/responses", "/v1/embeddings", "/v1/a/b"])
+def test_a_path_that_is_not_there_is_named(server: Server, path: str) -> None:
+    for response in (post(server, path, {"model": "tiny"}), httpx.get(f"{server.url}{path}")):
+        error = refused(response)
+        assert response.status_code == 404 and f"{path} is not implemented" in error["message"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
+        assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", f"/openai{TEXT}", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("DELETE", "/v1/models/tiny", "GET, HEAD"),
+        ("PATCH", "/v1/files", "GET, HEAD, POST"),
+    ],
+)
+def test_a_method_that_a_path_does_not_take_is_405(server: Server, method: str, path: str, allowed: str) -> None:
+    response = httpx.request(method, f"{server.url}{path}")
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    error = refused(response)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "method_not_supported")
+    assert path in error["message"] and method in error["message"]
 
 
 def test_an_echo_cannot_be_streamed(server: Server) -> None:

@@ -55,9 +55,33 @@ def test_a_foreign_models_answers_are_untouched(
     assert _answer(server, path, *_BODIES[kind]) == _answer(alone, path, *_BODIES[kind])
 
 
-@pytest.mark.parametrize("path", ["/predictions/foreign", "/predictions/foreign/v1", "/explanations/foreign"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/predictions/foreign",
+        "/predictions/foreign/v1",
+        "/predictions/foreign/v1/v1/chat/completions",
+        "/predictions/foreign/v1/chat/completions",
+        "/explanations/foreign",
+        "/v1/models/foreign:predict",
+        "/v1/models/foreign:explain",
+        "/models/foreign/invoke",
+        "/foreign/predict",
+        "/foreign/v1/predict",
+        "/v1",
+        "/v1/",
+    ],
+)
 def test_torchserves_paths_of_a_foreign_model_are_untouched(alone: Server, server: Server, path: str) -> None:
     assert _answer(server, path, b"{}", {}) == _answer(alone, path, b"{}", {})
+
+
+def test_a_foreign_route_below_v1_is_untouched(alone: Server, server: Server) -> None:
+    """Also for a method that it does not take."""
+    path = "/v1/own"
+    assert _answer(server, path, b"{}", {}) == _answer(alone, path, b"{}", {})
+    expected, found = (plain_http.get(f"{each.url}{path}") for each in (alone, server))
+    assert found.status_code == expected.status_code == 405 and found.content == expected.content
 
 
 @pytest.mark.parametrize("path", ["", "/ready", "/versions/v1/ready", "/infer", "/docs/dataplane.json"])

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 import mlserver_torch_stream.torchserve as torchserve
+from tests.server.harness import Server
+from tests.torchserve.predicting import serve_predictions
 
 _SHIM = Path(torchserve.__file__).parent / "shim"
+
+
+@pytest.fixture(scope="session")
+def predictions_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    with serve_predictions(tmp_path_factory.mktemp("predictions"), tiny_model) as running:
+        yield running
 
 
 @pytest.fixture

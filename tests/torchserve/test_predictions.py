@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,89 +17,16 @@ import pytest
 
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, serve
-from tests.torchserve.workshop import HELLO, write_handler
+from tests.torchserve.predicting import ECHO, MOST_BYTES, SETTINGS, SHIM, TORCHSERVE
+from tests.torchserve.workshop import write_handler
 from tests.waiting import wait_until
 
-_TS = "mlserver_torch_stream.TorchServeRuntime"
-_SHIM = {"ts": "shim"}
 _TIMEOUT_S = 60.0
-_MOST_BYTES = 100_000
-
-# Says what it has got, or does what the text says.
-_ECHO = """
-import time
-from ts.handler_utils.utils import send_intermediate_predict_response as send
-from ts.service import PredictionException
-
-def shown(value):
-    return ["bytearray", value.decode("latin-1")] if isinstance(value, bytearray) else [type(value).__name__, value]
-
-def handle(data, context):
-    if data is None:
-        return None
-    row = data[0]
-    text = row.get("body", b"")
-    text = bytes(text).decode("latin-1") if isinstance(text, bytearray) else text
-    if text == "created":
-        context.set_response_status(201, "Created", 0)
-        context.set_response_content_type(0, "image/png")
-        context.set_response_header(0, "X-Mine", "yes")
-        context.set_response_header(0, "Content-Length", "3")
-        return [b"\\x89PNG"]
-    if text == "nothing":
-        context.set_response_status(204, "No Content", 0)
-        return [b"ignored"]
-    if text == "teapot":
-        context.set_response_status(404, "Not here", 0)
-        context.set_response_content_type(0, "text/plain")
-        return ["no such pot"]
-    if text == "split":
-        context.set_response_header(0, "x-mine", "a\\r\\nset-cookie: b")
-        return ["x"]
-    if text == "raise":
-        raise ValueError("as asked")
-    if text == "exception":
-        raise PredictionException("no such thing", 404)
-    if text == "memory":
-        raise MemoryError
-    if text == "late":
-        send(["first"], context.request_ids, "ok", 200, context)
-        raise ValueError("after the first piece")
-    if text == "pieces":
-        context.set_response_content_type(0, "text/plain")
-        for piece in ("one", "", b"\\xff\\x00", {"three": 3}):
-            send([piece], context.request_ids, "ok", 200, context)
-            time.sleep(0.05)
-        return ["last"]
-    if text in ("endless", "flood"):
-        while True:
-            send(["piece" * (1 if text == "endless" else 100000)], context.request_ids, "ok", 200, context)
-            time.sleep(0.01)
-    names = ("explain", "x-own", "X-Own", "ts_request_sequence_id")
-    kinds = {name: (context.get_request_header(0, name) or {}).get("content-type") for name in row}
-    return [{
-        "data": {name: shown(value) for name, value in row.items()},
-        "kinds": kinds,
-        "headers": {name: context.get_request_header(0, name) for name in names},
-        "id": context.get_request_id(0),
-    }]
-"""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("predictions")
-    models = [
-        Model("hello", write_handler(folder / "hello", HELLO), implementation=_TS, extra=_SHIM, version="1.0"),
-        Model("echo", write_handler(folder / "echo", _ECHO), implementation=_TS, extra=_SHIM),
-        Model("assistant", write_handler(folder / "assistant", _ECHO), implementation=_TS, extra=_SHIM, version="1.0"),
-        Model("tokens", str(tiny_model)),
-    ]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    prefix = "MLSERVER_TORCH_STREAM"
-    environment = {f"{prefix}_MAX_BODY_BYTES": str(_MOST_BYTES), f"{prefix}_STALLED_READER_TIMEOUT": "2"}
-    with serve(folder / "models", models, settings=settings, environment=environment) as running:
-        yield running
+def server(predictions_server: Server) -> Server:
+    return predictions_server
 
 
 def _post(server: Server, path: str = "predictions/echo", **options: Any) -> httpx.Response:
@@ -317,8 +243,8 @@ def test_a_model_that_generates_tokens_is_refused_with_its_own_paths(server: Ser
 
 
 def test_a_body_over_the_bound_is_413(server: Server) -> None:
-    assert _got(_post(server, content=b"x" * _MOST_BYTES))["id"]
-    large = b"x" * (_MOST_BYTES + 1)
+    assert _got(_post(server, content=b"x" * MOST_BYTES))["id"]
+    large = b"x" * (MOST_BYTES + 1)
     for body in (large, iter([large])):
         assert _error(_post(server, content=body))[:2] == (413, "TooLongFrameException")
 
@@ -337,7 +263,7 @@ def test_the_handler_sees_the_id_and_the_headers_of_its_request(server: Server) 
     headers = {"x-request-id": "mine-2", "X-Own": "yes", "ts_request_sequence_id": "s-1"}
     got = _got(_post(server, content=b"", headers=headers))
     assert got["id"] == "mine-2"
-    assert got["headers"] == {"explain": "False", "x-own": "yes", "X-Own": "yes", "ts_request_sequence_id": "s-1"}
+    assert got["headers"] == {"explain": "False", "url_path": "", "x-own": "yes", "ts_request_sequence_id": "s-1"}
 
 
 def test_explanations_and_kserves_v1_paths_lead_to_the_handler(server: Server) -> None:
@@ -375,10 +301,9 @@ def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(server: Ser
 
 @pytest.mark.slow
 def test_at_sigterm_a_stream_in_flight_breaks_off_and_new_requests_are_refused(tmp_path: Path) -> None:
-    models = [Model("echo", write_handler(tmp_path / "echo", _ECHO), implementation=_TS, extra=_SHIM)]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    models = [Model("echo", write_handler(tmp_path / "echo", ECHO), implementation=TORCHSERVE, extra=SHIM)]
     environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "3"}
-    with serve(tmp_path / "models", models, settings=settings, environment=environment) as running:
+    with serve(tmp_path / "models", models, settings=SETTINGS, environment=environment) as running:
         url = f"{running.url}/predictions/echo"
         with (
             pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"),
@@ -418,8 +343,12 @@ def test_the_commands_of_the_page_reach_the_handler(server: Server, tmp_path: Pa
         {"body": ["bytearray", "hello\n"]},
         {"body": ["str", "hello"]},
         {"body": ["dict", {"instances": [1]}]},
+        answers[6],
+        {"size": ["bytearray", "224"], "body": ["str", "hello"]},
+        {"body": ["str", "hello"]},
         {"status": "Healthy"},
     ]
+    assert answers[6]["info"]["title"] == "RESTful API for: assistant"
 
 
 # "die" ends the worker, and no later one comes up.
@@ -442,9 +371,8 @@ def test_ping_says_which_part_of_the_models_is_healthy(tmp_path: Path) -> None:
     models = []
     for name in ("one", "two"):
         source = f"MARK = {str(tmp_path / name / 'mark')!r}\n{_DIES}"
-        models.append(Model(name, write_handler(tmp_path / name, source), implementation=_TS, extra=_SHIM))
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(tmp_path / "models", models, settings=settings) as running:
+        models.append(Model(name, write_handler(tmp_path / name, source), implementation=TORCHSERVE, extra=SHIM))
+    with serve(tmp_path / "models", models, settings=SETTINGS) as running:
         for name, expected in (("one", (200, "Partial Healthy")), ("two", (503, "Unhealthy"))):
             assert _post(running, f"predictions/{name}", content=b"x").text == "fine"
             code, kind, message = _error(_post(running, f"predictions/{name}", content=b"die"))

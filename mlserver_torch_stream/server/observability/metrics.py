@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.process_resources import ProcessResources
-from mlserver_torch_stream.server.observability import vllm_names
+from mlserver_torch_stream.server.observability import torchserve_names, vllm_names
 from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics, Labels
 from mlserver_torch_stream.server.observability.request_metrics import ModelRequests, RequestMetrics
 
@@ -66,6 +66,7 @@ class TokenMetrics(Collector):
 
     def __init__(self, engines: EngineMetrics, requests: RequestMetrics) -> None:
         self.vllm_names = False
+        self.torchserve_names = False
         self._engines = engines
         self._requests = requests
 
@@ -78,6 +79,8 @@ class TokenMetrics(Collector):
         yield from self._own(gauges, counters, requests)
         if self.vllm_names:
             yield from vllm_names.families(gauges, counters, requests)
+        if self.torchserve_names:
+            yield from torchserve_names.families(requests)
 
     def _own(
         self,

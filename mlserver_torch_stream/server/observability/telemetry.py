@@ -36,6 +36,7 @@ def install(
     """Called once for a server."""
     settings = server._settings
     metrics.vllm_names = options.vllm_metric_names
+    metrics.torchserve_names = options.torchserve_metric_names
     PrometheusEndpoint._registry = property(lambda endpoint: _registry(endpoint._settings, metrics))
     routes = [Route(_HEALTH, partial(_health, server))]
     if settings.metrics_endpoint:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from uuid import uuid4
 
 import orjson
@@ -27,7 +28,8 @@ from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.batches.service import BatchService
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import ClientLeft, parse_object, read_body
-from mlserver_torch_stream.server.rest.connection import abort, watched
+from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
+from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.file_upload import receive_file
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 
@@ -117,7 +119,8 @@ class _BatchEndpoints:
         files = self._service.places.files
         file = await files.get(request.path_params["file_id"])
         pieces = files.content(file)
-        return _Download(file["bytes"], await anext(pieces, b""), pieces)
+        stalled_after = self._options.stalled_reader_timeout
+        return _Download(file["bytes"], await anext(pieces, b""), pieces, stalled_after)
 
     async def create_batch(self, request: Request) -> Response:
         runner = self._service.runner
@@ -140,26 +143,34 @@ def _json(body: JsonObject) -> Response:
 
 
 class _Download(Response):
-    """A file in pieces. The first one was read before the status was chosen."""
+    """A file in pieces. The first one was read before the status was chosen. ``stalled_after``: in seconds."""
 
-    def __init__(self, size: int, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, size: int, first: bytes, rest: AsyncGenerator[bytes, None], stalled_after: float) -> None:
         super().__init__(headers={"content-length": str(size)}, media_type="application/octet-stream")
         self._first = first
         self._rest = rest
+        self._stalled_after = stalled_after
         self._left = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._rest), watched(receive, self._leave):
+        notice_lag_early(scope)
+        stalled = partial(self._stalled, scope)
+        chunks = ChunkStream(send, stalled_after=self._stalled_after, stalled=stalled, headers=self.raw_headers)
+        async with aclosing(self._rest), watched(receive, self._leave), chunks:
             try:
                 piece: bytes | None = self._first
                 while piece is not None and not self._left:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await chunks.write(piece)
                     piece = await anext(self._rest, None)
-                await send({"type": "http.response.body", "body": b""})
+                await chunks.write(b"", more=False)
             except RequestError as error:
                 logger.error(f"The content of a file breaks off: {error.message}")
                 abort(scope)
 
     def _leave(self) -> None:
         self._left = True
+
+    def _stalled(self, scope: Scope) -> None:
+        logger.warning(f"A client has read nothing of a file for {self._stalled_after:g} s: its download is cut")
+        self._leave()
+        abort(scope)

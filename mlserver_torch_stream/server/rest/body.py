@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
+from mlserver_torch_stream.protocol.bounded_json import parse_bounded
 
 JSON_LENGTH = "inference-header-content-length"
 _LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space behind a header's value is no part of it
@@ -81,18 +81,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def parse_json(raw: bytes) -> Any:
     """Raises InvalidInput."""
     try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        reason = error if _is_text(raw) else "it is not UTF-8 text"
-        raise InvalidInput("body", f"is not valid JSON ({reason})") from None
-
-
-def _is_text(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        return parse_bounded(raw)
+    except ValueError as error:
+        raise InvalidInput("body", str(error)) from None
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:

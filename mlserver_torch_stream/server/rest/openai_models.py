@@ -1,4 +1,4 @@
-"""OpenAI's list of models, its object of one of them, the OpenAPI document of what they take, and what is not served.
+"""OpenAI's list of models, its object of one of them, and the OpenAPI document of what they take.
 
 Knows nothing of how a model is asked. Models of other runtimes, and handlers, which generate no tokens, are not listed.
 """
@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from mlserver_torch_stream.errors import NotServing, UnknownModel
 from mlserver_torch_stream.protocol.openai_document import openai_document
-from mlserver_torch_stream.protocol.openai_error import error_object
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
@@ -32,7 +31,6 @@ def add_routes(server: RESTServer) -> None:
     models = OpenAIModels(server._data_plane)
     for prefix in OPENAI_PREFIXES:
         server._app.router.routes[:0] = [
-            Route(f"{prefix}/responses", _not_implemented, methods=["POST"], name=_NAME),
             Route(f"{prefix}/openapi.json", _document, methods=["GET"], name=_NAME),
             Route(f"{prefix}/models", models.listed, methods=["GET"], name=_NAME),
             Route(f"{prefix}/models/{{model_name:path}}", models.one, methods=["GET"], name=_NAME),
@@ -46,36 +44,32 @@ class OpenAIModels:
         self._data_plane = data_plane
 
     async def listed(self, request: Request) -> JSONResponse:
-        return _answer(request, 200, {"object": "list", "data": [_shown(model) for model in self._models().values()]})
+        shown = [shown_model(model) for model in self._models().values()]
+        return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
         name = request.path_params["model_name"]
         model = self._models().get(name)
         if model is None:
-            return _answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
-        return _answer(request, 200, _shown(model))
+            return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
+        return openai_answer(request, 200, shown_model(model))
 
     def _models(self) -> dict[str, MLModel]:
         named = {name: each.default for name, each in self._data_plane._model_registry._models.items()}
         return {name: model for name, model in sorted(named.items()) if hasattr(model, "generator")}
 
 
-async def _not_implemented(request: Request) -> JSONResponse:
-    message = f"{request.url.path} is not implemented by this runtime; use /v1/chat/completions"
-    return _answer(request, 404, {"error": error_object(404, message, code="unknown_url")})
-
-
 async def _document(request: Request) -> JSONResponse:
-    return _answer(request, 200, openai_document())
+    return openai_answer(request, 200, openai_document())
 
 
-def _shown(model: MLModel) -> dict[str, Any]:
+def shown_model(model: MLModel) -> dict[str, Any]:
     shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
     with suppress(NotServing):
         shown["max_model_len"] = model.generator(EndpointKind.REST_UNARY).info.max_model_len
     return shown
 
 
-def _answer(request: Request, status: int, body: dict[str, Any]) -> JSONResponse:
+def openai_answer(request: Request, status: int, body: dict[str, Any]) -> JSONResponse:
     request_id = OPENAI_CHAT.request_id({}, request.headers) or str(uuid4())
     return JSONResponse(body, status, dict(OPENAI_CHAT.headers(request_id)))

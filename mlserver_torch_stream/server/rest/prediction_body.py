@@ -34,7 +34,7 @@ async def read_fields(body: bytes, content_type: str) -> list[BodyField]:
     if kind == _MULTIPART:
         return await _multipart(body, content_type)
     if kind == _URL_ENCODED:
-        return _url_encoded(body)
+        return url_encoded(body)
     return [BodyField("body", kind, body)]
 
 
@@ -72,7 +72,8 @@ class _FormFields:
             self.found.append(BodyField(self._name, self._kind, bytes(self._value)))
 
 
-def _url_encoded(body: bytes) -> list[BodyField]:
+def url_encoded(body: bytes) -> list[BodyField]:
+    """The fields of a form, or of the part of a URL behind its question mark. Raises InvalidInput."""
     pairs = [pair for pair in body.split(b"&") if pair]
     _check_count(len(pairs) - 1)
     fields = []

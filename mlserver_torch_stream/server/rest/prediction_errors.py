@@ -5,6 +5,8 @@ Knows no route. The types are the names of TorchServe's exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import orjson
 
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, RequestError
@@ -27,6 +29,13 @@ class NoSuchVersion(RequestError):
         super().__init__(f"Model version: {version} does not exist for model: {name}")
 
 
+class NoSuchPath(RequestError):
+    status = 404
+
+    def __init__(self, rest: str, paths: Sequence[str]) -> None:
+        super().__init__(f"Unknown API endpoint: {rest}; there are {', '.join(paths)}")
+
+
 class WrongMethod(RequestError):
     status = 405
 
@@ -38,6 +47,7 @@ class WrongMethod(RequestError):
 _TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
     (NoSuchModel, "ModelNotFoundException", None),
     (NoSuchVersion, "ModelVersionNotFoundException", None),
+    (NoSuchPath, "ResourceNotFoundException", None),
     (WrongMethod, "MethodNotAllowedException", None),
     (InvalidInput, "BadRequestException", 400),
     (UnknownCoding, "BadRequestException", None),

@@ -17,25 +17,29 @@ from mlserver.logging import logger
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.torchserve_document import model_document
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields
+from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields, url_encoded
 from mlserver_torch_stream.server.rest.prediction_errors import (
     NoSuchModel,
     NoSuchVersion,
     WrongMethod,
+    as_json,
     status_and_body,
 )
 from mlserver_torch_stream.server.rest.prediction_head import body_of, check_status, reply_headers, request_id_of
-from mlserver_torch_stream.server.rest.refusal import as_refusal, send_refusal, send_whole
+from mlserver_torch_stream.server.rest.prediction_path import PredictionPath
+from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 _METHODS = ("POST", "PUT")
+_MODEL_PATHS = ("/predictions/{}", "/v1/models/{}:predict", "/v2/models/{}/infer")  # of a handler
 _CLOSING_S = 60.0  # for a client to read what precedes the end of a broken stream
 
 
@@ -75,11 +79,16 @@ class RunsHandler(Protocol):
 
 @dataclass(frozen=True)
 class PredictionEndpoint:
-    """The ASGI application of one path. ``explain``: the handler is asked for an explanation."""
+    """The ASGI application of one path. ``explain``: the handler is asked for an explanation.
+
+    ``takes_query``: the parameters behind the path are fields, too.
+    """
 
     data_plane: DataPlane
     options: ServerOptions
+    tokens: TokenPredictions
     explain: bool = False
+    takes_query: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _Prediction(self, scope, receive, send)
@@ -88,7 +97,7 @@ class PredictionEndpoint:
         except ClientLeft:
             pass
         except _BrokenStream as broken:
-            logger.warning(f"A stream of model '{request.name}' breaks off: {broken.__cause__}")
+            logger.warning(f"A stream of model '{request.path.name}' breaks off: {broken.__cause__}")
             await break_off(scope, receive, _CLOSING_S)
         except asyncio.CancelledError:
             if not request.left:
@@ -105,10 +114,8 @@ class _Prediction:
     """One request to the endpoint."""
 
     def __init__(self, endpoint: PredictionEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path_params"]
-        self.name: str = path["model_name"]
+        self.path = PredictionPath.of(scope["path_params"], endpoint.data_plane._model_registry)
         self.left = False
-        self._version: str | None = path.get("model_version")
         self._headers = Headers(scope=scope)
         self._request_id = request_id_of(self._headers)
         self._endpoint = endpoint
@@ -119,14 +126,19 @@ class _Prediction:
         self._send = send
 
     async def serve(self) -> None:
-        if self._scope["method"] not in _METHODS:
+        method, path, endpoint = self._scope["method"], self.path, self._endpoint
+        if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        self._model = self._find()
-        self._refuse_token_model()
-        options, data_plane = self._endpoint.options, self._endpoint.data_plane
-        body = await read_body(self._scope, self._receive, options.max_body_bytes)
-        fields = await read_fields(body, self._headers.get("content-type", ""))
-        async with data_plane._infer_contextmanager(self.name, self._version) as model:
+        model = self._find()
+        if method == "OPTIONS":
+            await self._describe(model)
+            return
+        self._model = model
+        if not hasattr(model, "open_prediction"):
+            await endpoint.tokens.serve(path, model, self._scope, self._receive, self._send)
+            return
+        fields = await self._fields()
+        async with endpoint.data_plane._infer_contextmanager(path.name, path.version) as model:
             reply = self._open(model, fields)
             try:
                 async with watched(self._receive, partial(self._leave, reply)), aclosing(reply.pieces()) as pieces:
@@ -144,21 +156,29 @@ class _Prediction:
         await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
 
     def _find(self) -> Any:
-        registry = self._endpoint.data_plane._model_registry
-        model = find_model(registry, self.name, self._version)
+        registry, path = self._endpoint.data_plane._model_registry, self.path
+        model = find_model(registry, path.name, path.version)
         if model is not None:
             return model
-        if self._version is None or find_model(registry, self.name, None) is None:
-            raise NoSuchModel(self.name)
-        raise NoSuchVersion(self.name, self._version)
+        if path.version is None or find_model(registry, path.name, None) is None:
+            raise NoSuchModel(path.name)
+        raise NoSuchVersion(path.name, path.version)
 
-    def _refuse_token_model(self) -> None:
-        if not hasattr(self._model, "open_prediction"):
-            message = f"{self.name} generates tokens and runs no TorchServe handler: ask it at /v1/chat/completions"
-            raise InvalidInput("model", f"{message} or /v2/models/{self.name}/generate")
+    async def _describe(self, model: Any) -> None:
+        """TorchServe's answer to OPTIONS: an OpenAPI document of the model's paths."""
+        name = self.path.name
+        own = tuple(path.format(name) for path in _MODEL_PATHS)
+        paths = own if hasattr(model, "open_prediction") else self._endpoint.tokens.paths(name)
+        body = as_json(model_document(name, paths))
+        await send_json(self._send, 200, body, reply_headers(self._request_id))
+
+    async def _fields(self) -> list[BodyField]:
+        body = await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes)
+        fields = await read_fields(body, self._headers.get("content-type", ""))
+        return [*url_encoded(self._scope["query_string"]), *fields] if self._endpoint.takes_query else fields
 
     def _open(self, model: RunsHandler, fields: Sequence[BodyField]) -> PieceReply:
-        headers = {**self._headers, "explain": str(self._endpoint.explain)}
+        headers = {**self._headers, "url_path": self.path.rest, "explain": str(self._endpoint.explain)}
         reply = model.open_prediction(fields, headers, self._request_id, EndpointKind.REST_STREAM)
         self._opened = True
         return reply
@@ -170,6 +190,7 @@ class _Prediction:
         headers = reply_headers(self._request_id, first.content_type, first.headers)
         if first.last:
             await send_whole(self._send, first.status, body_of(first.status, first.value), headers)
+            await anext(pieces, None)  # there is none: the request has ended well
             return
         notice_lag_early(self._scope)
         headers.append((b"x-accel-buffering", b"no"))  # nginx would collect the chunks
@@ -196,6 +217,6 @@ class _Prediction:
 
     def _stalled(self, reply: PieceReply) -> None:
         seconds = self._endpoint.options.stalled_reader_timeout
-        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self.path.name}' has read nothing for {seconds:g} s: its stream is cut")
         self._leave(reply)
         abort(self._scope)

@@ -1,9 +1,11 @@
-"""TorchServe's routes: predictions and explanations of handlers, KServe's V1 spelling of both, and ``/ping``.
+"""TorchServe's routes: predictions and explanations, KServe's V1 spelling of both, ``/ping`` and descriptions.
 
 Knows nothing of how a request is served. Paths of other runtimes' models are left to MLServer.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from mlserver.registry import MultiModelRegistry
 from mlserver.rest.server import RESTServer
@@ -12,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.torchserve_document import server_document
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.options import ServerOptions
@@ -19,38 +23,57 @@ from mlserver_torch_stream.server.rest.prediction_errors import as_json
 from mlserver_torch_stream.server.rest.prediction_head import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint
 from mlserver_torch_stream.server.rest.routes import all_models, find_model
+from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
-# Path, whether it asks for an explanation, and the methods that the route matches; None: the endpoint refuses others.
-_PATHS: tuple[tuple[str, bool, list[str] | None], ...] = (
-    ("/predictions/{model_name}", False, None),
-    ("/predictions/{model_name}/{model_version}", False, None),
-    ("/explanations/{model_name}", True, None),
-    ("/explanations/{model_name}/{model_version}", True, None),
-    ("/v1/models/{model_name}:predict", False, ["POST"]),
-    ("/v1/models/{model_name}:explain", True, ["POST"]),
+
+@dataclass(frozen=True)
+class _Path:
+    """``methods``: those that the route matches; None: the endpoint refuses others. ``legacy``: one that TorchServe has
+    kept from its predecessor, where the query's parameters are fields, and which may be another's if no model of ours
+    has the name."""
+
+    path: str
+    explain: bool = False
+    methods: list[str] | None = None
+    legacy: bool = False
+
+
+_PATHS = (
+    _Path("/predictions/{model_name}"),
+    _Path("/predictions/{model_name}/{model_version}"),
+    _Path("/predictions/{model_name}/{model_version}/{url_path:path}"),
+    _Path("/explanations/{model_name}", explain=True),
+    _Path("/explanations/{model_name}/{model_version}", explain=True),
+    _Path("/explanations/{model_name}/{model_version}/{url_path:path}", explain=True),
+    _Path("/v1/models/{model_name}:predict", methods=["POST"]),
+    _Path("/v1/models/{model_name}:explain", explain=True, methods=["POST"]),
+    _Path("/models/{model_name}/invoke", legacy=True),
+    _Path("/{model_name}/predict", legacy=True),
+    _Path("/{model_name}/{model_version}/predict", legacy=True),
 )
 
 
 def add_routes(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle) -> None:
     """Called once for a server, when its first model of ours is registered."""
     data_plane = server._data_plane
-    registry = data_plane._model_registry
+    registry, tokens = data_plane._model_registry, TokenPredictions(data_plane, options)
     server._app.router.routes[:0] = [
         *(
-            _PredictionRoute(path, PredictionEndpoint(data_plane, options, explain), methods, registry)
-            for path, explain, methods in _PATHS
+            _PredictionRoute(each, PredictionEndpoint(data_plane, options, tokens, each.explain, each.legacy), registry)
+            for each in _PATHS
         ),
         Route("/ping", _Ping(registry, lifecycle).answer, methods=["GET"], name="torch_stream:/ping"),
+        Route("/api-description", _describe, methods=["GET"], name="torch_stream:/api-description"),
+        _DescriptionRoute("/", _describe, methods=["OPTIONS"], name="torch_stream:/"),
     ]
 
 
 class _PredictionRoute(Route):
-    """Matches paths of our models, and of names that no model has."""
+    """Matches paths of our models, and of names that no model has, unless others may serve those."""
 
-    def __init__(
-        self, path: str, endpoint: PredictionEndpoint, methods: list[str] | None, registry: MultiModelRegistry
-    ) -> None:
-        super().__init__(path, endpoint, methods=methods, name=f"torch_stream:{path}")
+    def __init__(self, path: _Path, endpoint: PredictionEndpoint, registry: MultiModelRegistry) -> None:
+        super().__init__(path.path, endpoint, methods=path.methods, name=f"torch_stream:{path.path}")
+        self._unknown = not path.legacy
         self._registry = registry
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -61,7 +84,19 @@ class _PredictionRoute(Route):
 
     def _is_ours(self, name: str) -> bool:
         model = find_model(self._registry, name, None)
-        return model is None or is_ours(model)
+        return self._unknown if model is None else is_ours(model)
+
+
+class _DescriptionRoute(Route):
+    """Leaves other methods of its path to MLServer."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return (match, child) if match is Match.FULL else (Match.NONE, {})
+
+
+async def _describe(request: Request) -> Response:
+    return _torchserves(request, 200, server_document())
 
 
 class _Ping:
@@ -73,15 +108,16 @@ class _Ping:
 
     async def answer(self, request: Request) -> Response:
         status = self._status()
-        response = Response(as_json({"status": status}), 503 if status == "Unhealthy" else 200)
-        response.raw_headers += [
-            (b"content-type", b"application/json"),
-            *reply_headers(request_id_of(request.headers)),
-        ]
-        return response
+        return _torchserves(request, 503 if status == "Unhealthy" else 200, {"status": status})
 
     def _status(self) -> str:
         ready = [bool(model.ready) for model in all_models(self._registry)]
         if self._lifecycle.shutdown_reason is not None or (ready and not any(ready)):
             return "Unhealthy"
         return "Healthy" if all(ready) else "Partial Healthy"
+
+
+def _torchserves(request: Request, status: int, body: JsonObject) -> Response:
+    response = Response(as_json(body), status)
+    response.raw_headers += [(b"content-type", b"application/json"), *reply_headers(request_id_of(request.headers))]
+    return response

@@ -63,10 +63,11 @@ class TokenReply:
         encode = self._encoder.event
         async for event in self._events():
             self.error = self.error or event.error
-            messages = encode(event)
-            self._begun = True
-            for message in messages:
-                yield message
+            for part in event.split_failure():
+                messages = encode(part)
+                self._begun = True
+                for message in messages:
+                    yield message
 
     async def whole(self) -> JsonObject:
         """All that was generated, as one reply."""
@@ -94,7 +95,7 @@ class TokenReply:
         assert self._stream is not None
         unfinished = len(self._request.prompts) * self._request.sampling.n
         async for event in self._stream:
-            if event.error is not None and not self._begun:
+            if event.error is not None and not self._begun and not event.size:
                 raise as_request_error(event.error)
             unfinished -= event.finish_reason is not None
             yield event

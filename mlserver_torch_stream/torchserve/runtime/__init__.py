@@ -22,9 +22,11 @@ from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import join_mlservers_log
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.endpoints import Context
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
+from mlserver_torch_stream.torchserve.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.torchserve.handler_request import RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build
 from mlserver_torch_stream.torchserve.runtime.description import describe_pool
@@ -45,6 +47,7 @@ class TorchServeRuntime(BaseRuntime):
         loop = asyncio.get_running_loop()
         with self._loading():
             built = await self._slot.load(lambda _: build(self.settings, loop))
+        HANDLER_METRICS.torchserve_names = read_options().torchserve_metric_names
         logger.info(f"Model '{self.name}': {built.summary}")
         return True
 

@@ -16,20 +16,21 @@ from mlserver_torch_stream.types import FinishReason
 
 
 class HandlerRequestObserver(TimedRequest):
-    """Its record has no token counts and no time in the queue: a handler's pieces need not be tokens."""
+    """Its record has no token counts: a handler's pieces need not be tokens."""
 
     def __init__(self, record: RequestRecord, handler_metrics: HandlerMetrics) -> None:
         super().__init__(record)
         self._handler_metrics = handler_metrics
 
-    def piece(self) -> None:
+    def piece(self, queued_s: float | None) -> None:
         if self.record.ttft_s is None:
+            self.record.queue_s = queued_s
             self.first_event(time.monotonic())
 
     def count(self) -> None:
         outcome, reason = self._outcome()
         self._handler_metrics.requests[outcome] += 1
-        self.metrics.ended(reason, self.record.e2e_s)
+        self.metrics.ended(reason, self.record.e2e_s, self.record.queue_s or 0.0)
 
     def _outcome(self) -> tuple[str, str]:
         """For the handler's own metric and for the metric of all requests."""

@@ -101,7 +101,7 @@ class HandlerReply:
             if self._closed:
                 self._job.close()
             async for piece in self._job:
-                self._observer.piece()
+                self._observer.piece(self._job.queued_s)
                 last = piece.last
                 yield piece
             if not last and self._closed:

@@ -1,0 +1,62 @@
+"""JSON of more lists and objects than a server can read beside its streams is refused before it is read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+import pytest
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.bounded_json import MOST_CONTAINERS, parse_bounded
+from mlserver_torch_stream.protocol.values import parse_json
+from mlserver_torch_stream.server.rest.body import parse_object
+
+_MANY = MOST_CONTAINERS + 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": [' + b"[]," * MOST_CONTAINERS + b"1]}",
+        b'{"a": [' + b"{}," * MOST_CONTAINERS + b"1]}",
+        b'{"a": ["\\"", ' + b'"[",[],' * MOST_CONTAINERS + b"1]}",
+        b"[" * _MANY,  # no JSON at all: the bound comes first
+    ],
+    ids=["lists", "objects", "among strings", "open"],
+)
+def test_too_many_lists_and_objects_are_refused_before_they_are_read(raw: bytes) -> None:
+    with pytest.raises(ValueError, match=f"holds more than {MOST_CONTAINERS} lists and objects"):
+        parse_bounded(raw)
+    with pytest.raises(ValueError, match="holds more than"):
+        parse_json(raw.decode())
+    with pytest.raises(InvalidInput, match=r"^body: holds more than"):
+        parse_object(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [[]] * (MOST_CONTAINERS - 2)},
+        {"prompt": "[{" * _MANY},
+        {"prompt": '\\"[' * _MANY, "b": "\\", "c": ["[", "{"] * 10},
+        ["[\\", "\\\\[", "\\\\\\", "["] * MOST_CONTAINERS,
+        [],
+    ],
+    ids=["most", "in a string", "behind escapes", "in strings", "none"],
+)
+def test_brackets_in_strings_do_not_count(value: Any) -> None:
+    assert parse_bounded(orjson.dumps(value)) == value
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"NaN", b'"\xff"', b'"\\ud800"', b"[" * 5000])
+def test_what_is_no_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        parse_bounded(raw)
+
+
+def test_a_lone_surrogate_of_a_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="it is not UTF-8 text"):
+        parse_json('"\ud800"')
+    assert math.isclose(parse_json("0.5"), 0.5)

@@ -1,0 +1,74 @@
+"""A sequence that fails while its reader lags: the text that the reader has not had comes before the error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
+from mlserver_torch_stream.generation import Opened
+from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
+from mlserver_torch_stream.protocol.spellings import REST_ROUTES
+from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.streams.token_reply import TokenReply
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, SamplingParameters, TextPrompt, TokenEvent
+
+_SPELLINGS = {type(each).__name__: each for row in REST_ROUTES if row.streaming is not False for each in row.spellings}
+
+
+def _streamed(spelling: Spelling, *events: TokenEvent) -> list[dict[str, Any]]:
+    """The messages of a stream all of whose events were there before its reader looked."""
+
+    async def start(opened: Opened) -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), 1, lambda: None)
+        for event in events:
+            mailbox.deliver(event)
+        opened(mailbox)
+
+    async def read() -> list[dict[str, Any]]:
+        request = GenerationRequest("r", (TextPrompt("x"),), SamplingParameters())
+        reply = TokenReply(request, spelling, ReplyContext("m"), start)
+        bodies = []
+        try:
+            async for body in reply.bodies():
+                bodies.append(body)
+        except Exception as error:
+            if not bodies:
+                raise
+            bodies += reply.failure(as_refusal(error))
+        return bodies
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("spelling", _SPELLINGS.values(), ids=list(_SPELLINGS))
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        (FinishReason.ERROR, GenerationFailed("it broke")),
+        (FinishReason.TIMEOUT, TimedOut("it broke")),
+        (FinishReason.ABORT, NotServing("it broke")),
+    ],
+)
+def test_text_that_a_failure_was_merged_with_is_sent_before_it(
+    spelling: Spelling, reason: FinishReason, error: Exception
+) -> None:
+    bodies = _streamed(
+        spelling,
+        TokenEvent(0, "so ", (7,)),
+        TokenEvent(0, "far", (8,)),
+        TokenEvent(0, finish_reason=reason, error=error),
+    )
+    *said, failure = [orjson.dumps(body) for body in bodies]
+    assert b"it broke" in failure and b"so far" not in failure
+    assert sum(b"so far" in each for each in said) == 1 and not any(b"it broke" in each for each in said)
+
+
+@pytest.mark.parametrize("spelling", _SPELLINGS.values(), ids=list(_SPELLINGS))
+def test_a_failure_without_text_is_raised_as_long_as_nothing_was_sent(spelling: Spelling) -> None:
+    with pytest.raises(TimedOut, match="late"):
+        _streamed(spelling, TokenEvent(0, finish_reason=FinishReason.TIMEOUT, error=TimedOut("late")))
