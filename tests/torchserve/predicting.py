@@ -68,7 +68,7 @@ def handle(data, context):
         while True:
             send(["piece" * (1 if text == "endless" else 100000)], context.request_ids, "ok", 200, context)
             time.sleep(0.01)
-    names = ("explain", "url_path", "x-own", "ts_request_sequence_id")
+    names = ("explain", "url_path", "x-own", "X-Own", "ts_request_sequence_id")
     kinds = {name: (context.get_request_header(0, name) or {}).get("content-type") for name in row}
     return [{
         "data": {name: shown(value) for name, value in row.items()},

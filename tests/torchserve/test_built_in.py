@@ -23,6 +23,7 @@ from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, Hand
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.sparse import sparse_bucket
+from tests.torchserve.vision import write_site
 from tests.torchserve.workshop import outcome, run, running, texts
 from tests.waiting import wait_until
 
@@ -32,17 +33,6 @@ needs_torchvision = pytest.mark.skipif(
     None in (importlib.util.find_spec("captum"), importlib.util.find_spec("torchvision")),
     reason="torchvision or captum is not installed",
 )
-# The torchvision of PyPI is made for GPUs: beside a torch without them its own operators, of which these handlers use
-# none, cannot be loaded, and nothing of it can be imported unless somebody says what two of them look like.
-_OPERATORS = """
-import importlib.util, pathlib, torch
-try:
-    torch.ops.load_library(str(pathlib.Path(importlib.util.find_spec("torchvision").origin).parent / "_C.so"))
-except OSError:
-    for name in ("nms", "qnms"):
-        spelled = f"torchvision::{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        torch.library.define(spelled.partition("(")[0], spelled[spelled.index("("):])
-"""
 _TEXT = """
 import torch
 
@@ -131,9 +121,7 @@ def test_text_classifier_names_its_classes_and_explains_them(tmp_path: Path) -> 
 @pytest.fixture
 def vision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An archive's folder; workers can import torchvision."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(_OPERATORS)
-    found = os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
+    found = os.pathsep.join(filter(None, (write_site(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", found)
     (tmp_path / "archive").mkdir()
     return tmp_path / "archive"

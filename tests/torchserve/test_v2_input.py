@@ -33,7 +33,14 @@ def test_a_sequence_ends_by_its_id_only() -> None:
     assert ends.headers["ts_request_sequence_end"] == "true"
     with pytest.raises(InvalidInput, match="sequence_id: is needed"):
         _read({"sequence_end": True}, sequenceBatching=True)
-    assert _read({}, sequenceBatching=True).sequence_id is None
+
+
+def test_a_request_without_a_sequence_begins_one() -> None:
+    """With ``sequenceBatching`` only, and as TorchServe names it."""
+    begun = _read({}, sequenceBatching=True)
+    assert begun.sequence_id is not None and begun.sequence_id.startswith("ts-seq-")
+    assert begun.headers == {"ts_request_sequence_id": begun.sequence_id, "ts_request_sequence_start": "true"}
+    assert _read({}).sequence_id is None
 
 
 def test_torchserves_variables_name_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from mlserver_torch_stream.server.process_state import LIFECYCLE
 
 EncodedHeaders = list[tuple[bytes, bytes]]
 _INTERNAL = "internal server error"
+_NO_CONTENT = 204  # has no content-length, says RFC 9110
 
 
 def as_refusal(error: Exception) -> RequestError:
@@ -45,6 +46,6 @@ async def send_json(send: Send, status: int, body: bytes, headers: EncodedHeader
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
-    always = [(b"content-length", str(len(body)).encode())]
+    always = [] if status == _NO_CONTENT else [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
     await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Dict
 
 from ts.context import Context, RequestProcessor
 
@@ -31,7 +31,19 @@ class WorkerRequest:
 
     def processor(self) -> RequestProcessor:
         parts = {name: {"content-type": content_type} for name, content_type, _ in self.parts}
-        return RequestProcessor({**parts, **self.headers})
+        return RequestProcessor(_Headers({**parts, **self.headers}))
+
+
+class _Headers(Dict[str, Any]):
+    """Headers in lower case, which a handler may ask for as the client has spelled them, as in TorchServe."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, super().get(key.lower(), default))
+
+    def __missing__(self, key: str) -> Any:
+        if key == key.lower():
+            raise KeyError(key)
+        return self[key.lower()]
 
 
 class HandlerContext(Context):  # type: ignore[misc]

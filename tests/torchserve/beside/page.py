@@ -1,0 +1,81 @@
+"""The pages of docs/torchserve/ that tests make: tables of what was measured, and the comparison with what is there.
+
+Knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from tests.markdown import ROOT, read
+from tests.torchserve.beside.cases import Case
+from tests.torchserve.beside.replies import Reply
+
+_WRITE = "WRITE_TORCHSERVE_PAGES"
+_LONGEST = 200  # characters of a body that a cell shows
+# Headers that every reply of TorchServe has; a cell shows them where the two have different ones.
+_USUAL = frozenset({"pragma", "cache-control", "expires", "x-request-id"})
+_OF_THE_BODY = frozenset({"content-length", "transfer-encoding"})
+
+Measured = tuple[Case, Sequence[Reply], Sequence[Reply]]
+
+
+def hold(page: str, text: str) -> None:
+    """Fails if the page does not say this. With the variable WRITE_TORCHSERVE_PAGES it is written instead."""
+    path = ROOT / page
+    if os.environ.get(_WRITE):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    said = read(page) if path.exists() else ""
+    assert said == text, f"{page} is not what was measured; {_WRITE}=1 writes it anew"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+def sections(measured: Mapping[str, Sequence[Measured]]) -> list[str]:
+    lines = []
+    for heading, rows in measured.items():
+        lines += ["", f"## {heading}", ""]
+        lines += table(("case", "request", "TorchServe 0.12", "here", "why"), (_row(*each) for each in rows))
+    return lines
+
+
+def _row(case: Case, theirs: Sequence[Reply], ours: Sequence[Reply]) -> list[str]:
+    asked = ["<br>".join(f"`{line}`" for line in case.requests), " (at once)" if case.together else ""]
+    pairs = list(zip(theirs, ours, strict=True))
+    same = not any(each.differs(other) for each, other in pairs)
+    cells = ["<br>".join(_shown(*pair) for pair in pairs), "<br>".join(_shown(*pair[::-1]) for pair in pairs)]
+    return [case.name, "".join(asked), cells[0], "the same" if same else cells[1], case.why]
+
+
+def _shown(reply: Reply, other: Reply) -> str:
+    """A reply in a cell: its status, the headers that matter, and its body."""
+    usual = {name for name in _USUAL if reply.headers.get(name) == other.headers.get(name, reply.headers.get(name))}
+    parts = [str(reply.status)] if reply.status else []
+    parts += [code(f"{name}: {reply.headers[name]}") for name in sorted({*reply.headers} - usual - _OF_THE_BODY)]
+    parts += [f"{len(reply.pieces)} chunks"] if "transfer-encoding" in reply.headers else []
+    parts += [code(text_of(piece)) for piece in reply.pieces if piece]
+    return ", ".join([*parts, *([reply.fault] if reply.fault else [])])
+
+
+def text_of(piece: bytes) -> str:
+    """A body in one line."""
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError:
+        text = repr(piece)
+    if not text.isprintable():
+        text = re.sub(r"\s+", " ", text).strip()
+    if not text.isprintable():
+        text = repr(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … ({len(piece)} bytes)"
+
+
+def code(text: str) -> str:
+    """As a code span."""
+    return f"`{text}`" if "`" not in text else f"`` {text} ``"

@@ -1,0 +1,56 @@
+"""The model store that both servers are given: archives with small handlers.
+
+Knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.torchserve.beside import handlers
+from tests.torchserve.workshop import write_mar
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One archive of the store."""
+
+    name: str
+    source: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    version: str = "1.0"
+    envelope: str | None = None
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}-{self.version}.mar"
+
+    def write(self, store: Path) -> None:
+        config = {"minWorkers": 1, "maxWorkers": 1, "deviceType": "cpu", **self.config}
+        model = {"modelName": self.name, "modelVersion": self.version, "handler": "handler.py"}
+        model["configFile"] = "model-config.yaml"
+        if self.envelope is not None:
+            model["envelope"] = self.envelope
+        files = {"handler.py": self.source, "model-config.yaml": json.dumps(config)}  # JSON is YAML
+        write_mar(store / self.file, files, model)
+
+
+_BATCH = {"batchSize": 2, "maxBatchDelay": 5000}
+_SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 20_000}
+STORE = (
+    Stored("echo", handlers.ECHO),
+    Stored("two", handlers.ECHO),
+    Stored("two", handlers.ECHO, version="2.0"),
+    Stored("do", handlers.DO),
+    Stored("short", handlers.DO, {"responseTimeout": 2}),
+    Stored("impatient", handlers.DO, {"clientTimeoutInMills": 1000}),
+    Stored("ticket", handlers.DO, {"useJobTicket": True}),
+    Stored("batch", handlers.BATCH, _BATCH),
+    Stored("class", handlers.CLASS),
+    Stored("stateful", handlers.STATEFUL, _SEQUENCES),
+)
+ENVELOPES = {name: Stored("enveloped", handlers.ENVELOPED, envelope=name) for name in ("body", "json", "kserve")}

@@ -1,0 +1,91 @@
+"""Our replies on TorchServe's paths beside those of TorchServe 0.12 itself: the page of cases is what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.torchserve.beside import page, servers
+from tests.torchserve.beside.cases import FILES, GROUPS, Case, Group
+from tests.torchserve.beside.page import Measured
+from tests.torchserve.beside.replies import Reply, ask
+from tests.torchserve.beside.servers import Addresses
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(servers.missing()), reason=servers.missing())]
+PAGE = "docs/torchserve/cases.md"
+_LEAST_CASES = 60
+_HEAD = """\
+# TorchServe and here, case by case
+
+TorchServe 0.12 and our server, with one model store, are asked by the same clients. A test makes this page
+(`tests/torchserve/beside/test_cases.py`, which needs a Java runtime), and fails where it is not what was measured.
+`/predictions/…` stands for the address of the server's REST port. The handlers are in
+[handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has got, `do` does what the body says.
+
+Compared are the status, each header, the bytes of each chunk, and how the connection ends. `<id>` is a new request id.
+{count} cases: {same} are the same. What differs in many of them is left out of the tables:
+
+- TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
+- Its streams have the header `ts_stream_next: true`.
+- Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
+- MLServer's own paths have no `x-request-id`, `pragma`, `cache-control` and `expires`.
+- TorchServe sends no phrase beside the status (`HTTP/1.1 200`).
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Measured]]:
+    folder = tmp_path_factory.mktemp("beside")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    found: dict[str, list[Measured]] = {}
+    for number, group in enumerate(GROUPS):
+        theirs, ours = _both(folder / str(number), folder, group)
+        for section, cases in group.sections.items():
+            found.setdefault(section, []).extend((case, theirs[case], ours[case]) for case in cases)
+    return found
+
+
+def _both(place: Path, files: Path, group: Group) -> list[dict[Case, list[Reply]]]:
+    """One server after the other."""
+    store = place / "store"
+    store.mkdir(parents=True)
+    for each in group.models:
+        each.write(store)
+    with servers.torchserve(place / "theirs", store, group.models, properties=group.properties) as addresses:
+        theirs = _replies(group, addresses, files)
+    with servers.ours(place / "ours", store, group.models) as addresses:
+        return [theirs, _replies(group, addresses, files)]
+
+
+def _replies(group: Group, addresses: Addresses, files: Path) -> dict[Case, list[Reply]]:
+    cases = [case for cases in group.sections.values() for case in cases]
+    return {case: ask(case.requests, case.together, addresses, files) for case in cases}
+
+
+def _all(measured: Mapping[str, Sequence[Measured]]) -> list[tuple[Case, bool]]:
+    """Each case, and whether both replies are the same."""
+    return [
+        (case, len(theirs) == len(ours) and not any(a.differs(b) for a, b in zip(theirs, ours, strict=True)))
+        for rows in measured.values()
+        for case, theirs, ours in rows
+    ]
+
+
+def test_there_are_enough_cases(measured: Mapping[str, Sequence[Measured]]) -> None:
+    names = [case.name for case, _ in _all(measured)]
+    assert len(names) >= _LEAST_CASES and len(set(names)) == len(names)
+
+
+def test_a_case_differs_where_it_says_why_and_nowhere_else(measured: Mapping[str, Sequence[Measured]]) -> None:
+    cases = _all(measured)
+    assert [case.name for case, same in cases if not same and not case.why] == [], "differ, and nothing says why"
+    assert [case.name for case, same in cases if same and case.why] == [], "say why they differ, and do not"
+
+
+def test_the_page_is_what_was_measured(measured: Mapping[str, Sequence[Measured]]) -> None:
+    cases = _all(measured)
+    head = _HEAD.format(count=len(cases), same=sum(same for _, same in cases))
+    page.hold(PAGE, "\n".join([head.rstrip("\n"), *page.sections(measured), ""]))

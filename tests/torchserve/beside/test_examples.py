@@ -1,0 +1,129 @@
+"""TorchServe's own example handlers, unchanged, on both servers: the page of examples is what was measured.
+
+They are taken from a checkout of pytorch/serve, whose folder the variable TORCHSERVE_EXAMPLES names; nothing of it is
+part of this project. ``make test-examples`` installs what they import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.torchserve.beside import page, servers
+from tests.torchserve.beside.examples import GROUPS, Example
+from tests.torchserve.beside.left_out import LEFT_OUT
+from tests.torchserve.beside.packing import pack
+from tests.torchserve.beside.replies import Reply, ask
+from tests.torchserve.beside.store import Stored
+from tests.torchserve.vision import write_site
+
+_CHECKOUT = os.environ.get("TORCHSERVE_EXAMPLES", "")
+_TRANSFORMERS_4 = os.environ.get("TORCHSERVE_EXAMPLES_TRANSFORMERS_4", "")
+_NEEDED = ("captum", "lru", "model_archiver", "torchvision", "xgboost")
+_TIMEOUT_S = 300
+_LEAST = 15
+_LONGEST = 120  # characters of an answer in the table
+_HANDLER = re.compile(r"(.*handler[^/]*)\.py")
+PAGE = "docs/torchserve/examples.md"
+_HEAD = """\
+# TorchServe's examples, here
+
+Handlers of [pytorch/serve](https://github.com/pytorch/serve/tree/master/examples), unchanged, are packed by
+`torch-model-archiver`, loaded by TorchServe 0.12 and by our server, and asked by the curl lines of their pages. Their
+weights are random ones of the right shape. A test makes this page (`make test-examples`, with a checkout of
+pytorch/serve and a Java runtime). It fails where status, headers or a byte of an answer differ.
+
+Python 3.11, torch 2.13, torchvision 0.28 and torchserve's own package, whose `BaseHandler` and built-in handlers most
+of them use. `Huggingface_Transformers` and the Llama have transformers 4.57.
+"""
+
+
+def _missing() -> str:
+    if not _CHECKOUT:
+        return "TORCHSERVE_EXAMPLES names no checkout of pytorch/serve"
+    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if lacking or not _TRANSFORMERS_4:
+        return f"not installed: {', '.join([*lacking, 'transformers 4'][: len(lacking) or 1])}; see make test-examples"
+    return servers.missing()
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_missing()), reason=_missing())]
+_Both = tuple[list[Reply], list[Reply]]
+Answers = Mapping[str, _Both]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Those of TorchServe and ours, by the example's name."""
+    root = tmp_path_factory.mktemp("examples")
+    site = write_site(root / "site")
+    found: dict[str, _Both] = {}
+    for group, examples in GROUPS.items():
+        folder = root / group.replace(" ", "-")
+        first = [site, _TRANSFORMERS_4] if group == "transformers 4" else [site]
+        found |= dict(_of_group(list(examples), folder, os.pathsep.join([*first, os.environ.get("PYTHONPATH", "")])))
+    return found
+
+
+def _of_group(
+    examples: list[Example], folder: Path, path: str
+) -> Iterator[tuple[str, tuple[list[Reply], list[Reply]]]]:
+    store = folder / "store"
+    store.mkdir(parents=True)
+    checkout = Path(_CHECKOUT).resolve()
+    metrics = str(checkout / "examples/custom_metrics/metrics.yaml")
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_HOME": str(folder / "hub")}
+    pack(examples, checkout, store, folder, {**os.environ, **environment})
+    models = [Stored(each.name, "") for each in examples]
+    with servers.torchserve(folder / "theirs", store, models, {"metrics_config": metrics}, environment) as addresses:
+        theirs = [ask(_lines(each, folder), False, addresses, checkout, _TIMEOUT_S) for each in examples]
+    environment["TS_METRICS_CONFIG"] = metrics
+    with servers.ours(folder / "ours", store, models, "package", environment) as addresses:
+        ours = [ask(_lines(each, folder), False, addresses, checkout, _TIMEOUT_S) for each in examples]
+    yield from ((each.name, both) for each, both in zip(examples, zip(theirs, ours, strict=True), strict=True))
+
+
+def _lines(example: Example, folder: Path) -> list[str]:
+    return [re.sub(r"(?<=[ @])made/", f"{folder}/{example.name}/made/", line) for line in example.lines]
+
+
+@pytest.mark.parametrize("example", [each for group in GROUPS.values() for each in group], ids=lambda each: each.name)
+def test_an_example_answers_as_on_torchserve(example: Example, answers: Answers) -> None:
+    theirs, ours = answers[example.name]
+    assert {reply.status for reply in theirs} == {200}
+    assert [mine.pieces for mine in ours] == [other.pieces for other in theirs]
+    assert [mine.differs(other) for mine, other in zip(ours, theirs, strict=True)] == [[]] * len(theirs)
+
+
+def test_each_handler_of_the_examples_is_run_or_has_a_reason() -> None:
+    examples = Path(_CHECKOUT) / "examples"
+    there = {str(path.relative_to(examples)) for path in examples.rglob("*.py") if _HANDLER.fullmatch(path.name)}
+    run = {each.handler.removeprefix("examples/") for group in GROUPS.values() for each in group if "/" in each.handler}
+    assert run | set(LEFT_OUT) == there and not run & set(LEFT_OUT)
+
+
+def test_the_page_is_what_was_measured(answers: Answers) -> None:
+    examples = [each for group in GROUPS.values() for each in group]
+    assert len({each.folder for each in examples}) >= _LEAST
+    ran = page.table(("example", "asked by", "answers, the same on both"), (_row(each, answers) for each in examples))
+    rest = page.table(("handler", "why not"), ((f"`{name}`", why) for name, why in LEFT_OUT.items()))
+    page.hold(PAGE, "\n".join([_HEAD, *ran, "", "## Not run", "", *rest, ""]))
+
+
+def _row(example: Example, answers: Answers) -> list[str]:
+    shown = [
+        f"{reply.status}, {page.code(_rounded(page.text_of(b''.join(reply.pieces))))}"
+        for reply in answers[example.name][1]
+    ]
+    return [example.folder, "<br>".join(page.code(line) for line in example.lines), "<br>".join(shown)]
+
+
+def _rounded(text: str) -> str:
+    """Numbers with three digits: the rest depends on the CPU."""
+    rounded = re.sub(r"-?\d+\.\d+(?:e-?\d+)?", lambda number: f"{float(number[0]):.3g}", text)
+    return rounded if len(rounded) <= _LONGEST else f"{rounded[:_LONGEST]} …"
