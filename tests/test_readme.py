@@ -110,7 +110,9 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert [page for page in markdown.pages()[1:] if markdown.ROOT / page not in linked] == []
 
 
-@pytest.mark.parametrize("page", [*markdown.pages(), "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "page", [*markdown.pages(), "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md"]
+)
 def test_every_link_leads_somewhere(page: str) -> None:
     assert [link for link in markdown.local_links(page) if not link.leads_somewhere()] == []
 
@@ -126,6 +128,13 @@ def test_the_versions_of_the_compatibility_page_are_those_of_the_lock() -> None:
 def test_the_tests_that_the_compatibility_page_names_are_there() -> None:
     named = re.findall(r"tests/[\w/]+(?:\.py)?", markdown.read("docs/compatibility.md"))
     assert named and [path for path in named if not (markdown.ROOT / path).exists()] == []
+
+
+def test_each_claim_of_the_threat_model_names_tests_that_are_there() -> None:
+    for threat, _, named in markdown.table("SECURITY.md", "Threat model"):
+        tests = [span.split("::") for span in markdown.code_spans(named)]
+        missing = [name for path, name in tests if f"def {name}(" not in markdown.read(path)]
+        assert tests and not missing, threat
 
 
 def test_the_table_of_model_settings_is_complete_and_its_defaults_are_true() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+from starlette.types import Message, Receive, Scope, Send
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
+from mlserver_torch_stream.server.access.rest_guard import RestGuard
 from mlserver_torch_stream.server.options import ServerOptions
 from tests.certificates import Authority
 
@@ -86,6 +89,27 @@ def test_tls_that_cannot_be_is_named(files: Callable[[Authority], dict[str, Path
     options = {name: str(path) for name, path in files(Authority(tmp_path)).items()}
     with pytest.raises(SettingsError, match=f"MLSERVER_TORCH_STREAM_{said}"):
         _configured(**options)
+
+
+def test_a_web_socket_without_a_key_is_closed_before_it_is_open(tmp_path: Path) -> None:
+    """uvicorn accepts them where its libraries are installed, and other runtimes' models may have such routes."""
+    (tmp_path / "keys").write_text("a-key")
+    reached: list[str] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    guard = RestGuard(app, _configured(api_keys_file=str(tmp_path / "keys")), None)
+    for headers in ([], [(b"authorization", b"Bearer a-key")]):
+        asyncio.run(guard({"type": "websocket", "path": "/health", "headers": headers}, receive, send))
+    assert reached == ["/health"] and [message["type"] for message in sent] == ["websocket.close"]
 
 
 @pytest.mark.parametrize(
