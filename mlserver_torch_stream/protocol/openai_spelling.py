@@ -52,7 +52,7 @@ class OpenAISpelling(Spelling):
     parameters: Table
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
-        if path:
+        if "model_name" in path:
             return super().model(path, body)
         for name in (_MODEL, _MODEL_VERSION):
             if body.get(name) is not None:

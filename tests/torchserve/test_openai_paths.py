@@ -89,6 +89,8 @@ def test_an_unknown_endpoint_is_named(server: Server) -> None:
         assert _ask(server, path, _completion()).json()["type"] == "ModelVersionNotFoundException"
     assert _ask(server, "nobody/v1/completions", _completion()).json()["type"] == "ModelNotFoundException"
     assert _ask(server, "tokens/1.0/v1/completions", method="GET").status_code == 405
+    explained = _ask(server, "../explanations/tokens/1.0/v1/completions", _completion())
+    assert explained.status_code == 400 and "generates tokens" in explained.json()["message"]
 
 
 def test_errors_of_a_model_that_generates_tokens_are_openais(server: Server) -> None:

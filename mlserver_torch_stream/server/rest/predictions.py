@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -137,7 +137,8 @@ class _Prediction:
             return
         self._model = model
         if not hasattr(model, "open_prediction"):
-            await endpoint.tokens.serve(path, model, self._scope, self._receive, self._send)
+            asked = replace(path, rest="") if endpoint.explain else path  # there is nothing to explain
+            await endpoint.tokens.serve(asked, model, self._scope, self._receive, self._send)
             return
         fields = await self._fields()
         async with endpoint.data_plane._infer_contextmanager(path.name, path.version) as model:

@@ -41,11 +41,7 @@ class TokenPredictions:
         elif endpoint is not None and scope["method"] == "GET":
             raise WrongMethod
         elif endpoint is not None:
-            named = (
-                {"model_name": path.name}
-                if path.version is None
-                else {"model_name": path.name, "model_version": path.version}
-            )
+            named = {"model_name": path.name, "model_version": path.version}
             await endpoint({**scope, "path_params": named}, receive, send)
         elif path.rest:
             raise NoSuchPath(path.rest, self.paths(path.name))
