@@ -68,6 +68,14 @@ def code_spans(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def compare(shown: str, output: str) -> None:
+    """Every line that the page shows is a line of the output, in this order; … stands for anything."""
+    lines = iter(output.splitlines())
+    for expected in shown.splitlines():
+        pattern = ".*".join(re.escape(part) for part in expected.strip().split("…"))
+        assert any(re.fullmatch(pattern, line.strip()) for line in lines), f"no line is {expected!r} in:\n{output}"
+
+
 @dataclass(frozen=True)
 class Link:
     """A link to a file of this repository, and to a heading in it if ``anchor`` is not empty."""

@@ -24,6 +24,7 @@ _CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+")
 _OF_OTHERS = {
     "docs/cloud.md": {"ml/inference/base.py", "transforms/util.py", "execution_options.py"},
     "docs/compatibility.md": {"ts_scripts/torchserve_grpc_client.py"},
+    "docs/moving-from-torchserve.md": {"model-store/"},
     "docs/torchserve.md": {"assistant/"},
     "benchmarks/README.md": {"llama.cpp"},
 }

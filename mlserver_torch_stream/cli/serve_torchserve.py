@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
 _USUAL_FILE = "config.properties"  # in the working directory
+# Keys of config.properties that are keys of parameters.extra, too.
+_TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_pixels", "install_py_dep_per_model")
 _FILE_VARIABLE = "TS_CONFIG_FILE"
 _NO_EFFECT = {
     "log_config": "MLServer's logging_settings",
@@ -137,13 +139,14 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mappin
 
 def _extra_of_all(properties: Mapping[str, str], file: Path | None) -> dict[str, Any]:
     """What each model takes from the server's configuration as it is."""
+    from mlserver_torch_stream.torchserve.server_properties import is_true
+
     found: dict[str, Any] = {}
     if properties.get("metrics_config"):
         folder = str(file.parent if file is not None else Path.cwd())
         found["metrics_config"] = str(import_mar.metrics_config(properties["metrics_config"], folder))
-    if properties.get("service_envelope"):
-        found["service_envelope"] = properties["service_envelope"]
-    return found
+    found |= {key: properties[key] for key in _TEXTS if properties.get(key)}
+    return found | {key: is_true(properties, key) for key in _FLAGS if key in properties}
 
 
 def _as_properties(arguments: argparse.Namespace) -> dict[str, str]:

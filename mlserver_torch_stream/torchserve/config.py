@@ -115,7 +115,17 @@ class HandlerConfig(BaseModel):
 
 KEYS = tuple(HandlerConfig.model_fields)
 # Keys of parameters.extra that a YAML does not have.
-OURS = ("ts", "python", "metrics_config", "service_envelope", "defaultVersion", "handler")
+OURS = (
+    "ts",
+    "python",
+    "metrics_config",
+    "service_envelope",
+    "blacklist_env_vars",
+    "limit_max_image_pixels",
+    "install_py_dep_per_model",
+    "defaultVersion",
+    "handler",
+)
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -52,13 +53,15 @@ Receive = Callable[[dict[str, Any], bytes], None]
 class WorkerOrder:
     """What a worker loads: the first message to it. ``environment`` has one mapping per rank.
 
-    ``python``: the interpreter that runs the worker, None for the server's own.
+    ``python``: the interpreter that runs the worker, None for the server's own. ``hidden``: matches the whole names of
+    the server's variables that the worker does not see.
     """
 
     message: Mapping[str, Any]
     body: bytes
     environment: Sequence[Mapping[str, str]]
     python: str | None
+    hidden: re.Pattern[str] | None = None
 
 
 class WorkerEnded(Exception):
@@ -93,7 +96,7 @@ class WorkerProcess:
         for number, environment in enumerate(order.environment):
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
             try:
-                self._ranks.append(_Rank(number, shown, environment, order.python))
+                self._ranks.append(_Rank(number, shown, environment, order))
             except BaseException:  # the ranks that have started have no reader yet that would end them
                 for rank in self._ranks:
                     rank.kill()
@@ -170,17 +173,21 @@ class _Rank:
     worker has started.
     """
 
-    def __init__(self, number: int, name: str, environment: Mapping[str, str], python: str | None) -> None:
+    def __init__(self, number: int, name: str, environment: Mapping[str, str], order: WorkerOrder) -> None:
         self.number = number
         self.name = name
         self.connection, theirs = socket.socketpair()
         self.frames = FrameReader(self.connection)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the connection is closed
         self._reading, writing = os.pipe()
-        inherited = {key: value for key, value in environment_of(python).items() if key not in _RANK_VARIABLES}
+        inherited = {
+            key: value
+            for key, value in environment_of(order.python).items()
+            if key not in _RANK_VARIABLES and not (order.hidden and order.hidden.fullmatch(key))
+        }
         try:
             self.process = subprocess.Popen(
-                [python or sys.executable, "-c", _program(theirs.fileno())],
+                [order.python or sys.executable, "-c", _program(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,

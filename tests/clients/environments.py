@@ -16,6 +16,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm==1.106.2", "openai==2.54.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
     "openapi-python-client": ("openapi-python-client==0.29.1",),
+    "torch-model-archiver": ("torch-model-archiver==0.12.0",),
     "kserve": ("kserve==0.21.0",),
     "grpcio-tools": ("grpcio-tools==1.85.1", "googleapis-common-protos==1.76.0"),
     "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),

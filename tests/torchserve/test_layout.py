@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,10 @@ import pytest
 from mlserver_torch_stream.cli import main, serve_torchserve
 from mlserver_torch_stream.torchserve.server_environment import server_environment
 from mlserver_torch_stream.torchserve.server_properties import HONOURED
-from tests import plain_http
-from tests.server.harness import Server, serve
 from tests.torchserve.workshop import HELLO, write_mar
 
-_TIMEOUT_S = 60.0
 _YAML = "batchSize: 4\n"
 _METRICS = "model_metrics:\n  counter:\n    - {name: C, unit: count, dimensions: [Level]}\n"
-# Answers with the version of its archive, and with the data that it has got.
-_VERSIONED = """
-def handle(data, context):
-    if data is None:
-        return None
-    return [[context.manifest["model"]["modelVersion"], type(row["body"]).__name__] for row in data]
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +31,7 @@ def _mar(folder: Path, file: str, name: str | None, version: str | None = "1.0",
     store.mkdir(parents=True, exist_ok=True)
     model: dict[str, Any] = {"handler": "h.py", "modelName": name, "modelVersion": version}
     model["configFile"] = "c.yaml" if yaml else None
-    files = {"h.py": _VERSIONED, "nested/big.bin": "x"} | ({"c.yaml": yaml} if yaml else {})
+    files = {"h.py": HELLO, "nested/big.bin": "x"} | ({"c.yaml": yaml} if yaml else {})
     write_mar(store / file, files, {key: value for key, value in model.items() if value is not None})
 
 
@@ -182,6 +172,9 @@ _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "job_queue_size": ("7", {"jobQueueSize": 7}),
     "metrics_config": ("{folder}/metrics.yaml", {"metrics_config": "{folder}/metrics.yaml"}),
     "service_envelope": ("kserve", {"service_envelope": "kserve"}),
+    "limit_max_image_pixels": ("false", {"limit_max_image_pixels": False}),
+    "blacklist_env_vars": (".*SECRET.*", {"blacklist_env_vars": ".*SECRET.*"}),
+    "install_py_dep_per_model": ("true", {"install_py_dep_per_model": True}),
     "models": (_MODELS, {"batchSize": 2}),
     "model_snapshot": (_SNAPSHOT, {"batchSize": 3}),
     "load_models": ("dog=cat-1.mar", {"uri": "{folder}/model-store/cat-1.mar"}),
@@ -323,38 +316,3 @@ def test_an_archive_that_is_none_is_refused_by_its_path(folder: Path, capsys: py
     broken.write_bytes(b"PK no zip")
     assert main(["serve-torchserve", str(folder)]) == 1
     assert f"cannot unpack {broken}" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two versions of one model, of which the older is the default."""
-    folder = tmp_path_factory.mktemp("layout") / "models"
-    _mar(folder, "cat-1.mar", "cat", "1.0")
-    _mar(folder, "cat-2.mar", "cat", "2.0")
-    write_mar(folder / "model-store/hello.mar", {"h.py": HELLO}, {"modelName": "hello", "handler": "h.py"})
-    models = json.dumps({"cat": {"1.0": {"defaultVersion": True, "minWorkers": 1, "maxWorkers": 1}}})
-    _properties(folder, f"load_models=all\nmodels={models}\ndecode_input_request=false\nmax_request_size=1000\n")
-    with serve(folder.parent / "work", [], command=["mlserver-torch-stream", "serve-torchserve", str(folder)]) as found:
-        yield found
-
-
-def _asked(server: Server, path: str) -> Any:
-    return plain_http.post(f"{server.url}{path}", json={"a": 1}, timeout=_TIMEOUT_S)
-
-
-def test_versions_are_served_side_by_side_and_the_default_is_the_configured_one(server: Server) -> None:
-    """Also after the older version was loaded again. The body is not decoded, as config.properties says."""
-    for path, version in (
-        ("/predictions/cat", "1.0"),
-        ("/predictions/cat/1.0", "1.0"),
-        ("/predictions/cat/2.0", "2.0"),
-    ):
-        assert _asked(server, path).json() == [version, "bytearray"], path
-    assert _asked(server, "/v2/repository/models/cat/load").status_code == 200
-    assert _asked(server, "/predictions/cat").json() == ["1.0", "bytearray"]
-    assert _asked(server, "/predictions/hello/1.0").text == "hello" * 3 + "hello world "
-
-
-def test_the_largest_body_is_the_configured_one(server: Server) -> None:
-    reply = plain_http.post(f"{server.url}/predictions/cat", content=b"x" * 1001, timeout=_TIMEOUT_S)
-    assert (reply.status_code, reply.json()["type"]) == (413, "TooLongFrameException")

@@ -22,6 +22,7 @@ from mlserver_torch_stream.torchserve.archive import Archive, open_archive
 from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
 from mlserver_torch_stream.torchserve.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.torchserve.interpreter import not_installed
+from mlserver_torch_stream.torchserve.requirements import install_requirements
 from mlserver_torch_stream.torchserve.supervisor import rank_environments
 from mlserver_torch_stream.torchserve.unpacking import take_bounds
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
@@ -63,7 +64,11 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
         for line in not_honoured(archive.yaml, config):
             logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
         requirements = archive.model.get("requirementsFile")
-        if requirements and workers.python is None:
+        if requirements and workers.installs:
+            if not archive.own:
+                raise SettingsError("parameters.extra.install_py_dep_per_model: needs an archive, not a folder")
+            install_requirements(workers.python, archive.folder, str(requirements))
+        elif requirements and workers.python is None:
             line = not_installed(str(requirements), uri, config.useVenv)
             if config.useVenv:
                 raise SettingsError(line)
@@ -103,10 +108,11 @@ def worker_order(
         "ts": workers.ts,
         "metrics": workers.metrics,
         "stops": config.stops,
+        "limits_pixels": workers.limits_pixels,
     }
     # JSON cannot carry all of YAML, and a worker's interpreter may have no parser of YAML.
     body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
-    return WorkerOrder(message, body, rank_environments(config, visible), workers.python)
+    return WorkerOrder(message, body, rank_environments(config, visible), workers.python, workers.hidden)
 
 
 def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:

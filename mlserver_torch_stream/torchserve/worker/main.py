@@ -84,7 +84,7 @@ class HandlerHost:
             order["batch_size"],
             order["gpu"],
             __version__,
-            True,
+            order["limits_pixels"],
             Metrics(self._channel, order["model"], order["metrics"]),
             self._yaml,
         )
