@@ -86,6 +86,8 @@ def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_an
             answered = await asyncio.gather(*(client(pool, number) for number in range(16)))
             await until(lambda: most == 3 or _ready(pool) == 3)
             await until(lambda: _ready(pool) == 1)
+            await asyncio.sleep(0.6)  # twice the time after which an idle worker may end
+            assert _ready(pool) == 1
             answered += [await client(pool, 16)]
             done = True
             await watching
