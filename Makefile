@@ -7,7 +7,7 @@
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
-#   WHEEL_MACHINES the machines of `make wheel`
+#   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   BENCH          options of `make bench` and `make bench-peers`
 
@@ -38,6 +38,7 @@ TORCHAO_TESTS := tests/engine/test_torchao.py
 HANDLERS := $(VENV)/torchserve-handlers
 WHEEL := $(VENV)/wheel
 WHEEL_MACHINES ?= x86_64 aarch64
+WHEEL_DIR ?= dist
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
@@ -144,11 +145,11 @@ $(WHEEL)/.installed: constraints.txt
 		-c constraints.txt -r $(WHEEL)/requirements.txt
 	@touch $@
 
-wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aarch64, and the sdist, into dist/
-	$(WHEEL)/bin/python -m build --no-isolation --sdist
+wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aarch64, and the sdist, into WHEEL_DIR
+	$(WHEEL)/bin/python -m build --no-isolation --sdist --outdir $(WHEEL_DIR)
 	for machine in $(WHEEL_MACHINES); do \
-		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel || exit 1; \
-		$(WHEEL)/bin/auditwheel show dist/*manylinux*_$$machine.whl || exit 1; \
+		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel --outdir $(WHEEL_DIR) || exit 1; \
+		$(WHEEL)/bin/auditwheel show $(WHEEL_DIR)/*manylinux*_$$machine.whl || exit 1; \
 	done
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.

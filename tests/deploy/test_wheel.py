@@ -1,37 +1,37 @@
-"""The wheel, installed away from the checkout: its command serves a model, and the request that it prints streams."""
+"""The wheels, installed away from the checkout: their command serves a model and prints a request that streams."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.engine.native.kernel_variants import runnable
 from tests import markdown
 from tests.server.harness import free_ports
 
 _BUILD_S = 300.0
+_COMPILED_S = 3600.0
 _READY_S = 180.0
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def install(wheel: Path, folder: Path) -> Path:
     """The folder of the commands of an environment with the wheel, and with this one's packages but for the package.
 
     Those are found by plain lines of a path file, in which an editable installation of the checkout does not count.
     """
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [*_PIP, "wheel", "--no-deps", "--wheel-dir", str(folder), str(markdown.ROOT)]
-    subprocess.run(build, check=True, timeout=_BUILD_S)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True, timeout=60)
-    (wheel,) = folder.glob("*.whl")
     python = folder / "env" / "bin" / "python"
     subprocess.run([*_PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
     (site,) = (folder / "env").glob("lib/python*/site-packages")
@@ -43,28 +43,53 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
-@pytest.mark.slow
-def test_the_installed_command_serves_a_model_and_prints_a_request_that_streams(
-    installed: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+@contextmanager
+def served(commands: Path, model: Path, folder: Path, **environment: str) -> Iterator[Path]:
+    """The log of the installed command, which serves the model as ``tiny`` until the block ends."""
     ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
     options = [word for role, port in ports.items() for word in (f"--{role}-port", str(port))]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MLSERVER_", "PYTHONPATH"))}
-    environment["MLSERVER_TORCH_STREAM_FAULTS"] = "decode:1:slow=0.02"  # so fast a model answers in one event
-    log = tmp_path / "log"
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MLSERVER_", "PYTHONPATH"))}
+    log = folder / "log"
     with log.open("wb") as sink:
-        command = [str(installed / "mlserver-torch-stream"), "serve", str(tiny_model), "--name", "tiny", *options]
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=sink, stderr=sink)
+        command = [str(commands / "mlserver-torch-stream"), "serve", str(model), "--name", "tiny", *options]
+        process = subprocess.Popen(command, cwd=folder, env={**inherited, **environment}, stdout=sink, stderr=sink)
     try:
         end = time.monotonic() + _READY_S
         while "tiny is ready" not in log.read_text():
             assert process.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.2)
+        yield log
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, log.read_text()
+
+
+@pytest.mark.slow
+def test_the_installed_command_serves_a_model_and_prints_a_request_that_streams(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    build = [*_PIP, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(markdown.ROOT)]
+    subprocess.run(build, check=True, timeout=_BUILD_S)
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    slow = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02"}  # so fast a model answers in one event
+    with served(install(wheel, tmp_path), tiny_model, tmp_path, **slow) as log:
         printed = re.search(r"^  (curl .*)$", log.read_text(), re.MULTILINE)
         assert printed is not None
         answer = subprocess.run(shlex.split(printed[1]), capture_output=True, text=True, check=True, timeout=60)
         assert answer.stdout.count("data: ") > 1
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0, log.read_text()
     assert "parallel_workers" not in log.read_text()  # the defaults suit streams: nothing to warn of
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not runnable(), reason="there are no kernels compiled ahead for this CPU")
+def test_a_wheel_for_this_machine_has_kernels_and_needs_no_compiler(tiny_model: Path, tmp_path: Path) -> None:
+    """Minutes: each variant is compiled, and the compiler's own C++ library for it."""
+    best, machine = runnable()[0].name, platform.machine()
+    build = ["make", "-C", str(markdown.ROOT), "wheel", f"WHEEL_MACHINES={machine}", f"WHEEL_DIR={tmp_path}"]
+    subprocess.run(build, check=True, timeout=_COMPILED_S)
+    (wheel,) = tmp_path.glob(f"*-py3-none-manylinux_2_28_{machine}.whl")
+    commands = install(wheel, tmp_path)
+    alone = {"PATH": str(commands), "MLSERVER_TORCH_STREAM_CACHE": str(tmp_path / "cache")}
+    with served(commands, tiny_model, tmp_path, **alone) as log:
+        assert f"our own kernels ({best}, prebuilt)" in log.read_text()
+    assert not list((tmp_path / "cache").glob("kernels/*"))
