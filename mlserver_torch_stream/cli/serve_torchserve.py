@@ -57,6 +57,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     Raises SettingsError or LoadFailed.
     """
+    from mlserver_torch_stream.torchserve.management_environment import management_environment
     from mlserver_torch_stream.torchserve.model_store import stored_models
     from mlserver_torch_stream.torchserve.runtime.build import gpu_count
     from mlserver_torch_stream.torchserve.server_environment import server_environment
@@ -65,6 +66,8 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
     variables, lines = server_environment(properties, gpu_count)
+    managed, unmanaged = management_environment(properties)
+    variables, lines = {**variables, **managed}, [*lines, *unmanaged]
     lines = [*ignored(properties), *lines]
     lines += [f"{_option(name)}: ignored: {why}" for name, why in _NO_EFFECT.items() if getattr(arguments, name)]
     served = write_models(stored_models(properties), properties, file, folder)

@@ -41,6 +41,7 @@ class ServerOptions(BaseModel):
     management_token: str = ""  # what a request to them has in its Authorization header
     management_token_file: str = ""  # or the file that has it
     disable_token_authorization: bool = False  # true: a request to them needs no token
+    enable_model_api: bool = True  # false: they neither register nor unregister a model
     model_store: str = ""  # the folder of the archives that they register; empty: they register none
     allowed_urls: str = ""  # patterns of the URLs that they download archives from, with commas between them
     batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none

@@ -49,7 +49,7 @@ class HandlerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     minWorkers: int = Field(1, ge=0)  # worker processes
-    maxWorkers: int = Field(0, ge=0)  # 0: minWorkers
+    maxWorkers: int = Field(0, ge=0)  # less than minWorkers, as 0 is: there are always minWorkers
     scaleUpAfterMSec: int = Field(1000, ge=0)  # a request has waited so long, and no worker is free: one more
     scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that is idle for so long ends, down to minWorkers
     batchSize: int = Field(1, gt=0)
@@ -74,13 +74,11 @@ class HandlerConfig(BaseModel):
     useVenv: bool = False  # the archive's requirements need an environment of their own
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> HandlerConfig:
+    def _one_way_of_batching(self) -> HandlerConfig:
         if self.asyncCommunication and (self.continuousBatching or self.sequenceBatching):
             raise ValueError("asyncCommunication goes neither with continuousBatching nor with sequenceBatching")
         if self.ranks > 1 and (self.continuousBatching or self.asyncCommunication):
             raise ValueError("several ranks go neither with continuousBatching nor with asyncCommunication")
-        if self.most_workers < self.minWorkers:
-            raise ValueError(f"maxWorkers is {self.maxWorkers}, less than minWorkers, which is {self.minWorkers}")
         return self
 
     @property
@@ -106,7 +104,7 @@ class HandlerConfig(BaseModel):
 
     @property
     def most_workers(self) -> int:
-        return self.maxWorkers or self.minWorkers
+        return max(self.maxWorkers, self.minWorkers)
 
     @property
     def queue_size(self) -> int:
@@ -151,6 +149,8 @@ def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str
     for key, reason in NOT_HONOURED.items():
         if key in yaml:
             yield f"{key}: {reason}"
+    if 0 < config.maxWorkers < config.minWorkers:
+        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so that there are always {config.minWorkers}"
     if not config.most_workers:
         yield "minWorkers: the model has no worker, so that it answers nothing until it is scaled"
     torchrun = yaml.get("torchrun")

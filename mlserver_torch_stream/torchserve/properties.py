@@ -26,12 +26,13 @@ _MODELS = "models"  # settings by model and version, as JSON
 _OF_MODELS_ONLY = ("marName", "defaultVersion")  # here the model's folder has both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
 _TLS = "TLS ends at the ingress"
-_MANAGED = "MLServer's repository API, on the same ports"
+_MANAGED = "the environment: MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE and those beside it"
 _INSIDE = "TorchServe's own machinery"
 _WHERE = {
     _ADDRESS: "inference_address grpc_inference_address grpc_inference_port",
     "settings.json: metrics_port": "metrics_address enable_metrics_api",
-    _MANAGED: "management_address grpc_management_address grpc_management_port enable_model_api",
+    _MANAGED: "management_address grpc_management_port enable_model_api",
+    "the host of management_address": "grpc_management_address",
     "the environment: MLSERVER_TORCH_STREAM_MAX_BODY_BYTES; for gRPC, settings.json: grpc_max_message_length": (
         "max_request_size"
     ),
@@ -48,8 +49,11 @@ _WHERE = {
     "parameters.extra.install_py_dep_per_model": "install_py_dep_per_model",
     "each model has a folder with a model-settings.json": "load_models model_store model_snapshot",
     _TLS: "keystore keystore_pass keystore_type certificate_file private_key_file enable_grpc_ssl",
-    "the gateway before the server decides who may ask": "disable_token_authorization token_expiration_min",
-    "archives are files: nothing is downloaded": "allowed_urls use_env_allowed_urls",
+    "the environment: MLSERVER_TORCH_STREAM_DISABLE_TOKEN_AUTHORIZATION, of the management API alone": (
+        "disable_token_authorization"
+    ),
+    "a token does not expire": "token_expiration_min",
+    "the environment: MLSERVER_TORCH_STREAM_ALLOWED_URLS": "allowed_urls use_env_allowed_urls",
     "parameters.extra.blacklist_env_vars": "blacklist_env_vars",
     "variables of TorchServe are not read": "enable_envvars_config",
     "each of a handler's metrics is shown on metrics_port": "metrics_mode model_metrics_auto_detect",

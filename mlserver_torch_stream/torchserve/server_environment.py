@@ -97,7 +97,8 @@ def _addresses(properties: Mapping[str, str]) -> dict[str, str]:
         found[_METRICS_ENDPOINT] = ""
     elif metrics.port == inference.port:
         raise SettingsError("config.properties: metrics_address: must have another port than inference_address")
-    taken = (inference.port, metrics.port)
+    managed = address(properties, "management_address", 8081, 80).port if "management_address" in properties else 0
+    taken = (inference.port, metrics.port, managed)
     found[_GRPC_VARIABLE] = str(next(port for port in _GRPC_PORTS if port not in taken))
     return found
 

@@ -65,6 +65,11 @@ HONOURED = {
     "model_snapshot": "the archives to load and what it says of each, which beats the archive's YAML",
     "load_models": "all, or names of archives, each with or without a model's name before it",
     "model_store": "where the archives are",
+    "management_address": "the management API's address, if a token is there or none needed, and no other has the port",
+    "grpc_management_port": "the same API over gRPC, on the host of management_address",
+    "enable_model_api": "true: the management API registers and unregisters models",
+    "allowed_urls": "patterns of URLs that the management API downloads archives from; without it, none",
+    "disable_token_authorization": "true: the management API needs no token",
     "enable_envvars_config": "true: TS_ variables beat the file and the command line",
     "use_env_allowed_urls": "true: TS_ALLOWED_URLS is read",
 }
@@ -104,7 +109,7 @@ def ignored(properties: Mapping[str, str], environ: Mapping[str, str] = os.envir
         if key not in HONOURED and key not in REFUSED:
             yield f"{key}: ignored: {ELSEWHERE.get(key, 'TorchServe 0.12 does not know it either')}"
     if not is_true(properties, "disable_token_authorization"):
-        yield "disable_token_authorization: is not true, but no request needs a token here"
+        yield "token authorization: it is not disabled, but here the management API alone needs a token"
     for key, name in _all_variables().items():
         if name in _READ_BY_MODELS:
             continue

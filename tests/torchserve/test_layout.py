@@ -144,6 +144,8 @@ def test_a_snapshot_says_which_archives_there_are_and_beats_their_yaml(folder: P
 _MODELS = '{"dog": {"1.0": {"batchSize": 2}}}'
 _SNAPSHOT = '{"models": {"dog": {"1.0": {"marName": "dog.mar", "batchSize": 3}}}}'
 _CORS = "MLSERVER_CORS_SETTINGS"
+_PREFIX = "MLSERVER_TORCH_STREAM_"
+_MANAGED = "management_address=http://127.0.0.1:8085\ndisable_token_authorization=true"
 _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "inference_address": ("http://0.0.0.0:8085", {"MLSERVER_HOST": "0.0.0.0", "MLSERVER_HTTP_PORT": "8085"}),
     "metrics_address": ("http://127.0.0.1:9", {"MLSERVER_METRICS_PORT": "9"}),
@@ -180,7 +182,15 @@ _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "load_models": ("dog=cat-1.mar", {"uri": "{folder}/model-store/cat-1.mar"}),
     "model_store": ("{folder}/other", {"uri": "{folder}/other/dog.mar"}),
     "enable_envvars_config": ("true", {"minWorkers": 9, "jobQueueSize": 9}),
-    "use_env_allowed_urls": ("true\nenable_envvars_config=true", {}),
+    "use_env_allowed_urls": (f"true\nenable_envvars_config=true\n{_MANAGED}", {f"{_PREFIX}ALLOWED_URLS": "9"}),
+    "management_address": (
+        "http://0.0.0.0:8085\ndisable_token_authorization=true",
+        {f"{_PREFIX}MANAGEMENT_PORT_TORCHSERVE": "8085", f"{_PREFIX}MANAGEMENT_ADDRESS": "0.0.0.0"},
+    ),
+    "grpc_management_port": (f"7071\n{_MANAGED}", {f"{_PREFIX}GRPC_MANAGEMENT_PORT_TORCHSERVE": "7071"}),
+    "enable_model_api": (f"true\n{_MANAGED}", {f"{_PREFIX}ENABLE_MODEL_API": "true"}),
+    "allowed_urls": (f"https://a.org/.*\n{_MANAGED}", {f"{_PREFIX}ALLOWED_URLS": "https://a.org/.*"}),
+    "disable_token_authorization": (f"true\n{_MANAGED}", {f"{_PREFIX}DISABLE_TOKEN_AUTHORIZATION": "true"}),
 }
 
 
@@ -208,8 +218,6 @@ def test_each_key_that_is_honoured_has_an_effect(
     found = {**variables, **dog, **dog.get("extra", {})}
     assert {name: found.get(name) for name in effect} == effect
     assert not any(line.startswith(f"{key}:") for line in lines)
-    if key == "use_env_allowed_urls":  # the key itself has no effect here yet, but its variable has become the key
-        assert any(line.startswith("allowed_urls: ignored") for line in lines)
 
 
 def test_variables_beat_the_command_line_which_beats_the_file_where_the_file_lets_them(
@@ -241,6 +249,27 @@ def test_a_variable_of_mlserver_wins_and_is_named(folder: Path, monkeypatch: pyt
     assert variables["MLSERVER_GRPC_PORT"] == "8083", "8081 is the port of the metrics"
     assert "MLSERVER_HTTP_PORT: 8080, as the environment says, not 8085" in lines
     assert "metrics_address: its host is that of inference_address, 0.0.0.0" in lines
+
+
+def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _properties(folder, "management_address=http://0.0.0.0:8085\nenable_model_api=true\n")
+    _, variables, lines = _prepared(folder)
+    assert not any("MANAGEMENT" in name for name in variables)
+    why = f"set {_PREFIX}MANAGEMENT_TOKEN or {_PREFIX}MANAGEMENT_TOKEN_FILE, or disable_token_authorization=true"
+    assert {f"management_address: ignored: {why}", f"enable_model_api: ignored: {why}"} <= set(lines)
+    monkeypatch.setenv(f"{_PREFIX}MANAGEMENT_TOKEN", "secret")
+    _, variables, lines = _prepared(folder)
+    assert variables[f"{_PREFIX}MANAGEMENT_PORT_TORCHSERVE"] == "8085"
+    assert variables[f"{_PREFIX}MODEL_STORE"] == str(folder / "model-store")
+    assert not any(line.startswith("management_address") for line in lines)
+    _properties(folder, "inference_address=http://0.0.0.0:8085\nmanagement_address=http://0.0.0.0:8085\n")
+    _, variables, lines = _prepared(folder)
+    assert not any("MANAGEMENT" in name for name in variables)
+    assert (
+        "management_address: ignored: management_address has the port of inference_address: name another one" in lines
+    )
 
 
 def test_gpus_are_hidden_only_where_there_are_more() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull, SettingsError
+from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
-from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
+from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, RequestPart
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, texts, until, write_handler
@@ -260,7 +260,8 @@ def test_a_worker_that_leaves_gets_only_the_requests_of_its_sequences_and_only_o
     assert waiting.held_until(0, 6.5) == 7.0 and waiting.held_until(0, 7.5) is None
 
 
-def test_fewer_workers_at_most_than_at_least_are_refused() -> None:
-    with pytest.raises(SettingsError, match="maxWorkers is 1, less than minWorkers, which is 2"):
-        read_config({"maxWorkers": 1}, {"minWorkers": 2})
-    assert HandlerConfig(minWorkers=2).most_workers == 2
+def test_fewer_workers_at_most_than_at_least_are_named_and_not_scaled() -> None:
+    """TorchServe has the workers of `default_workers_per_model` then, whatever the YAML's `maxWorkers` is."""
+    config = read_config({"maxWorkers": 1}, {"minWorkers": 2})
+    assert config.most_workers == HandlerConfig(minWorkers=2).most_workers == 2
+    assert list(not_honoured({}, config)) == ["maxWorkers: 1 is less than minWorkers, so that there are always 2"]

@@ -16,7 +16,7 @@ from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.torchserve.management_refusal import bad_request
+from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
 from mlserver_torch_stream.torchserve.registration import is_true, whole_number
 
 _MOST_LISTED = 100
@@ -24,10 +24,14 @@ _ALL = "all"
 
 
 class ManagementCalls:
-    """All methods raise RequestError. Those that change something raise NotServing while the server shuts down."""
+    """All methods raise RequestError. Those that change something raise NotServing while the server shuts down.
 
-    def __init__(self, models: ManagedModels, lifecycle: Lifecycle) -> None:
+    ``registers``: whether models may be registered and unregistered.
+    """
+
+    def __init__(self, models: ManagedModels, lifecycle: Lifecycle, *, registers: bool) -> None:
         self.models = models
+        self._registers = registers
         self._lifecycle = lifecycle
 
     def list(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +57,7 @@ class ManagementCalls:
 
     async def register(self, given: Mapping[str, Any]) -> Answer:
         self._refuse_at_shutdown()
+        self._refuse_without_model_api()
         return await self.models.register(given)
 
     async def scale(self, given: Mapping[str, Any], name: str, version: str | None) -> Answer:
@@ -79,12 +84,17 @@ class ManagementCalls:
 
     async def unregister(self, name: str, version: str | None) -> str:
         self._refuse_at_shutdown()
+        self._refuse_without_model_api()
         await self.models.unregister(name, version)
         return f'Model "{name}" unregistered'
 
     def _refuse_at_shutdown(self) -> None:
         if self._lifecycle.shutdown_reason is not None:
             raise NotServing(self._lifecycle.shutdown_reason)
+
+    def _refuse_without_model_api(self) -> None:
+        if not self._registers:
+            raise ManagementRefusal(405, "MethodNotAllowedException", "Model API disabled (enable_model_api)")
 
 
 Descriptions = list[dict[str, Any]]

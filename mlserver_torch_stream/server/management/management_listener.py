@@ -45,7 +45,8 @@ async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecyc
         raise ModelNotLoaded(str(error)) from None
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
-    calls = ManagementCalls(ManagedModels(server._data_plane._model_registry, repository, files), lifecycle)
+    models = ManagedModels(server._data_plane._model_registry, repository, files)
+    calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
     host, access = options.management_address, access.without_keys()
     if port:
         _open(ManagementApp(calls, token), host, port, lifecycle, access)
