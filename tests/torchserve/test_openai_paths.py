@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,37 @@ def test_the_commands_of_the_page_are_answered(server: Server, model: str) -> No
     commands = commands.replace("curl ", "curl -sS --fail ")
     done = subprocess.run(["bash", "-euc", commands], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     assert all(part in done.stdout for part in ('"chat.completion"', "data: [DONE]", '"list"'))
+
+
+# Reads an event of each chunk, as TorchServe's examples/large_models/utils/test_llm_streaming_response.py does.
+_EXAMPLE = """
+import json, sys, requests
+endpoint, body = sys.argv[2], json.loads(sys.argv[3])
+said = ""
+with requests.post(sys.argv[1], json=body, stream=True, timeout=60) as response:
+    for chunk in response.iter_content(chunk_size=None):
+        if chunk:
+            chunk = chunk.decode("utf-8")
+            if chunk.startswith("data:"):
+                chunk = chunk[len("data:"):].split("\\n")[0].strip()
+                if chunk.startswith("[DONE]"):
+                    continue
+            choice = json.loads(chunk)["choices"][0]
+            said += choice["delta"].get("content", "") if "chat" in endpoint else choice["text"]
+print(json.dumps(said))
+"""
+
+
+@_BOTH
+@pytest.mark.parametrize(("endpoint", "body"), [("v1/chat/completions", _chat()), ("v1/completions", _completion())])
+def test_torchserves_example_client_reads_every_piece(
+    server: Server, model: str, endpoint: str, body: dict[str, Any]
+) -> None:
+    path = f"{model}/1.0/{endpoint}"
+    command = [sys.executable, "-c", _EXAMPLE, f"{server.url}/predictions/{path}", endpoint]
+    command.append(json.dumps({**body, "stream": True}))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    assert [json.loads(done.stdout)] == texts(_ask(server, path, body).json()) != [""]
 
 
 # What users of the SDK write: the answers of both kinds of request, and the models.
