@@ -121,7 +121,8 @@ def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capf
     assert found[0]["error"]["code"] == "too_large" and "over the 4.0 KiB" in found[0]["error"]["message"]
     assert all(trouble(row) is None for row in found[1:])
     assert cloud(*run, "--chunk-bytes", "4KiB", "--dry-run") == 0
-    assert "too large" not in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "too large" not in told and "chunks: 6 of at most 4.0 KiB" in told
 
 
 @pytest.mark.parametrize(("mode", "count"), [("chunk", 45), pytest.param("object", 21, marks=pytest.mark.slow)])
@@ -179,6 +180,40 @@ def test_an_object_that_changed_since_the_run_began_is_named(large: SparseBucket
     assert [row["index"] for row in found] == list(range(17))
     changed = [row["custom_id"] for row in found if trouble(row)]
     assert changed == [f"010-large.bin#{number}" for number in range(done, 7)] + ["019.png#0"]
+
+
+def test_an_answer_that_is_too_large_fails_its_row_alone(folder: Path, capfd: Any) -> None:
+    source = """
+def handle(data, context):
+    return data and [bytes(70 << 20 if bytes(row["body"]) == b"large" else 0) for row in data]
+"""
+    (folder / "in" / "large.bin").write_bytes(b"large")
+    run = ("run", "--input", folder / "in", "--glob", "*.bin", "--handler", write(folder / "h", source), *_SHIM)
+    assert cloud(*run, "--batch-rows", "2") == 1
+    small, large = rows(capfd.readouterr().out)
+    assert predictions(small) == [""] and large["error"]["code"] == "too_large"
+    assert large["error"]["message"] == "the answer is more than 67108864 bytes"
+
+
+def test_ctrl_c_ends_the_workers_too(large: SparseBucket, tmp_path: Path) -> None:
+    run = ("run", "--input", "s3://bucket", "--output", tmp_path / "out", *large.options(), "--part-rows", "1")
+    process = start(*run, "--handler", write(tmp_path / "h"), "--chunk-bytes", "2MiB", *_SHIM)
+    wait_until((tmp_path / "out/part-000000.jsonl").exists, seconds=60)
+    children = _descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    status, _, said = finish(process)
+    assert status == 130 and "the same command goes on from there" in said
+    assert children and not any(map(alive, children))
+
+
+def test_a_watcher_gives_new_objects_to_the_handler_in_chunks(folder: Path) -> None:
+    watch = ("watch", "--input", folder / "in", "--output", folder / "out", "--poll", "0.05", "--limit", "5")
+    command = (*watch, "--handler", write(folder / "h"), "--chunk-bytes", "900", *_SHIM)
+    assert cloud(*command) == 0
+    found = [row for path in (folder / "out").glob("result-*") for row in rows(path.read_bytes())]
+    assert sorted(row["key"] for row in found) == sorted(_objects())
+    for row in found:
+        assert told(predictions(row)) == counted(row["key"].replace(" ", "%20"), _objects()[row["key"]], 900)
 
 
 _BAD = [
