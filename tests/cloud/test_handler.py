@@ -165,6 +165,7 @@ def _descendants(pid: int) -> list[int]:
     return found + [each for child in found for each in _descendants(child)]
 
 
+@pytest.mark.slow
 def test_an_object_that_changed_since_the_run_began_is_named(large: SparseBucket, tmp_path: Path) -> None:
     run = ("run", "--input", "s3://bucket", "--glob", "01*", "--output", tmp_path / "out", *large.options())
     command = (*run, "--handler", write(tmp_path / "h"), "--chunk-bytes", "4MiB", "--part-rows", "1", *_SHIM)
@@ -195,6 +196,7 @@ def handle(data, context):
     assert large["error"]["message"] == "the answer is more than 67108864 bytes"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_workers_too(large: SparseBucket, tmp_path: Path) -> None:
     run = ("run", "--input", "s3://bucket", "--output", tmp_path / "out", *large.options(), "--part-rows", "1")
     process = start(*run, "--handler", write(tmp_path / "h"), "--chunk-bytes", "2MiB", *_SHIM)
@@ -263,6 +265,34 @@ def test_options_of_servers_that_do_not_fit_are_named(
 ) -> None:
     assert cloud("run", "--input", folder / "in", *options) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_worker_that_dies_fails_what_it_had_and_the_next_one_goes_on(folder: Path, capfd: Any) -> None:
+    source = """
+import os
+
+def handle(data, context):
+    if data and any(bytes(row["body"]) == b"die" for row in data):
+        os._exit(1)
+    return data and [str(len(row["body"])) for row in data]
+"""
+    for number in range(6):
+        (folder / "in" / f"{number}.x").write_bytes(b"die" if number == 2 else b"fine")
+    run = ("run", "--input", folder / "in", "--glob", "*.x", "--handler", write(folder / "h", source), *_SHIM)
+    assert cloud(*run) == 1
+    found = rows(capfd.readouterr().out)
+    assert [trouble(row) is None for row in found] == [True, True, False, True, True, True]
+    assert "exited with status 1" in found[2]["response"]["body"]["error"]["message"]
+
+
+def test_mlservers_environment_does_not_reach_the_handlers_settings(
+    folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLSERVER_MODEL_EXTRA", '{"dtype": "float32", "batchSize": 7}')
+    monkeypatch.setenv("MLSERVER_MODEL_URI", "elsewhere")
+    run = ("run", "--input", folder / "in", "--handler", write(folder / "h", batchSize=2), *_SHIM)
+    assert cloud(*run, "--max-wait", "5") == 0
+    assert [predictions(row)[0]["batch"] for row in rows(capfd.readouterr().out)] == [2, 2, 2, 2, 1]
 
 
 def test_a_handler_that_cannot_be_loaded_leaves_the_output_alone(folder: Path, capfd: Any) -> None:
