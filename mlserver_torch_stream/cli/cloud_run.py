@@ -237,6 +237,9 @@ def _described(planned: RunPlan) -> str:
     if large:
         most = f"over {format_bytes(run.chunking.whole_bytes)}, each an error row"
         lines.append(f"too large: {len(large)} {most}: {', '.join(large[:5])}")
+    if run.chunking.chunk_bytes is not None:
+        count = sum(run.chunking.count(each.info.size) for each in whole if each.failure is None)
+        lines.append(f"chunks: {count} of at most {format_bytes(run.chunking.chunk_bytes)}")
     missing = [each.info.key for each in objects if each.failure is not None]
     if missing:
         lines.append(f"missing: {len(missing)}: {', '.join(missing[:5])}")

@@ -47,12 +47,12 @@ class HandlerInfer:
         from mlserver import ModelSettings
         from mlserver.settings import ModelParameters
 
-        from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime
         from mlserver_torch_stream.torchserve.runtime.build import build
 
         size = {} if batch_rows is None else {"batchSize": batch_rows}
-        parameters = ModelParameters(uri=handler, extra={**extra, **_BATCHED_BY_THE_RUN, **size})
-        settings = ModelSettings(name="handler", implementation=TorchServeRuntime, parameters=parameters)
+        # Made without validation, which would merge MLServer's environment variables into them.
+        parameters = ModelParameters.model_construct(uri=handler, extra={**extra, **_BATCHED_BY_THE_RUN, **size})
+        settings = ModelSettings.model_construct(name="handler", parameters=parameters)
         loop, began = asyncio.get_running_loop(), time.monotonic()
         try:
             built = await in_a_thread(lambda: build(settings, loop))
@@ -70,16 +70,12 @@ class HandlerInfer:
         return self.built.engine.config.batchSize
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        jobs: list[HandlerJob] = []
+        submit, last = self.built.engine.submit, len(rows) - 1
         try:
-            for number, row in enumerate(rows, 1):
-                jobs.append(self.built.engine.submit(self._request(row), more=number < len(rows)))
+            jobs = [submit(self._request(row), more=number < last) for number, row in enumerate(rows)]
             return list(await asyncio.gather(*map(self._outcome, jobs)))
         except (NotServing, QueueFull) as error:
             raise StoreUnavailable(f"the handler's workers take no more: {error.message}") from None
-        finally:
-            for job in jobs:
-                job.close()
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self.built.shutdown)

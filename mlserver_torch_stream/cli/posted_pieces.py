@@ -68,7 +68,7 @@ class PostForPieces:
 
     def _request(self, path: str, content: bytes, headers: Mapping[str, str]) -> h11.Request:
         parts = urlsplit(self.url)
-        own = {"Host": parts.netloc, "Content-Length": str(len(content)), "Connection": "close"}
+        own = {"Host": parts.netloc.rpartition("@")[2], "Content-Length": str(len(content)), "Connection": "close"}
         said = list({**self.headers, **headers, **own}.items())
         return h11.Request(method="POST", target=parts.path + path, headers=said)
 

@@ -34,18 +34,18 @@ class Chunking:
 
     def rows(self, size: int) -> int:
         """The number of output rows of an object of ``size`` bytes."""
-        return self._count(size) if self.each else 1
+        return self.count(size) if self.each else 1
 
     def block(self, block: int) -> int:
         """The bytes to fetch in one range, about ``block``: whole chunks."""
         return block if self.chunk_bytes is None else self.chunk_bytes * max(1, block // self.chunk_bytes)
 
     def chunks(self, start: int, end: int, size: int) -> Iterator[Chunk]:
-        """The chunks that begin in bytes ``start`` to ``end`` of an object of ``size`` bytes; an empty one is one."""
+        """The chunks that begin in bytes ``start`` to ``end`` of an object of ``size`` bytes."""
         assert self.chunk_bytes is not None and start % self.chunk_bytes == 0
-        last = self._count(size) - 1
+        last = self.count(size) - 1
         first = start // self.chunk_bytes
-        for index in range(first, first + self._count(end - start)):
+        for index in range(first, first + self.count(end - start)):
             yield Chunk(index, index * self.chunk_bytes, index == last, self.joined)
 
     def config(self) -> dict[str, Any]:
@@ -54,6 +54,7 @@ class Chunking:
             return {"chunk_bytes": self.chunk_bytes, "rows": "object" if self.joined else "chunk"}
         return {} if self.whole_bytes == WHOLE_BYTES else {"whole_bytes": self.whole_bytes}
 
-    def _count(self, size: int) -> int:
+    def count(self, size: int) -> int:
+        """The number of chunks of an object of ``size`` bytes; an empty one is one."""
         assert self.chunk_bytes is not None
         return max(1, -(-size // self.chunk_bytes))

@@ -121,7 +121,8 @@ def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capf
     assert found[0]["error"]["code"] == "too_large" and "over the 4.0 KiB" in found[0]["error"]["message"]
     assert all(trouble(row) is None for row in found[1:])
     assert cloud(*run, "--chunk-bytes", "4KiB", "--dry-run") == 0
-    assert "too large" not in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "too large" not in told and "chunks: 6 of at most 4.0 KiB" in told
 
 
 @pytest.mark.parametrize(("mode", "count"), [("chunk", 45), pytest.param("object", 21, marks=pytest.mark.slow)])
@@ -164,6 +165,7 @@ def _descendants(pid: int) -> list[int]:
     return found + [each for child in found for each in _descendants(child)]
 
 
+@pytest.mark.slow
 def test_an_object_that_changed_since_the_run_began_is_named(large: SparseBucket, tmp_path: Path) -> None:
     run = ("run", "--input", "s3://bucket", "--glob", "01*", "--output", tmp_path / "out", *large.options())
     command = (*run, "--handler", write(tmp_path / "h"), "--chunk-bytes", "4MiB", "--part-rows", "1", *_SHIM)
@@ -179,6 +181,41 @@ def test_an_object_that_changed_since_the_run_began_is_named(large: SparseBucket
     assert [row["index"] for row in found] == list(range(17))
     changed = [row["custom_id"] for row in found if trouble(row)]
     assert changed == [f"010-large.bin#{number}" for number in range(done, 7)] + ["019.png#0"]
+
+
+def test_an_answer_that_is_too_large_fails_its_row_alone(folder: Path, capfd: Any) -> None:
+    source = """
+def handle(data, context):
+    return data and [bytes(70 << 20 if bytes(row["body"]) == b"large" else 0) for row in data]
+"""
+    (folder / "in" / "large.bin").write_bytes(b"large")
+    run = ("run", "--input", folder / "in", "--glob", "*.bin", "--handler", write(folder / "h", source), *_SHIM)
+    assert cloud(*run, "--batch-rows", "2") == 1
+    small, large = rows(capfd.readouterr().out)
+    assert predictions(small) == [""] and large["error"]["code"] == "too_large"
+    assert large["error"]["message"] == "the answer is more than 67108864 bytes"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_workers_too(large: SparseBucket, tmp_path: Path) -> None:
+    run = ("run", "--input", "s3://bucket", "--output", tmp_path / "out", *large.options(), "--part-rows", "1")
+    process = start(*run, "--handler", write(tmp_path / "h"), "--chunk-bytes", "2MiB", *_SHIM)
+    wait_until((tmp_path / "out/part-000000.jsonl").exists, seconds=60)
+    children = _descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    status, _, said = finish(process)
+    assert status == 130 and "the same command goes on from there" in said
+    assert children and not any(map(alive, children))
+
+
+def test_a_watcher_gives_new_objects_to_the_handler_in_chunks(folder: Path) -> None:
+    watch = ("watch", "--input", folder / "in", "--output", folder / "out", "--poll", "0.05", "--limit", "5")
+    command = (*watch, "--handler", write(folder / "h"), "--chunk-bytes", "900", *_SHIM)
+    assert cloud(*command) == 0
+    found = [row for path in (folder / "out").glob("result-*") for row in rows(path.read_bytes())]
+    assert sorted(row["key"] for row in found) == sorted(_objects())
+    for row in found:
+        assert told(predictions(row)) == counted(row["key"].replace(" ", "%20"), _objects()[row["key"]], 900)
 
 
 _BAD = [
@@ -228,6 +265,34 @@ def test_options_of_servers_that_do_not_fit_are_named(
 ) -> None:
     assert cloud("run", "--input", folder / "in", *options) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_worker_that_dies_fails_what_it_had_and_the_next_one_goes_on(folder: Path, capfd: Any) -> None:
+    source = """
+import os
+
+def handle(data, context):
+    if data and any(bytes(row["body"]) == b"die" for row in data):
+        os._exit(1)
+    return data and [str(len(row["body"])) for row in data]
+"""
+    for number in range(6):
+        (folder / "in" / f"{number}.x").write_bytes(b"die" if number == 2 else b"fine")
+    run = ("run", "--input", folder / "in", "--glob", "*.x", "--handler", write(folder / "h", source), *_SHIM)
+    assert cloud(*run) == 1
+    found = rows(capfd.readouterr().out)
+    assert [trouble(row) is None for row in found] == [True, True, False, True, True, True]
+    assert "exited with status 1" in found[2]["response"]["body"]["error"]["message"]
+
+
+def test_mlservers_environment_does_not_reach_the_handlers_settings(
+    folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLSERVER_MODEL_EXTRA", '{"dtype": "float32", "batchSize": 7}')
+    monkeypatch.setenv("MLSERVER_MODEL_URI", "elsewhere")
+    run = ("run", "--input", folder / "in", "--handler", write(folder / "h", batchSize=2), *_SHIM)
+    assert cloud(*run, "--max-wait", "5") == 0
+    assert [predictions(row)[0]["batch"] for row in rows(capfd.readouterr().out)] == [2, 2, 2, 2, 1]
 
 
 def test_a_handler_that_cannot_be_loaded_leaves_the_output_alone(folder: Path, capfd: Any) -> None:

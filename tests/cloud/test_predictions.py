@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cli.object_row import ObjectRequest
 from tests.cloud.command import cloud, joined, trouble
 from tests.cloud.handlers import counted, predictions, rows, told, write
 from tests.scripted_http import Handler, serving
@@ -233,3 +234,25 @@ def test_the_same_command_goes_on_where_a_server_went_away(torchserve: _TorchSer
     after = joined(folder / "out")
     assert after.startswith(before) and len(rows(after)) == 4
     assert {headers["x-object-key"] for _, headers, _ in torchserve.asked} == {"2.bin", "3.bin"}
+
+
+@pytest.mark.parametrize(
+    ("value", "content_type", "prediction"),
+    [
+        (b'{"a": [1, NaN]}', "", {"a": [1, None]}),
+        (b'"text"', "application/json; charset=utf-8", "text"),
+        (b"5", "", 5),
+        (b"5", "text/plain", "5"),
+        (b"{", "application/json", "{"),
+        ("grün".encode(), "", "grün"),
+        (b"\xff\x00", "", {"base64": "/wA="}),
+        (b"", "", ""),
+    ],
+)
+def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, prediction: Any) -> None:
+    outcome = ObjectRequest().outcome([(value, content_type)])
+    assert outcome.response == {
+        "object": "prediction",
+        "content_type": content_type or None,
+        "predictions": [prediction],
+    }

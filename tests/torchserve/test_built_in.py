@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import textwrap
 import warnings
@@ -148,10 +149,9 @@ def _colour_classifier(folder: Path) -> str:
 
 @needs_torchvision
 def test_image_classifier_labels_a_bucket_of_500_images_and_resumes_byte_for_byte(vision: Path, tmp_path: Path) -> None:
-    """Over ``cloud run``, killed once; one of the objects is no image. The batches are full, since the last digits of a
-    score depend on how many images a forward takes."""
+    """Over ``cloud run``, killed once. One of the objects is no image, and Pillow's error names an address."""
     colours = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
-    labels = [list(colours)[number * number % 3] for number in range(500)]
+    labels = [list(colours)[number % 3] for number in range(500)]
     images: dict[str, bytes | int] = {f"{n:03}.png": _png(*colours[label]) for n, label in enumerate(labels)}
     images["250.png"] = b"no image"
     archive = _colour_classifier(vision)
@@ -177,11 +177,15 @@ def test_image_classifier_labels_a_bucket_of_500_images_and_resumes_byte_for_byt
         process.send_signal(signal.SIGKILL)
         assert finish(process)[0] == -signal.SIGKILL
         assert cloud(*command("out")) == 1
-    assert joined(tmp_path / "out") == joined(tmp_path / "whole")
+    assert _without_addresses(joined(tmp_path / "out")) == _without_addresses(joined(tmp_path / "whole"))
     rows = [json.loads(line) for line in joined(tmp_path / "out").splitlines()]
     assert [row["key"] for row in rows] == sorted(images)
     best = [max(answer, key=answer.get) for row in rows if trouble(row) is None for answer in _predictions(row)]
     assert best == labels[:250] + labels[251:] and trouble(rows[250]) is not None
+
+
+def _without_addresses(part: bytes) -> bytes:
+    return re.sub(rb"object at 0x[0-9a-f]+", b"", part)
 
 
 def _predictions(row: dict[str, Any]) -> list[dict[str, float]]:
