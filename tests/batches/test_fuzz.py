@@ -1,4 +1,4 @@
-"""Whatever is sent as a form or as the body of a batch: it is taken, or refused with the name of a field."""
+"""Whatever is sent as a form, as the body of a batch or as a row: it is taken, or refused with the name of a field."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.batches.batch_request import BatchRequest, read_batch_request
 from mlserver_torch_stream.batches.object_ids import BATCH, FILE, IdMaker, is_id
 from mlserver_torch_stream.batches.pages import read_query
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
+from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
+from mlserver_torch_stream.protocol.openai_request import decode_body
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.protocol.values import printable
 from mlserver_torch_stream.server.rest.form_reader import FormReader, PartBegan, PartEnded, PartPiece
+from mlserver_torch_stream.types import ModelInfo
 
 _TYPE = "multipart/form-data; boundary=b"
 _HEAD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
@@ -73,6 +80,34 @@ def test_an_unknown_key_of_a_batch_is_named(body: dict[str, Any]) -> None:
         error.field.encode("utf-8")  # fit for a reply
     else:
         assert set(body) <= {*_GOOD, "metadata", "output_expires_after"}
+
+
+_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+_HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+_INFO = ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
+
+
+@given(st.dictionaries(st.sampled_from([*_LINE, "body", "stream"]) | st.text(max_size=4), _JSON, max_size=4))
+def test_any_key_of_a_row_is_taken_or_named(changes: dict[str, Any]) -> None:
+    line = {**_LINE, "body": _HELLO, **changes}
+    try:
+        read_custom_id(line, "row-0")
+        assert read_body(line) == line["body"]
+    except InvalidInput as refusal:
+        assert refusal.field in {*(printable(key) for key in changes), "messages"}, refusal.message
+
+
+@pytest.mark.parametrize("name", sorted({*CHAT_PARAMETERS, *(each.name for each in PARAMETERS)} - {"model", "echo"}))
+def test_a_bad_value_in_the_body_of_a_row_is_refused_by_its_name(name: str) -> None:
+    @settings(max_examples=8, deadline=None)
+    @given(_JSON)
+    def check(value: Any) -> None:
+        try:
+            decode_body(read_body({**_LINE, "body": {**_HELLO, name: value}}), _INFO, "r")
+        except InvalidInput as refusal:
+            assert refusal.field.partition(".")[0].partition("[")[0] == name, refusal.message
+
+    check()
 
 
 @given(st.dictionaries(st.sampled_from(["limit", "after", "order", "purpose", "x"]), st.text(max_size=30), max_size=3))

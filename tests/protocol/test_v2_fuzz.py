@@ -4,29 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlserver.types import InferenceRequest
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
-from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS
+from mlserver_torch_stream.protocol.spelling import PostedBody
+from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, PROMPT_TENSORS
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
 INFO = ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
-    ["[]", "[1]", '["a"]', "{}", '{"n": 2}', '[{"role": "user", "content": "x"}]', "true", "1", "0.5", "text", "auto"]
+    [
+        "[]",
+        "[1]",
+        '["a"]',
+        "{}",
+        '{"n": 2}',
+        '[{"role": "user", "content": "x"}]',
+        "true",
+        "1",
+        "0.5",
+        "text",
+        "auto",
+        "none",
+        "prompt",
+    ]
 )
 scalar = st.none() | st.booleans() | st.integers() | st.floats() | any_text
 json_value = st.recursive(
     scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3), max_leaves=6
 )
-key = st.sampled_from(
-    [parameter.name for parameter in PARAMETERS] + ["max_new_tokens", "stop_words", "priority", "content_typ"]
-)
+PARAMETER_NAMES = sorted({spelling for each in PARAMETERS for spelling in (each.name, *each.aliases)})
+key = st.sampled_from([*PARAMETER_NAMES, "content_typ"])
 options = st.dictionaries(key, json_value, max_size=4)
 parameters = st.dictionaries(
     key | st.sampled_from(["sampling_parameters", "llm_parameters", "kwargs"]), json_value | options, max_size=4
@@ -66,6 +82,76 @@ def test_any_parameters_are_understood_or_refused(parameters: dict[str, Any], st
 @given(inputs=st.lists(tensor | prompt, max_size=4), streaming=st.booleans())
 def test_any_tensors_are_understood_or_refused(inputs: list[dict[str, Any]], streaming: bool) -> None:
     outcome({"inputs": inputs}, streaming)
+
+
+_HELLO = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}
+
+
+def _names(refusal: InvalidInput, field: str) -> bool:
+    return refusal.field.partition(".")[0].partition("[")[0] == field
+
+
+_EXAMPLES = pytest.mark.parametrize("examples", [8, pytest.param(300, marks=pytest.mark.slow)])
+
+
+@_EXAMPLES
+@pytest.mark.parametrize("name", PARAMETER_NAMES)
+def test_a_bad_value_of_any_parameter_is_refused_by_its_name(name: str, examples: int) -> None:
+    """As a parameter, inside ``sampling_parameters`` and in a flat body of the generate extension."""
+
+    @settings(max_examples=examples, deadline=None)
+    @given(value=json_value, streaming=st.booleans())
+    def check(value: Any, streaming: bool) -> None:
+        for found in (
+            outcome({**_HELLO, "parameters": {name: value}}, streaming),
+            outcome({**_HELLO, "parameters": {"sampling_parameters": {name: value}}}, streaming),
+            _flat({"text_input": "x", name: value}, streaming),
+            _flat({"text_input": "x", "parameters": {name: value}}, streaming),
+        ):
+            assert not isinstance(found, InvalidInput) or _names(found, name), (found.field, found.message)
+
+    check()
+
+
+def _flat(body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidInput:
+    try:
+        return FLAT.decode(PostedBody(body), INFO, streaming=streaming, request_id="r")
+    except InvalidInput as refusal:
+        refusal.message.encode()
+        return refusal
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    body=st.dictionaries(st.sampled_from(["id", "parameters", "details", *PARAMETER_NAMES]) | any_text, json_value),
+    text=json_value | any_text,
+    streaming=st.booleans(),
+)
+def test_any_flat_body_is_understood_or_refused(body: dict[str, Any], text: Any, streaming: bool) -> None:
+    _flat({**body, "text_input": text}, streaming)
+
+
+@_EXAMPLES
+@pytest.mark.parametrize("name", sorted(INPUT_TENSORS))
+def test_any_contents_of_any_tensor_are_understood_or_refused_by_its_name(name: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(tensor=tensor, streaming=st.booleans())
+    def check(tensor: dict[str, Any], streaming: bool) -> None:
+        prompts = [] if name in PROMPT_TENSORS else _HELLO["inputs"]
+        found = outcome({"inputs": [*prompts, {**tensor, "name": name}]}, streaming)
+        assert not isinstance(found, InvalidInput) or _names(found, name), (found.field, found.message)
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    outputs=st.lists(st.fixed_dictionaries({"name": any_text}, optional={"parameters": parameters}), max_size=3),
+    id=any_text,
+    streaming=st.booleans(),
+)
+def test_any_id_and_outputs_are_understood_or_refused(outputs: list[Any], id: str, streaming: bool) -> None:
+    outcome({**_HELLO, "id": id, "outputs": outputs}, streaming)
 
 
 def test_the_fuzz_can_reach_a_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
+from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, OUTPUT_DATATYPES
 from tests.protocol.test_v2_fuzz import any_text, key
 from tests.reliability.reciter import recital
 from tests.server import triton_wire, v2
@@ -146,6 +148,9 @@ _VALUES = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(
         lambda value: pb.InferParameter(string_param=value)
     ),
+    # Triton's own kinds: a double and an unsigned integer.
+    st.floats().map(lambda value: pb.InferParameter.FromString(b"\x21" + struct.pack("<d", value))),
+    st.integers(0, 127).map(lambda value: pb.InferParameter.FromString(b"\x28" + bytes([value]))),
 )
 
 
@@ -156,7 +161,7 @@ def _utf8(text: str) -> str:
 @st.composite
 def messages(draw: st.DrawFn) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name="small", id=_utf8(draw(any_text)))
-    names = st.sampled_from(["text_input", "prompt", "input_ids", "stream", "max_tokens", "messages", "role", "x"])
+    names = st.sampled_from(["text_input", "x", *sorted(INPUT_TENSORS)])
     for _ in range(draw(st.integers(0, 3))):
         tensor = request.inputs.add(
             name=draw(names),
@@ -167,6 +172,8 @@ def messages(draw: st.DrawFn) -> pb.ModelInferRequest:
         tensor.contents.int64_contents.extend(draw(st.lists(st.integers(-5, 300), max_size=2)))
         tensor.contents.bool_contents.extend(draw(st.lists(st.booleans(), max_size=1)))
     request.raw_input_contents.extend(draw(st.just([]) | st.lists(st.binary(max_size=24), max_size=3)))
+    for name in draw(st.just([]) | st.lists(st.sampled_from([*OUTPUT_DATATYPES, "x"]), max_size=3)):
+        request.outputs.add(name=name)
     for name, value in draw(st.dictionaries(key | any_text.map(_utf8), _VALUES, max_size=3)).items():
         request.parameters[name].CopyFrom(value)
     return request
