@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mlserver_torch_stream.cli.openai_key import authorization, key_in_file
+from mlserver_torch_stream.client.address import tls_context
 
 READY_SECONDS = 900.0  # the time may include the download of a hub model
 POLL_SECONDS = 0.2
@@ -73,9 +74,8 @@ class Announcement:
 
 def _trusting(certificate: str) -> ssl.SSLContext:
     """Trusts the server's own certificate alone, whatever host it is for: the server is asked at its address."""
-    context = ssl.create_default_context(cafile=certificate)
+    context = tls_context(Path(certificate).read_bytes())
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
+import shlex
 import shutil
 import socket
 import ssl
@@ -25,6 +27,7 @@ from mlserver.grpc import dataplane_pb2, model_repository_pb2
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream import client
+from mlserver_torch_stream.cli.announcement import Announcement
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 from tests.certificates import Authority
 from tests.server import foreign, openai, route_lister, triton_wire, v2
@@ -341,6 +344,20 @@ def test_the_chat_sends_the_key_of_a_file_and_trusts_an_authority(guarded: Guard
             [*command, "--max-tokens", "4", *more], input="Hello\n", capture_output=True, text=True, timeout=60
         )
         assert asked.returncode == status and ("needs a key" in asked.stderr) == bool(status), asked.stderr
+
+
+def test_what_serve_prints_of_a_server_with_a_key_and_tls_streams(guarded: Guarded) -> None:
+    """Both the request and the chat; the certificate that they trust is the server's own."""
+    certificate = guarded.authority.certificate.with_name("server.pem")
+    prefix, out = "MLSERVER_TORCH_STREAM_", io.StringIO()
+    environ = {f"{prefix}API_KEYS_FILE": str(guarded.keys_file), f"{prefix}TLS_CERT_FILE": str(certificate)}
+    Announcement(HOST, guarded.server.http_port, environ).wait_and_print(out, limit=30)
+    curl, chat = (line.strip() for line in out.getvalue().splitlines() if "/tiny/" in line or "--model tiny" in line)
+    answer = subprocess.run(["bash", "-c", curl], env={**os.environ, "KEY": KEY}, capture_output=True, timeout=60)
+    assert answer.stdout.startswith(b"data: "), answer
+    command = [sys.executable, "-m", "mlserver_torch_stream.cli", *shlex.split(chat)[1:], "--max-tokens", "4"]
+    asked = subprocess.run(command, input=b"Hello\n", capture_output=True, timeout=60)
+    assert asked.returncode == 0, asked.stderr
 
 
 def test_before_any_model_is_loaded_the_ports_are_guarded(tmp_path: Path) -> None:
