@@ -27,6 +27,7 @@ from mlserver_torch_stream.server.management.management_token import check_token
 from mlserver_torch_stream.server.message_pool import Fields, message_classes
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal
+from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
@@ -122,6 +123,15 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
     with serve(folder / "models", [started], settings=settings, environment=environment) as running:
         yield Management(running, port, grpc_port, store)
+
+
+def test_an_archive_of_the_model_store_is_named_by_its_file(tmp_path: Path) -> None:
+    for store, named in (
+        (tmp_path, "a.mar"),
+        (tmp_path / "other", str(tmp_path / "a.mar")),
+        (None, str(tmp_path / "a.mar")),
+    ):
+        assert StoreFiles(store, ()).url_of(str(tmp_path / "a.mar")) == named
 
 
 def test_a_request_needs_the_token(api: Management) -> None:

@@ -75,7 +75,7 @@ class ManagedModels:
     def _url(self, model: MLModel) -> str:
         parameters = model.settings.parameters
         uri = parameters.uri if parameters is not None else None
-        return self._urls.get((model.name, model.version)) or uri or ""
+        return self._urls.get((model.name, model.version)) or self._files.url_of(uri or "")
 
     # --- changes ---
 
