@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.properties import whole_number
-from mlserver_torch_stream.torchserve.server_properties import is_true
+from mlserver_torch_stream.torchserve.server_properties import TLS, is_true
 
 _ADDRESS = re.compile(r"(?P<scheme>https?)://(?P<host>[^:/]+)(?::(?P<port>\d+))?/?", re.IGNORECASE)
 _METRICS_ENDPOINT = "MLSERVER_METRICS_ENDPOINT"
@@ -23,7 +23,12 @@ _GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  
 _OWN_GRPC_VARIABLE, _USUAL_GRPC_PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE", "7070"
 _NAMES_VARIABLE = "MLSERVER_TORCH_STREAM_TORCHSERVE_METRIC_NAMES"
 # Settings of the server that suit handlers and streams.
-_FIXED = {"MLSERVER_PARALLEL_WORKERS": "0", "MLSERVER_GZIP_ENABLED": "false", "MLSERVER_DEBUG": "false"}
+_FIXED = {
+    "MLSERVER_PARALLEL_WORKERS": "0",
+    "MLSERVER_GZIP_ENABLED": "false",
+    "MLSERVER_DEBUG": "false",
+    "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",  # for keys and TLS
+}
 _UNNAMED = {*_FIXED, _GRPC_VARIABLE, _VISIBLE}  # what comes from no key, or takes the variable into account
 _PASSED_ON = {
     "decode_input_request": "TS_DECODE_INPUT_REQUEST",
@@ -84,7 +89,7 @@ def address(properties: Mapping[str, str], key: str, usual: int, without_port: i
     if match is None:
         raise SettingsError(f"{place}: must be http://HOST:PORT, got {given!r}")
     if match["scheme"].lower() == "https":
-        raise SettingsError(f"{place}: https is not implemented: TLS ends at the ingress")
+        raise SettingsError(f"{place}: https is not implemented: {TLS}")
     port = int(match["port"] or without_port or usual)
     if not 0 < port < 1 << 16:
         raise SettingsError(f"{place}: must have a port from 1 to 65535, got {given!r}")

@@ -29,14 +29,14 @@ _FILE_ONLY = {
     "version",
     "vmargs",
 }
-_TLS = "TLS ends at the ingress"
+TLS = "TLS ends at the ingress, or is switched on by MLSERVER_TORCH_STREAM_TLS_CERT_FILE and …_TLS_KEY_FILE"
 REFUSED = {
-    "keystore": _TLS,
-    "keystore_pass": _TLS,
-    "keystore_type": _TLS,
-    "certificate_file": _TLS,
-    "private_key_file": _TLS,
-    "enable_grpc_ssl": _TLS,  # unless false
+    "keystore": TLS,
+    "keystore_pass": TLS,
+    "keystore_type": TLS,
+    "certificate_file": TLS,
+    "private_key_file": TLS,
+    "enable_grpc_ssl": TLS,  # unless false
 }
 # Key -> what it sets here.
 HONOURED = {

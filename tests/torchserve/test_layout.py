@@ -86,6 +86,7 @@ def test_a_folder_without_a_configuration_is_served_whole_on_this_machine_alone(
         "MLSERVER_PARALLEL_WORKERS": "0",
         "MLSERVER_GZIP_ENABLED": "false",
         "MLSERVER_DEBUG": "false",
+        "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
     }
     assert lines[0] == "configuration: TorchServe's defaults, no file"
     assert f"model dog 1.0: {store / 'dog.mar'}" in lines
