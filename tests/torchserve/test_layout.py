@@ -82,9 +82,11 @@ def test_a_folder_without_a_configuration_is_served_whole_on_this_machine_alone(
         "MLSERVER_HTTP_PORT": "8080",
         "MLSERVER_GRPC_PORT": "8081",
         "MLSERVER_METRICS_PORT": "8082",
+        "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": "7070",
         "MLSERVER_PARALLEL_WORKERS": "0",
         "MLSERVER_GZIP_ENABLED": "false",
         "MLSERVER_DEBUG": "false",
+        "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
     }
     assert lines[0] == "configuration: TorchServe's defaults, no file"
     assert f"model dog 1.0: {store / 'dog.mar'}" in lines
@@ -150,6 +152,9 @@ _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "inference_address": ("http://0.0.0.0:8085", {"MLSERVER_HOST": "0.0.0.0", "MLSERVER_HTTP_PORT": "8085"}),
     "metrics_address": ("http://127.0.0.1:9", {"MLSERVER_METRICS_PORT": "9"}),
     "enable_metrics_api": ("false", {"MLSERVER_METRICS_ENDPOINT": ""}),
+    "metrics_mode": ("Prometheus", {"MLSERVER_TORCH_STREAM_TORCHSERVE_METRIC_NAMES": "true"}),
+    "grpc_inference_port": ("9", {"MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": "9"}),
+    "grpc_inference_address": ("127.0.0.1", {"MLSERVER_HOST": "127.0.0.1"}),
     "max_request_size": (
         "99",
         {"MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": "99", "MLSERVER_GRPC_MAX_MESSAGE_LENGTH": "99"},
@@ -272,6 +277,11 @@ def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
     )
 
 
+def test_a_host_that_cannot_differ_is_named() -> None:
+    _, lines = server_environment({"grpc_inference_address": "0.0.0.0"}, lambda: 0, {})
+    assert lines == ["grpc_inference_address: it is the host of inference_address, 127.0.0.1"]
+
+
 def test_gpus_are_hidden_only_where_there_are_more() -> None:
     for given, visible in (("0", {"CUDA_VISIBLE_DEVICES": ""}), ("1", {"CUDA_VISIBLE_DEVICES": "0"}), ("2", {})):
         found, _ = server_environment({"number_of_gpu": given}, lambda: 2, {})
@@ -289,6 +299,7 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("inference_address=127.0.0.1:80", "inference_address: must be http://HOST:PORT, got '127.0.0.1:80'"),
         ("inference_address=http://127.0.0.1:70000", "inference_address: must have a port from 1 to 65535"),
         ("metrics_address=http://127.0.0.1:8080", "metrics_address: must have another port than inference_address"),
+        ("grpc_inference_port=0", "grpc_inference_port: must be from 1 to 65535, got 0"),
         ("max_request_size=large", "max_request_size: must be a whole number, got 'large'"),
         ("max_request_size=0", "max_request_size: must be above 0, got 0"),
         ("load_models=none.mar", "load_models: no none.mar in the model store"),
