@@ -63,7 +63,9 @@ class HandlerInfer:
 
     @property
     def workers(self) -> int:
-        return self.built.engine.config.minWorkers
+        """The most there can be."""
+        config = self.built.engine.config
+        return max(1, config.minWorkers, config.maxWorkers)
 
     @property
     def batch_rows(self) -> int:
