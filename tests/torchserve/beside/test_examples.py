@@ -36,7 +36,8 @@ _HEAD = """\
 
 Handlers of [pytorch/serve](https://github.com/pytorch/serve/tree/master/examples), unchanged, are packed by
 `torch-model-archiver`, loaded by TorchServe 0.12 and by our server, and asked by the curl lines of their pages. Their
-weights are random ones of the right shape. A test makes this page (`make test-examples`, with a checkout of
+weights are random ones of the right shape; their settings are the examples', but for one worker, the CPU and a model
+that is not compiled. A test makes this page (`make test-examples`, with a checkout of
 pytorch/serve and a Java runtime). It fails where status, headers or a byte of an answer differ.
 
 Python 3.11, torch 2.13, torchvision 0.28 and torchserve's own package, whose `BaseHandler` and built-in handlers most
@@ -73,9 +74,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers
     return of
 
 
-def _of_group(
-    examples: list[Example], folder: Path, path: str
-) -> Iterator[tuple[str, tuple[list[Reply], list[Reply]]]]:
+def _of_group(examples: list[Example], folder: Path, path: str) -> Iterator[tuple[str, _Both]]:
     checkout = Path(_CHECKOUT).resolve()
     metrics = {"metrics_config": str(checkout / "examples/custom_metrics/metrics.yaml")}
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_HOME": str(folder / "hub")}
@@ -124,11 +123,9 @@ def _page(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([_HEAD, *ran, "", "## Not run", "", *rest, ""])
 
 
-def _row(example: Example, answers: Answers) -> list[str]:
-    shown = [
-        f"{reply.status}, {page.code(_rounded(page.text_of(b''.join(reply.pieces))))}"
-        for reply in answers[example.name][1]
-    ]
+def _row(example: Example, _: Sequence[Reply], ours: Sequence[Reply]) -> list[str]:
+    bodies = [_rounded(page.text_of(b"".join(reply.pieces))) for reply in ours]
+    shown = [f"{reply.status}, {page.code(body)}" for reply, body in zip(ours, bodies, strict=True)]
     return [example.folder, "<br>".join(page.code(line) for line in example.lines), "<br>".join(shown)]
 
 
