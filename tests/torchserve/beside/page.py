@@ -78,4 +78,6 @@ def text_of(piece: bytes) -> str:
 
 def code(text: str) -> str:
     """As a code span."""
+    if not text:
+        return "nothing"
     return f"`{text}`" if "`" not in text else f"`` {text} ``"

@@ -21,7 +21,7 @@ import requests
 
 from tests.torchserve.beside.servers import Addresses
 
-_TIMEOUT_S = 20
+_TIMEOUT_S = 60
 _ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _OF_A_WORKER = re.compile(rb'"(id|startTime|pid|memoryUsage|gpuUsage)": (?:"[^"]*"|-?\d+)')
 # What the page says once for all cases.

@@ -207,7 +207,7 @@ FAULTS = (
     ),
     Case(
         "longer than `clientTimeoutInMills` in the queue",
-        _twice(_do("sleep 3", "impatient")),
+        _twice(_do("sleep 3", "impatient").replace("curl", "curl -m 10", 1)),
         together=True,
         why="TorchServe drops the request, and its client waits for ever",
     ),

@@ -42,7 +42,7 @@ class Stored:
 
 
 _BATCH = {"batchSize": 2, "maxBatchDelay": 5000}
-_SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 20_000}
+_SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 120_000}
 STORE = (
     Stored("echo", handlers.ECHO),
     Stored("two", handlers.ECHO),
