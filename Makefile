@@ -97,8 +97,8 @@ $(EXAMPLES)/.installed: | $(INSTALLED)
 	rm -rf $(EXAMPLES)
 	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/libraries torch-model-archiver==0.12.0 \
 		enum-compat lru-dict==1.4.1 xgboost==3.2.0 scipy scikit-learn joblib threadpoolctl narwhals cloudpickle
-	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/transformers-4 transformers==4.57.6 \
-		'huggingface-hub<1' 'tokenizers<0.23'
+	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/transformers-4 transformers==4.44.2 \
+		'huggingface-hub<0.26' 'tokenizers<0.20'
 	@touch $@
 
 test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and here; TORCHSERVE_EXAMPLES=…

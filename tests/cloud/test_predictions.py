@@ -181,6 +181,7 @@ def test_what_may_pass_is_asked_again(
         ((503, "InternalServerException"), 503),
         ((507, "InternalServerException"), 507),
         ((404, ""), 404),
+        ((200, "cut"), 502),
         ((413, "TooLongFrameException"), 413),
     ],
 )
@@ -192,7 +193,8 @@ def test_an_object_at_which_the_handler_fails_is_an_error_row(
     found = rows(capfd.readouterr().out)
     assert [trouble(row) is None for row in found] == [True, True, False, True]
     assert found[2]["response"]["status_code"] == status
-    assert ("as asked" if failure[1] else "the handler's own") in found[2]["response"]["body"]["error"]["message"]
+    said = {"": "the handler's own", "cut": "after 1 pieces of the answer"}.get(failure[1], "as asked")
+    assert said in found[2]["response"]["body"]["error"]["message"]
 
 
 @pytest.mark.parametrize("failure", [(404, "ModelNotFoundException"), (401, "InvalidKeyException"), (403, "")])

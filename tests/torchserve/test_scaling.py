@@ -221,6 +221,19 @@ def test_after_its_time_a_worker_that_is_scaled_away_is_ended_with_its_request(t
     run(scenario())
 
 
+def test_an_order_ends_with_its_workers_where_the_model_is_unloaded_meanwhile(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            await anext(pool.submit(request("sleep 60")))
+            scaled = asyncio.create_task(pool.scaling.scale(0, 0))
+            await asyncio.sleep(0)
+            assert not scaled.done()
+            await asyncio.to_thread(pool.shutdown)
+            await asyncio.wait_for(scaled, 10)
+
+    run(scenario())
+
+
 def test_an_order_that_cannot_be_met_says_why_and_leaves_the_workers_as_they_were(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _HANDLER)) as pool:

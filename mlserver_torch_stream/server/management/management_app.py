@@ -55,7 +55,7 @@ class ManagementApp:
 
     async def _answer(self, request: Request) -> Reply:
         """Raises RequestError or ClientLeft."""
-        segments = request.url.path.rstrip("/").split("/")[1:]
+        segments = request.scope["path"].rstrip("/").split("/")[1:]
         method = request.method
         if not segments or segments == ["api-description"]:
             if segments or method == "OPTIONS":
@@ -88,7 +88,8 @@ class ManagementApp:
         query = request.query_params
         if request.method == "GET":
             customized = is_true(query.get("customized"))
-            return 200, await self._calls.describe(name, version, customized, dict(request.headers))
+            headers = {key: value for key, value in request.headers.items() if key != "authorization"}
+            return 200, await self._calls.describe(name, version, customized, headers)
         if request.method == "PUT":
             status, said = await self._calls.scale(query, name, version or query.get("model_version"))
             return status, {"status": said}

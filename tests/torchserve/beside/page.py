@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from tests.markdown import ROOT, read
-from tests.torchserve.beside.cases import Case
+from tests.torchserve.beside.case import Case
 from tests.torchserve.beside.replies import Reply
 
 _WRITE = "WRITE_TORCHSERVE_PAGES"

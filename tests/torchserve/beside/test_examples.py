@@ -39,7 +39,7 @@ weights are random ones of the right shape. A test makes this page (`make test-e
 pytorch/serve and a Java runtime). It fails where status, headers or a byte of an answer differ.
 
 Python 3.11, torch 2.13, torchvision 0.28 and torchserve's own package, whose `BaseHandler` and built-in handlers most
-of them use. `Huggingface_Transformers` and the Llama have transformers 4.57.
+of them use. `Huggingface_Transformers` and the Llama have transformers 4.44.
 """
 
 
@@ -73,17 +73,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 def _of_group(
     examples: list[Example], folder: Path, path: str
 ) -> Iterator[tuple[str, tuple[list[Reply], list[Reply]]]]:
-    store = folder / "store"
-    store.mkdir(parents=True)
     checkout = Path(_CHECKOUT).resolve()
-    metrics = str(checkout / "examples/custom_metrics/metrics.yaml")
+    metrics = {"metrics_config": str(checkout / "examples/custom_metrics/metrics.yaml")}
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_HOME": str(folder / "hub")}
-    pack(examples, checkout, store, folder, {**os.environ, **environment})
+    pack(examples, checkout, folder, {**os.environ, **environment})
     models = [Stored(each.name, "") for each in examples]
-    with servers.torchserve(folder / "theirs", store, models, {"metrics_config": metrics}, environment) as addresses:
+    with servers.torchserve(folder, models, metrics, environment) as addresses:
         theirs = [ask(_lines(each, folder), False, addresses, checkout, _TIMEOUT_S) for each in examples]
-    environment["TS_METRICS_CONFIG"] = metrics
-    with servers.ours(folder / "ours", store, models, "package", environment) as addresses:
+    with servers.ours(folder, models, "package", environment) as addresses:
         ours = [ask(_lines(each, folder), False, addresses, checkout, _TIMEOUT_S) for each in examples]
     yield from ((each.name, both) for each, both in zip(examples, zip(theirs, ours, strict=True), strict=True))
 
