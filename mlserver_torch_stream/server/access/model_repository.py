@@ -58,7 +58,9 @@ def _guarded(original: Callable[[Any], uvicorn.Config], access: AccessControl) -
     @functools.wraps(original)
     def get_config(server: Any) -> uvicorn.Config:
         config = original(server)
-        config.app = RestGuard(config.app, access, server._settings.metrics_endpoint)  # type: ignore[arg-type]
+        settings = server._settings
+        preflights = isinstance(server, RESTServer) and settings.cors_settings is not None
+        config.app = RestGuard(config.app, access, settings.metrics_endpoint, preflights)  # type: ignore[arg-type]
         if access.tls is not None:
             access.tls.configure(config)
         return config
