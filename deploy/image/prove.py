@@ -76,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         image = Builder(CONTEXT, work, given, binds).build(read_dockerfile(DOCKERFILE), print, results)
         _check_no_compiler(image.root)
+        model = _readable(arguments.model or find_embedded(next(iter(EMBEDDED))), work / "model")
         for start in (_by_entry_point(image), _by_manifest(image)):
-            _prove(image, start, (arguments.model or find_embedded(next(iter(EMBEDDED)))).resolve(), work)
+            _prove(image, start, model, work)
     except StepFailed as error:
         sys.exit(f"error: {error}")
     print("The image streams.")
@@ -89,6 +90,18 @@ def _wheel_stage(work: Path, wheel: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "wheel").mkdir(parents=True)
     shutil.copy(wheel, folder / "wheel")
+    return folder
+
+
+def _readable(model: Path, folder: Path) -> Path:
+    """A folder with copies of the model's files that every user can read."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for path in model.iterdir() if model.is_dir() else (model,):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755)
     return folder
 
 
@@ -120,7 +133,7 @@ def _prove(image: Image, start: Start, model: Path, work: Path) -> None:
     with _started(image, start, model, log) as process:
         inside = _entering(process, start)
         end = time.monotonic() + _READY_S
-        while subprocess.run([*inside, *image.health], timeout=60).returncode:
+        while _is_outside(process) or subprocess.run([*inside, *image.health], timeout=60).returncode:
             if process.poll() is not None or time.monotonic() > end:
                 raise StepFailed(f"the image is not ready:\n{log.read_text()}")
             time.sleep(0.5)
@@ -129,7 +142,7 @@ def _prove(image: Image, start: Start, model: Path, work: Path) -> None:
                 raise StepFailed(f"the image does not do this:{script}{log.read_text()}")
     if process.returncode:
         raise StepFailed(f"the image ends with status {process.returncode}:\n{log.read_text()}")
-    print(*(line for line in log.read_text().splitlines() if "kernels" in line), sep="\n")
+    print(*(line for line in log.read_text().splitlines() if "our own kernels" in line), sep="\n")
 
 
 @contextmanager
@@ -137,7 +150,7 @@ def _started(image: Image, start: Start, model: Path, log: Path) -> Iterator[sub
     root = shlex.quote(str(image.root))
     script = [f"mount --bind {root} {root}", f"mount -o remount,bind,ro {root}", "ip link set lo up"]
     script += [f"mount -t tmpfs -o mode={mode:o} tmpfs {root}{place}" for place, mode in start.writable.items()]
-    folder = shlex.quote(str(model if model.is_dir() else model.parent))
+    folder = shlex.quote(str(model))
     script += [f"mount --bind {folder} {root}{_MODELS}", f"mount -o remount,bind,ro {root}{_MODELS}"]
     script += [f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev", 'exec "$@"']
     variables = [f"{name}={value}" for name, value in start.environment.items()]
@@ -154,6 +167,14 @@ def _started(image: Image, start: Start, model: Path, log: Path) -> Iterator[sub
     finally:
         process.kill()
         process.wait()
+
+
+def _is_outside(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process has not yet changed its root, or has ended."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/root") == "/"
+    except OSError:
+        return True
 
 
 def _entering(process: subprocess.Popen[bytes], start: Start) -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 from deploy.image.dockerfile import Ignore, Instruction, pairs, read_dockerfile
 from deploy.image.prove import CONTEXT, DOCKERFILE, TOOLS
 from deploy.image.rootfs import Builder, StepFailed
+from mlserver_torch_stream.engine.native.kernel_variants import runnable
 from mlserver_torch_stream.version import __version__
 from tests import markdown
 from tests.certificates import Authority
@@ -172,4 +173,5 @@ def test_the_steps_of_the_dockerfile_make_a_server_that_streams(tiny_model: Path
     shutil.rmtree(tmp_path, ignore_errors=True)
     said = done.stdout.decode(errors="replace")
     assert done.returncode == 0, said[-10_000:]
+    assert said.count("our own kernels (") == said.count(", prebuilt)") == (2 if runnable() else 0)
     assert said.count(" events, 200 tokens") == 2 and said.endswith("The image streams.\n")
