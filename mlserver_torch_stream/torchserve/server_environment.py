@@ -21,7 +21,12 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOCAL = "127.0.0.1"
 _GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, 8083, 8084)  # the first that no other endpoint has
 # Settings of the server that suit handlers and streams.
-_FIXED = {"MLSERVER_PARALLEL_WORKERS": "0", "MLSERVER_GZIP_ENABLED": "false", "MLSERVER_DEBUG": "false"}
+_FIXED = {
+    "MLSERVER_PARALLEL_WORKERS": "0",
+    "MLSERVER_GZIP_ENABLED": "false",
+    "MLSERVER_DEBUG": "false",
+    "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
+}
 _UNNAMED = {*_FIXED, _GRPC_VARIABLE, _VISIBLE}  # what comes from no key, or takes the variable into account
 _PASSED_ON = {
     "decode_input_request": "TS_DECODE_INPUT_REQUEST",

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NoReturn
 
 from mlserver.logging import logger
 from mlserver.rest.server import RESTServer
@@ -35,10 +36,14 @@ def check(server: RESTServer, options: ServerOptions) -> None:
         return
     problem = port_problem(server._settings, options)
     if problem is not None:
-        logger.error(f"The server cannot start: {problem}")
-        for worker in multiprocessing.active_children():
-            worker.terminate()
-        exit_now(1)
+        end_start(problem)
+
+
+def end_start(problem: str) -> NoReturn:
+    logger.error(f"The server cannot start: {problem}")
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+    exit_now(1)
 
 
 def port_problem(settings: Settings, options: ServerOptions) -> str | None:

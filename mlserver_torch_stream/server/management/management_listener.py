@@ -1,4 +1,4 @@
-"""The ports of TorchServe's management API, opened beside MLServer's own when the first model of ours is registered.
+"""The ports of TorchServe's management API, opened beside MLServer's own.
 
 Knows nothing of the API's paths.
 """
@@ -28,6 +28,7 @@ from mlserver_torch_stream.server.management.management_token import read_token
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.torchserve.model_defaults import read_defaults
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
 _API = "TorchServe's management API"
@@ -39,13 +40,13 @@ async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecyc
     if not port and not grpc_port:
         return
     try:
-        token, files = read_token(options), _store_files(options)
+        token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
     except SettingsError as error:
         logger.error(str(error))
         raise ModelNotLoaded(str(error)) from None
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files)
+    models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
     calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
     host, access = options.management_address, access.without_keys()
     if port:
