@@ -47,8 +47,8 @@ def extend_at_start(server: RESTServer) -> None:
     async def lifespan(app: Any) -> AsyncIterator[Any]:
         try:
             await extend(server)
-        except ModelNotLoaded as error:
-            ports.end_start(str(error))
+        except ModelNotLoaded:
+            ports.end_process()
         async with original(app) as state:
             yield state
 
@@ -56,11 +56,20 @@ def extend_at_start(server: RESTServer) -> None:
 
 
 async def extend(server: RESTServer) -> ServerOptions:
-    """Idempotent. Raises ModelNotLoaded for a wrong variable, or a port that cannot be had."""
-    options = _options()
-    if getattr(server, _MARK, False):
+    """Idempotent. Raises ModelNotLoaded, after a line in the log, for a wrong variable or a port that cannot be had."""
+    try:
+        options = read_options()
+        ACCESS.check(options)
+        if not getattr(server, _MARK, False):
+            setattr(server, _MARK, True)
+            await _extend(server, options)
         return options
-    setattr(server, _MARK, True)
+    except (SettingsError, ModelNotLoaded) as error:
+        logger.error(str(error))
+        raise ModelNotLoaded(str(error)) from None
+
+
+async def _extend(server: RESTServer, options: ServerOptions) -> None:
     ports.check(server, options)
     routes.install(server)
     http1.install(server)
@@ -78,17 +87,6 @@ async def extend(server: RESTServer) -> ServerOptions:
     await triton_listener.install(server, options, LIFECYCLE, ACCESS)
     await management_listener.install(server, options, LIFECYCLE, ACCESS)
     await inference_ports.install(server, options, LIFECYCLE, ACCESS)
-    return options
-
-
-def _options() -> ServerOptions:
-    try:
-        options = read_options()
-        ACCESS.check(options)
-        return options
-    except SettingsError as error:
-        logger.error(str(error))
-        raise ModelNotLoaded(str(error)) from None
 
 
 def _warn_of_server_settings(settings: Settings) -> None:

@@ -1,7 +1,8 @@
-"""A server that ``serve-torchserve`` starts without a model: its ports are open, and a model is registered over them."""
+"""A server that ``serve-torchserve`` starts without a model: its ports are open, and models are registered there."""
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -86,6 +87,10 @@ def test_a_server_without_a_model_is_healthy_and_has_all_its_ports(empty: _Empty
     missing = plain_http.post(f"{empty.server.url}/predictions/assistant", content=b"x", timeout=_TIMEOUT_S)
     assert (missing.status_code, missing.json()["type"]) == (404, "ModelNotFoundException")
     assert all(_listens(port) for port in empty.ports)
+    for port in (empty.ports[2], empty.server.grpc_port):
+        with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+            answer = Stub(channel).Ping(empty_pb2.Empty(), timeout=_TIMEOUT_S)
+            assert json.loads(answer.health) == {"status": "Healthy"}
 
 
 def test_a_model_that_is_registered_takes_the_defaults_of_the_configuration_and_answers(empty: _Empty) -> None:
@@ -101,8 +106,6 @@ def test_a_model_that_is_registered_takes_the_defaults_of_the_configuration_and_
     url = f"{empty.server.url}/predictions/assistant"
     answered = plain_http.post(url, content=b"x", timeout=_TIMEOUT_S)
     assert (answered.status_code, answered.text) == (200, "bytearray")
-    with grpc.insecure_channel(f"{HOST}:{empty.ports[2]}") as channel:
-        assert Stub(channel).Ping(empty_pb2.Empty(), timeout=_TIMEOUT_S).health == "Healthy"
     empty.managed("DELETE", "/assistant")
 
 
@@ -112,6 +115,16 @@ def test_a_server_without_a_model_closes_all_its_ports_and_ends(empty: _Empty) -
     assert exit_code(empty.server) == 0
     assert not any(map(_listens, (empty.server.http_port, empty.server.grpc_port, *empty.ports)))
     assert "Traceback" not in empty.server.log
+
+
+def test_a_server_that_cannot_open_a_port_of_ours_ends_with_one_line_before_it_has_a_model(tmp_path: Path) -> None:
+    environment = {
+        "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
+        "MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE": str(free_ports(1)[0]),
+    }
+    with serve(tmp_path / "models", [], environment=environment, ready=False) as server:
+        assert exit_code(server) == 1
+    assert server.log.count("MANAGEMENT_TOKEN_FILE") == 1 and "Traceback" not in server.log, server.log
 
 
 def test_a_request_beats_the_archives_yaml_which_beats_the_configuration(tmp_path: Path) -> None:

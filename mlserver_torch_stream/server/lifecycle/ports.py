@@ -36,11 +36,12 @@ def check(server: RESTServer, options: ServerOptions) -> None:
         return
     problem = port_problem(server._settings, options)
     if problem is not None:
-        end_start(problem)
+        logger.error(f"The server cannot start: {problem}")
+        end_process()
 
 
-def end_start(problem: str) -> NoReturn:
-    logger.error(f"The server cannot start: {problem}")
+def end_process() -> NoReturn:
+    """Ends a server that serves nothing yet, and its inference workers, with status 1."""
     for worker in multiprocessing.active_children():
         worker.terminate()
     exit_now(1)

@@ -35,15 +35,11 @@ _API = "TorchServe's management API"
 
 
 async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
-    """Opens the ports that the options name. Raises ModelNotLoaded if one cannot be had, or for want of a token."""
+    """Opens the ports that the options name. Raises ModelNotLoaded if one cannot be had, SettingsError for others."""
     port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
     if not port and not grpc_port:
         return
-    try:
-        token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
-    except SettingsError as error:
-        logger.error(str(error))
-        raise ModelNotLoaded(str(error)) from None
+    token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
     models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
