@@ -46,9 +46,12 @@ class _Empty:
     server: Server
     ports: tuple[int, ...]  # of our own: management, management over gRPC, TorchServe's gRPC, Triton's
 
-    def managed(self, method: str, path: str = "") -> Any:
+    def ask(self, method: str, path: str) -> httpx.Response:
         url = f"http://{HOST}:{self.ports[0]}/models{path}"
-        response = httpx.request(method, url, timeout=_TIMEOUT_S, trust_env=False)
+        return httpx.request(method, url, timeout=_TIMEOUT_S, trust_env=False)
+
+    def managed(self, method: str, path: str = "") -> Any:
+        response = self.ask(method, path)
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -67,6 +70,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Empty]:
     environment = {
         "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": str(inference),
         "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON": str(triton),
+        "MLSERVER_TORCH_STREAM_DRAIN_DELAY": "15",
     }
     with serve(folder, [], command=command, environment=environment, ready=False) as server:
         wait_until(lambda: _listens(server.http_port), "started", _START_S)
@@ -109,8 +113,12 @@ def test_a_model_that_is_registered_takes_the_defaults_of_the_configuration_and_
     empty.managed("DELETE", "/assistant")
 
 
-def test_a_server_without_a_model_closes_all_its_ports_and_ends(empty: _Empty) -> None:
+def test_a_server_without_a_model_refuses_models_after_sigterm_closes_all_its_ports_and_ends(empty: _Empty) -> None:
+    """The second signal ends the drain's delay."""
     assert empty.managed("GET") == {"models": []}
+    empty.server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: get_ready(empty.server).status_code == 503, "not ready")
+    assert empty.ask("POST", "?url=assistant.mar").status_code == 503
     empty.server.process.send_signal(signal.SIGTERM)
     assert exit_code(empty.server) == 0
     assert not any(map(_listens, (empty.server.http_port, empty.server.grpc_port, *empty.ports)))
