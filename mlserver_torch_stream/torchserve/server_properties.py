@@ -66,7 +66,7 @@ HONOURED = {
     "install_py_dep_per_model": "true: pip installs an archive's requirements into its unpacked folder",
     "models": "what it says of a model's version, where the archive's YAML does not say it",
     "model_snapshot": "the archives to load and what it says of each, which beats the archive's YAML",
-    "load_models": "all, or names of archives, each with or without a model's name before it",
+    "load_models": "all, none, or names of archives, each with or without a model's name before it",
     "model_store": "where the archives are",
     "management_address": "the management API's address, if a token is there or none needed, and no other has the port",
     "grpc_management_port": "the same API over gRPC, on the host of management_address",

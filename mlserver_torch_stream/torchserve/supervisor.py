@@ -74,6 +74,9 @@ class SupervisorListener(Protocol):
     def unavailable(self, why: str) -> None:
         """No worker is left, and the last attempt to start one has failed."""
 
+    def dropped(self) -> None:
+        """A removed worker has ended."""
+
 
 class WorkerSupervisor:
     """``order`` makes the order of the worker with a number: what it loads. Numbers are used again."""
@@ -102,14 +105,17 @@ class WorkerSupervisor:
         return [slot for slot in self.slots if not slot.leaving and not slot.removed]
 
     async def add(self, count: int) -> None:
-        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started, and then ends them."""
+        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the others stay.
+
+        WorkerRemoved is raised where nothing worse has happened.
+        """
         added = [self._new_slot() for _ in range(count)]
         results = await asyncio.gather(*map(self._start, added), return_exceptions=True)
-        failed = next((each for each in results if isinstance(each, BaseException)), None)
-        if failed is not None:
-            for slot in added:
-                self.remove(slot)
-            raise failed
+        failed = {slot: each for slot, each in zip(added, results, strict=True) if isinstance(each, BaseException)}
+        for slot in failed:
+            self.remove(slot)
+        for error in sorted(failed.values(), key=lambda each: isinstance(each, WorkerRemoved)):
+            raise error
 
     def remove(self, slot: WorkerSlot) -> None:
         """Ends a worker for good. It has no requests."""
@@ -132,6 +138,7 @@ class WorkerSupervisor:
         slot.gone.set()
         if not self.staying:
             self.trouble = None
+        self._listener.dropped()
 
     def kill(self, slot: WorkerSlot, why: str) -> None:
         if slot.worker is not None:

@@ -238,6 +238,10 @@ class WorkerPool:
         for job in self._queue.clear():
             self._end(job, NotServing(why))
 
+    def dropped(self) -> None:
+        if not self.scaling.most and not self.supervisor.slots:
+            self.unavailable(NO_WORKER)
+
     def _deliver_all(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         items = header["items"]
         for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
@@ -148,9 +148,8 @@ class WorkerScaling:
         self._set(least, most)
         surplus = sorted(self._supervisor.staying, key=lambda slot: (slot.ready, len(slot.active), -slot.number))
         surplus = surplus[: max(0, len(surplus) - most)]
-        for slot in surplus:
-            self._let_go(slot, grace)
-        self._queue.leaving = {slot.number for slot in self._supervisor.ready if slot.leaving and most}
+        self._let_go(surplus, grace)
+        known = list(self._supervisor.slots)
         missing = least - len(self._supervisor.staying)
         try:
             await self._supervisor.add(max(0, missing))
@@ -159,6 +158,7 @@ class WorkerScaling:
         except LoadFailed:
             if (self.least, self.most) == (least, most):  # else it was scaled again meanwhile
                 self._set(*before)
+                self._let_go([slot for slot in self._supervisor.staying if slot not in known])
             raise
         self.requests_wait()
         for slot in surplus:
@@ -168,11 +168,13 @@ class WorkerScaling:
         self.least, self.most = least, most
         self._queue.most_workers = most
 
-    def _let_go(self, slot: WorkerSlot, grace: float | None) -> None:
-        slot.leaving = True
-        if grace is not None:
-            self._loop.call_later(grace, self._end_now, slot, f"{grace:g} s after it was scaled away")
-        self._end_if_done(slot)
+    def _let_go(self, surplus: Sequence[WorkerSlot], grace: float | None = None) -> None:
+        for slot in surplus:
+            slot.leaving = True
+            if grace is not None:
+                self._loop.call_later(grace, self._end_now, slot, f"{grace:g} s after it was scaled away")
+            self._end_if_done(slot)
+        self._queue.leaving = {slot.number for slot in self._supervisor.ready if slot.leaving and self.most}
 
     def _end_now(self, slot: WorkerSlot, when: str) -> None:
         if not slot.removed:

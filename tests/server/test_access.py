@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -261,7 +262,7 @@ def test_with_a_key_all_is_as_without_keys(guarded: Guarded, key: str) -> None:
         streamed = asking.post("/v2/models/tiny/generate_stream", json={"text_input": "Hello", "max_tokens": 4})
         chat = asking.post("/v1/chat/completions", json={**openai.talk(), "max_tokens": 4})
         assert asking.get("/v2/models/nothing").status_code == 404
-    assert streamed.headers["content-type"].startswith("text/event-stream") and streamed.text.startswith("data: ")
+    assert streamed.headers["content-type"].startswith("text/event-stream") and "data: " in streamed.text
     assert chat.json()["usage"]["completion_tokens"] == 4
     request = v2.grpc_request("tiny", "Hello", max_tokens=4, ignore_eos=True)
     metadata = (("authorization", f"bearer {key}"),)
@@ -295,6 +296,30 @@ def test_the_file_of_keys_is_read_again_when_it_changes(guarded: Guarded) -> Non
     finally:
         guarded.keys_file.write_text(before)
     assert statuses() == [200, 401]
+
+
+@pytest.mark.parametrize("port", ["grpc", "triton"])
+def test_a_stream_takes_no_request_once_its_key_is_removed(guarded: Guarded, port: str) -> None:
+    """What is being answered by then is answered."""
+    asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    request = v2.grpc_request("tiny", "Hello", max_tokens=40, ignore_eos=True).SerializeToString()
+    metadata = (("authorization", f"Bearer {KEY}"),)
+    before = guarded.keys_file.read_text()
+    with guarded.channel(getattr(guarded.server, f"{port}_target")) as channel:
+        method = channel.stream_stream(f"/{_SERVICE}/ModelStreamInfer")
+        call = method(iter(asked.get, None), timeout=v2.TIMEOUT_S, metadata=metadata)
+        asked.put(request)
+        received = [next(call)]
+        try:
+            guarded.keys_file.write_text("a-third-key\n")
+            asked.put(request)
+            with pytest.raises(grpc.RpcError) as refused:
+                received += call
+        finally:
+            guarded.keys_file.write_text(before)
+            asked.put(None)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert b"usage_completion_tokens" in received[-1]
 
 
 def test_neither_keys_nor_wrong_keys_are_in_the_log(guarded: Guarded) -> None:

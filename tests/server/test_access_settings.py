@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+from mlserver.grpc import server as grpc_server
+from mlserver.metrics.server import MetricsServer
+from mlserver.rest.server import RESTServer
+from mlserver.settings import Settings
 from starlette.types import Message, Receive, Scope, Send
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.access.api_keys import ApiKeys
+from mlserver_torch_stream.server.access.model_repository import install
 from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
 from mlserver_torch_stream.server.access.rest_guard import RestGuard
 from mlserver_torch_stream.server.options import ServerOptions
@@ -89,6 +98,44 @@ def test_tls_that_cannot_be_is_named(files: Callable[[Authority], dict[str, Path
     options = {name: str(path) for name, path in files(Authority(tmp_path)).items()}
     with pytest.raises(SettingsError, match=f"MLSERVER_TORCH_STREAM_{said}"):
         _configured(**options)
+
+
+def test_a_file_of_keys_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
+    """As archives with fixed times unpack it."""
+    path = tmp_path / "keys"
+    path.write_text("first-key")
+    os.utime(path, (0, 0))
+    keys = ApiKeys(str(path))
+    assert keys.accept(["Bearer first-key"])
+    path.write_text("other-key")
+    os.utime(path, (0, 0))
+    assert keys.accept(["Bearer other-key"]) and not keys.accept(["Bearer first-key"])
+
+
+@pytest.mark.parametrize("cors", [None, {"allow_origins": ["https://a.org"], "allow_methods": ["POST"]}])
+def test_a_preflight_needs_no_key_where_mlserver_answers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cors: dict[str, list[str]] | None
+) -> None:
+    """A browser sends no key with it. MLServer's middleware answers it, and no route."""
+    (tmp_path / "keys").write_text("a-key")
+    for listener in (RESTServer, MetricsServer):
+        monkeypatch.setattr(listener, "_get_config", listener._get_config)
+    monkeypatch.setattr(grpc_server, "aio", grpc_server.aio)
+    install(_configured(api_keys_file=str(tmp_path / "keys")))
+    server = RESTServer(Settings(cors_settings=cors), SimpleNamespace(), SimpleNamespace())
+    asked = {"origin": "https://a.org", "access-control-request-method": "POST"}
+
+    async def statuses() -> list[int]:
+        transport = httpx.ASGITransport(server._get_config().app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            answers = [
+                await client.options("/v2/models/m/infer", headers=asked),
+                await client.options("/v2/models/m/infer"),
+                await client.post("/v2/models/m/infer", headers=asked),
+            ]
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(statuses()) == [401 if cors is None else 200, 401, 401]
 
 
 def test_a_web_socket_without_a_key_is_closed_before_it_is_open(tmp_path: Path) -> None:

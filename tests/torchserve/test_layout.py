@@ -311,7 +311,6 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
         ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', "model_snapshot: a 1: no no.mar in"),
-        ('model_snapshot={"models":{}}', "there is nothing to serve in"),
         ("models=[1]", "models: must be a JSON object of models and their versions"),
         ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
         ("job_queue_size=$$NOT_THERE$$", "job_queue_size: no variable NOT_THERE in the environment"),
@@ -324,6 +323,13 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert main(["serve-torchserve", str(folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error, error
+
+
+@pytest.mark.parametrize("properties", ["load_models=none", "load_models=", 'model_snapshot={"models":{}}'])
+def test_a_server_may_start_without_a_model(folder: Path, properties: str) -> None:
+    _properties(folder, properties + "\n")
+    settings, _, lines = _prepared(folder)
+    assert not settings and lines[-1].startswith("no model is loaded: the management API registers models")
 
 
 def test_what_is_no_folder_or_no_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, texts, until, write_handler
 
 # Writes down each request that it is called with. "sleep 0.2" takes so long; "broken" beside it stops a worker's start.
+# With "one" beside it, one more worker starts, and the others wait for "broken", or for "whole" to start too.
 _HANDLER = """
 import os, time
 from pathlib import Path
@@ -27,6 +30,13 @@ sums = {}
 
 def handle(data, context):
     if data is None:
+        if (folder / "one").exists():
+            try:
+                (folder / "taken").mkdir()
+                return None
+            except FileExistsError:
+                while not (folder / "broken").exists() and not (folder / "whole").exists():
+                    time.sleep(0.01)
         if (folder / "broken").exists():
             raise ValueError("no memory left on the device")
         return None
@@ -47,6 +57,12 @@ _FAST = {"scaleUpAfterMSec": 50, "scaleDownAfterMSec": 300, "maxBatchDelay": 0}
 
 def _ready(pool: WorkerPool) -> int:
     return pool.gauges()["workers"]
+
+
+def _pid(pool: WorkerPool) -> int:
+    """Of the only worker."""
+    ((pid,),) = (slot.worker.pids for slot in pool.supervisor.slots if slot.worker is not None)
+    return pid
 
 
 def _of_sequence(name: str, text: str = "next", end: bool = False) -> HandlerRequest:
@@ -276,6 +292,66 @@ def test_an_order_that_cannot_be_met_says_why_and_leaves_the_workers_as_they_wer
             with pytest.raises(LoadFailed, match="was scaled away while it started"):
                 await more
             assert _ready(pool) == 1 and len(await ask(pool)) == 2
+
+    run(scenario())
+
+
+def test_a_worker_that_was_ready_finishes_its_request_where_another_of_its_order_fails(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            (tmp_path / "one").touch()
+            scaled = asyncio.create_task(pool.scaling.scale(3, 3))
+            await until(lambda: _ready(pool) == 2)
+            jobs = [pool.submit(request("sleep 1", str(each))) for each in range(2)]
+            await asyncio.gather(*(anext(job) for job in jobs))
+            (tmp_path / "broken").touch()
+            with pytest.raises(LoadFailed, match="no memory left on the device"):
+                await scaled
+            answers = await asyncio.wait_for(asyncio.gather(*map(texts, jobs)), 30)
+            assert len({answer[-1].split()[0] for answer in answers}) == 2
+            await until(lambda: len(pool.supervisor.slots) == 1)
+            assert len(await ask(pool)) == 2
+
+    run(scenario())
+
+
+def test_fewer_workers_while_they_start_leaves_those_that_stay(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            (tmp_path / "one").touch()
+            more = asyncio.create_task(pool.scaling.scale(4, 4))
+            await until(lambda: _ready(pool) == 2)
+            jobs = [pool.submit(request("sleep 1", str(each))) for each in range(2)]
+            await asyncio.gather(*(anext(job) for job in jobs))
+            fewer = asyncio.create_task(pool.scaling.scale(3, 3))
+            await asyncio.sleep(0.1)
+            assert len(pool.supervisor.staying) == 3
+            (tmp_path / "whole").touch()
+            await fewer
+            with pytest.raises(LoadFailed, match="was scaled away while it started"):
+                await more
+            assert [len(answer) for answer in await asyncio.wait_for(asyncio.gather(*map(texts, jobs)), 30)] == [1, 1]
+            await until(lambda: _ready(pool) == len(pool.supervisor.slots) == 3)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("grace", [0.1, None])
+def test_what_waits_gets_an_error_where_the_last_worker_to_leave_ends_before_it(
+    tmp_path: Path, grace: float | None
+) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            jobs = [pool.submit(request("sleep 60", str(each))) for each in range(3)]
+            await anext(jobs[0])
+            scaled = asyncio.create_task(pool.scaling.scale(0, 0, grace))
+            await asyncio.sleep(0)
+            if grace is None:
+                os.kill(_pid(pool), signal.SIGKILL)
+            failed = await asyncio.wait_for(asyncio.gather(*map(outcome, jobs)), 30)
+            assert isinstance(failed[0], HandlerFailed)
+            assert all(isinstance(each, NotServing) and "scale workers API" in str(each) for each in failed[1:])
+            await scaled
 
     run(scenario())
 

@@ -57,10 +57,10 @@ class ApiKeys:
             reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
             logger.error(f"The keys in {self._path} cannot be read again, the last ones count: {reason}")
 
-    def _file_version(self) -> tuple[int, int, int]:
-        """What differs when the file has been written, or another file has taken its place."""
+    def _file_version(self) -> tuple[int, int, int, int]:
+        """What differs when the file has been written, or another one, perhaps of the same age, has taken its place."""
         found = self._path.stat()
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        return found.st_ctime_ns, found.st_mtime_ns, found.st_ino, found.st_size
 
     def _read(self) -> frozenset[bytes]:
         lines = self._path.read_bytes().decode("latin-1").split("\n")

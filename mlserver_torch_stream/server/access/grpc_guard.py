@@ -1,11 +1,13 @@
 """Refuses gRPC calls without a key, and gives the ports of a gRPC server their certificate.
 
-Knows no service. A call is refused before a message of it is read.
+Knows no service. A call is refused before a message of it is read; of a call with many messages, each is a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,6 +19,29 @@ from mlserver_torch_stream.server.access.access_control import AccessControl
 
 async def _refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, Unauthorized().message)
+
+
+def _asks_each_time(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
+    """Reads no further message once the key counts no longer: what is being answered is answered, then it refuses."""
+
+    async def behaviour(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        refused = False
+
+        async def accepted() -> AsyncIterator[Any]:
+            nonlocal refused
+            async for message in messages:
+                refused = not accepts()
+                if refused:
+                    return
+                yield message
+
+        async with aclosing(handler.stream_stream(accepted(), context)) as responses:
+            async for response in responses:
+                yield response
+        if refused:
+            await _refuse(messages, context)
+
+    return grpc.stream_stream_rpc_method_handler(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
 _REFUSED = grpc.stream_stream_rpc_method_handler(_refuse)
@@ -33,9 +58,14 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         keys, metadata = self._access.keys, handler_call_details.invocation_metadata
         given = [value for name, value in metadata if name == "authorization"]
-        if keys is None or keys.accept(given) or self._access.open.grpc(handler_call_details.method):
+        if keys is None or self._access.open.grpc(handler_call_details.method):
             return await continuation(handler_call_details)
-        return _REFUSED
+        accepts = partial(keys.accept, given)
+        if not accepts():
+            return _REFUSED
+        handler = await continuation(handler_call_details)
+        streams = handler is not None and handler.stream_stream is not None
+        return _asks_each_time(handler, accepts) if streams else handler
 
 
 class GuardedAio:

@@ -20,16 +20,23 @@ from mlserver_torch_stream.server.rest.prediction_errors import status_and_body
 from mlserver_torch_stream.server.rest.refusal import send_json
 
 _POLICY_VIOLATION = 1008  # a WebSocket that is closed before it is accepted is answered 403
+_PREFLIGHT = ("origin", "access-control-request-method")
 _TORCHSERVE = re.compile(r"/(predictions|explanations)/.*|/v1/models/[^/]+:(predict|explain)", re.DOTALL)
 
 
 class RestGuard:
-    """Middleware; ``metrics_endpoint`` is the path of the metrics, None where there are none."""
+    """Middleware; ``metrics_endpoint`` is the path of the metrics, None where there are none.
 
-    def __init__(self, app: ASGIApp, access: AccessControl, metrics_endpoint: str | None) -> None:
+    ``preflights``: whether the application answers a browser's preflights itself, which bear no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, access: AccessControl, metrics_endpoint: str | None, preflights: bool = False
+    ) -> None:
         self._app = app
         self._access = access
         self._metrics_endpoint = metrics_endpoint
+        self._preflights = preflights
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._passes(scope):
@@ -40,8 +47,10 @@ class RestGuard:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
 
     def _passes(self, scope: Scope) -> bool:
-        keys = self._access.keys
-        if keys is None or keys.accept(Headers(scope=scope).getlist("authorization")):
+        keys, headers = self._access.keys, Headers(scope=scope)
+        if keys is None or keys.accept(headers.getlist("authorization")):
+            return True
+        if self._preflights and scope.get("method") == "OPTIONS" and all(name in headers for name in _PREFLIGHT):
             return True
         return self._access.open.rest(scope.get("method", ""), _path(scope), self._metrics_endpoint)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import unified_diff
 
 from tests.markdown import ROOT, read
 from tests.torchserve.beside.case import Case
@@ -29,7 +30,8 @@ def hold(page: str, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     said = read(page) if path.exists() else ""
-    assert said == text, f"{page} is not what was measured; {_WRITE}=1 writes it anew"
+    changed = "\n".join(unified_diff(said.splitlines(), text.splitlines(), page, "measured", n=0, lineterm=""))
+    assert said == text, f"{page} is not what was measured; {_WRITE}=1 writes it anew\n{changed}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -139,6 +139,8 @@ def _compared(status: int, headers: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in headers.items() if name not in _NOT_COMPARED}
     if status >= 400 or kept.get("connection", "").lower() == "keep-alive":  # TorchServe closes it after an error
         kept.pop("connection", None)
+    if "allow" in kept:  # a set, in any order
+        kept["allow"] = ", ".join(sorted(kept["allow"].split(", ")))
     return {name: _without_ids(value.encode("latin-1")).decode("latin-1") for name, value in kept.items()}
 
 
