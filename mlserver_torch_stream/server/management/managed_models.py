@@ -82,11 +82,15 @@ class ManagedModels:
     async def register(self, given: Mapping[str, Any]) -> Answer:
         asked = read_registration(given)
         path = await in_thread(lambda: self._files.fetch(asked.url))
-        described = await in_thread(lambda: registered_settings(asked, path))
-        name, version = described["name"], described["parameters"]["version"]
-        if (name, version) in self._registering or self._exact(name, version) is not None:
-            message = f"Model version {version} is already registered for model {name}"
-            raise ManagementRefusal(409, "ConflictStatusException", message)
+        try:
+            described = await in_thread(lambda: registered_settings(asked, path))
+            name, version = described["name"], described["parameters"]["version"]
+            if (name, version) in self._registering or self._exact(name, version) is not None:
+                message = f"Model version {version} is already registered for model {name}"
+                raise ManagementRefusal(409, "ConflictStatusException", message)
+        except ManagementRefusal:
+            await in_thread(lambda: self._files.remove_download(asked.url))
+            raise
         self._keep_default(name, described["parameters"]["extra"])
         self._registering.add((name, version))
         loading = self._run(self._load(name, version, described, asked.url))
@@ -118,7 +122,7 @@ class ManagedModels:
         registry = self._registry._models.get(name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
-        model = self._exact(name, version)
+        model = self._exact(name, version) if version else None
         if model is None:
             raise ManagementRefusal(
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
@@ -155,6 +159,7 @@ class ManagedModels:
             await self._registry.load(settings)
         except MLServerError as error:
             self._urls.pop((name, version), None)
+            await in_thread(lambda: self._files.remove_download(url))
             raise internal(f"Failed to start workers for model {name} version: {version}: {error}") from None
         finally:
             self._registering.discard((name, version))

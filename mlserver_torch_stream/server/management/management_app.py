@@ -5,10 +5,10 @@ Knows nothing of how models are loaded or scaled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from mlserver.logging import logger
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -50,12 +50,12 @@ class ManagementApp:
             refused = as_refusal(error)
             status, body = _status_and_body(refused)
             retry_after = refused.retry_after
-        logger.info(f"Management API: {request.method} {request.url.path} {status}")
+        logger.info(f"Management API: {request.method} {scope['path']!r} {status}")
         await send_refusal(send, status, body, retry_after, reply_headers(request_id))
 
     async def _answer(self, request: Request) -> Reply:
         """Raises RequestError or ClientLeft."""
-        segments = request.url.path.rstrip("/").split("/")[1:]
+        segments = request.scope["path"].rstrip("/").split("/")[1:]
         method = request.method
         if not segments or segments == ["api-description"]:
             if segments or method == "OPTIONS":
@@ -106,8 +106,8 @@ async def _parameters(request: Request) -> Mapping[str, Any]:
         return request.query_params
     body = await read_body(request.scope, request.receive, _MOST_BODY_BYTES)
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        found = orjson.loads(body)
+    except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise bad_request("the body must be a JSON object")
