@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import threading
@@ -490,6 +491,35 @@ def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str, option:
         port = ports.get(taken, other.getsockname()[1])
         problem = port_problem(Settings(host=HOST, **ports), ServerOptions(**{option: port}))
     assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_{option.upper()})" in problem
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: Path) -> None:
+    """A download that stalls."""
+    (tmp_path / "store").mkdir()
+    started = Model("started", write_handler(tmp_path / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
+    (port,) = free_ports(1)
+    environment = {
+        f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
+        f"{_PREFIX}_MANAGEMENT_TOKEN": _TOKEN,
+        f"{_PREFIX}_MODEL_STORE": str(tmp_path / "store"),
+        f"{_PREFIX}_ALLOWED_URLS": ".*",
+    }
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    with (
+        serve(tmp_path / "models", [started], settings=settings, environment=environment) as running,
+        socket.create_server((HOST, 0)) as silent,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        api = Management(running, port, 0, tmp_path / "store")
+        path = f"/models?url=http://{HOST}:{silent.getsockname()[1]}/far.mar"
+        asked = threads.submit(api.error, "POST", path)
+        silent.settimeout(30)
+        with silent.accept()[0]:
+            running.process.send_signal(signal.SIGTERM)
+            assert asked.result(30) == (503, "ServiceUnavailableException", "the server is shutting down")
+            assert running.process.wait(30) == 0
+        assert "Traceback" not in running.log
 
 
 def test_the_token_comes_from_a_setting_or_a_file_or_is_said_to_be_none(tmp_path: Path) -> None:

@@ -317,6 +317,20 @@ def test_what_waits_gets_an_error_where_the_last_worker_to_leave_ends_before_it(
     run(scenario())
 
 
+def test_an_order_ends_with_the_model_while_a_worker_still_holds_its_sequence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
+        async with running(write_handler(tmp_path, _HANDLER, config)) as pool:
+            await texts(pool.submit(_of_sequence("a")))
+            scaled = asyncio.create_task(pool.scaling.scale(0, 0))
+            await asyncio.sleep(0.1)
+            assert _ready(pool) == 1 and not scaled.done()
+            await asyncio.to_thread(pool.shutdown)
+            await asyncio.wait_for(scaled, 30)
+
+    run(scenario())
+
+
 def test_a_worker_that_leaves_gets_only_the_requests_of_its_sequences_and_only_others_wait_for_a_new_one() -> None:
     config: dict[str, Any] = {"sequenceBatching": True, "sequenceMaxIdleMSec": 1000, "maxSequenceJobQueueSize": 9}
     waiting = BatchQueue(HandlerConfig(**config, minWorkers=2))
