@@ -219,6 +219,17 @@ def test_versions_of_a_model_and_its_default_one(api: Management) -> None:
     assert plain_http.get(f"{api.server.url}/v2/models/noop", timeout=_TIMEOUT_S).status_code == 404
 
 
+def test_a_model_without_a_version_stays_the_default_beside_versions(api: Management) -> None:
+    """Nobody could ask for it, or unload it, if it were not."""
+    api.done("POST", "/models?url=noop1.0.mar&model_name=started&initial_workers=1")
+    assert api.predict("started/1.0").text == "version 1.0, 1"
+    assert api.error("PUT", "/models/started/1.0/set-default")[:2] == (409, "ConflictStatusException")
+    assert api.predict("started").text == "hellohellohellohello world "
+    assert len(api.done("GET", "/models/started/all")) == 2
+    api.done("DELETE", "/models/started/1.0")
+    assert api.predict("started").text == "hellohellohellohello world "
+
+
 def test_the_list_has_pages(api: Management) -> None:
     for name in ("aa", "bb"):
         api.done("POST", f"/models?url=plain.mar&model_name={name}")
