@@ -286,9 +286,10 @@ def test_fewer_workers_while_they_start_leaves_those_that_stay(tmp_path: Path) -
             await asyncio.gather(*(anext(job) for job in jobs))
             fewer = asyncio.create_task(pool.scaling.scale(3, 3))
             await asyncio.sleep(0.1)
-            assert len(pool.supervisor.staying) == 3
+            assert len(pool.supervisor.staying) == 3 and not fewer.done()
             (tmp_path / "whole").touch()
             await fewer
+            assert _ready(pool) == 3
             with pytest.raises(LoadFailed, match="was scaled away while it started"):
                 await more
             assert [len(answer) for answer in await asyncio.wait_for(asyncio.gather(*map(texts, jobs)), 30)] == [1, 1]
