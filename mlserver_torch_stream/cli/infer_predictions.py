@@ -23,6 +23,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row
 
 _OK = range(200, 300)
 _SLOWER = ("ServiceUnavailableException",)  # a full queue, no worker; a handler that fails has another type
+_CUT = 502  # the status of an answer that breaks off
 _UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
 
 
@@ -54,6 +55,8 @@ class PredictionInfer(HttpInfer):
                     async for piece in pieces:
                         found.add(piece.value, piece.headers.get("content-type", ""))
             except ConnectionBroke as error:
+                if found.found:  # as where the handler fails behind its first piece
+                    raise RowFailed(f"{error}, after {len(found.found)} pieces of the answer", _CUT) from error
                 raise StoreUnavailable(str(error)) from error
             except AnswerTooLarge as error:
                 return answer_too_large(error)

@@ -18,6 +18,7 @@ from mlserver_torch_stream.model_source import find_path
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _MOST_HEADERS = 2**20  # bytes
+_SET_HERE = re.compile(r"x-(object|chunk)-.*|x-request-id|content-.*|host|connection|transfer-encoding")
 _TEXT = re.compile(r"[\t\x20-\x7e]*")
 
 
@@ -58,6 +59,8 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
     for name, value in arguments.parameters.items():
         if not isinstance(value, str | int | float) or not _HEADER.fullmatch(name) or not _TEXT.fullmatch(str(value)):
             raise RunRefused(f"--parameters: {name}: must be the name and the text of a header")
+        if _SET_HERE.fullmatch(name.lower()):
+            raise RunRefused(f"--parameters: {name}: is set for each request")
         headers[name.lower()] = value if isinstance(value, str) else json.dumps(value)
     return ObjectRequest(headers, arguments.rows == "piece")
 

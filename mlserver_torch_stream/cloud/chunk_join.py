@@ -54,7 +54,10 @@ class _JoinedAnswer:
             self._fail(_of_chunk(outcome.failure, chunk))
             return
         self.body = outcome.response or {}
-        found = self.body[PREDICTIONS]
+        found = self.body.get(PREDICTIONS)
+        if not isinstance(found, list):
+            self._fail(Failure("inference_failed", f"{key}: the answer to chunk {chunk.index} has no {PREDICTIONS!r}"))
+            return
         self.nbytes += len(json.dumps(found))
         if self.nbytes > most:
             self._fail(Failure("too_large", f"{key}: its answers are more than {most} bytes up to chunk {chunk.index}"))

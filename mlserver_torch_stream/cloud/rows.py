@@ -18,7 +18,7 @@ from mlserver_torch_stream.protocol.openai_error import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: JSONL row by row, any other kind as one row."""
+    """How an object is read: JSONL row by row, any other kind as one row, or in chunks."""
 
     JSONL = "jsonl"
     TEXT = "text"

@@ -13,15 +13,22 @@ from dataclasses import dataclass
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.torchserve.properties import whole_number
-from mlserver_torch_stream.torchserve.server_properties import is_true
+from mlserver_torch_stream.torchserve.server_properties import TLS, is_true
 
 _ADDRESS = re.compile(r"(?P<scheme>https?)://(?P<host>[^:/]+)(?::(?P<port>\d+))?/?", re.IGNORECASE)
 _METRICS_ENDPOINT = "MLSERVER_METRICS_ENDPOINT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOCAL = "127.0.0.1"
-_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, 8083, 8084)  # the first that no other endpoint has
+_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first of no other endpoint
+_OWN_GRPC_VARIABLE, _USUAL_GRPC_PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE", "7070"
+_NAMES_VARIABLE = "MLSERVER_TORCH_STREAM_TORCHSERVE_METRIC_NAMES"
 # Settings of the server that suit handlers and streams.
-_FIXED = {"MLSERVER_PARALLEL_WORKERS": "0", "MLSERVER_GZIP_ENABLED": "false", "MLSERVER_DEBUG": "false"}
+_FIXED = {
+    "MLSERVER_PARALLEL_WORKERS": "0",
+    "MLSERVER_GZIP_ENABLED": "false",
+    "MLSERVER_DEBUG": "false",
+    "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",  # for keys and TLS
+}
 _UNNAMED = {*_FIXED, _GRPC_VARIABLE, _VISIBLE}  # what comes from no key, or takes the variable into account
 _PASSED_ON = {
     "decode_input_request": "TS_DECODE_INPUT_REQUEST",
@@ -58,6 +65,11 @@ def server_environment(
         for name, value in wanted.items()
         if name not in _UNNAMED and environ.get(name, value) != value
     ]
+    if properties.get("metrics_mode", "").lower() == "prometheus":
+        wanted[_NAMES_VARIABLE] = "true"
+    host = wanted["MLSERVER_HOST"]
+    if properties.get("grpc_inference_address", host) != host:
+        lines.append(f"grpc_inference_address: it is the host of inference_address, {host}")
     metrics = address(properties, "metrics_address", 8082)
     if metrics.host != wanted["MLSERVER_HOST"] and wanted.get(_METRICS_ENDPOINT) != "":
         lines.append(f"metrics_address: its host is that of inference_address, {wanted['MLSERVER_HOST']}")
@@ -80,7 +92,7 @@ def address(properties: Mapping[str, str], key: str, usual: int, without_port: i
     if match is None:
         raise SettingsError(f"{place}: must be http://HOST:PORT, got {given!r}")
     if match["scheme"].lower() == "https":
-        raise SettingsError(f"{place}: https is not implemented: TLS ends at the ingress")
+        raise SettingsError(f"{place}: https is not implemented: {TLS}")
     port = int(match["port"] or without_port or usual)
     if not 0 < port < 1 << 16:
         raise SettingsError(f"{place}: must have a port from 1 to 65535, got {given!r}")
@@ -101,7 +113,11 @@ def _addresses(properties: Mapping[str, str]) -> dict[str, str]:
     elif metrics.port == inference.port:
         raise SettingsError("config.properties: metrics_address: must have another port than inference_address")
     managed = address(properties, "management_address", 8081, 80).port if "management_address" in properties else 0
-    taken = (inference.port, metrics.port, managed)
+    grpc_port = whole_number("grpc_inference_port", properties.get("grpc_inference_port", _USUAL_GRPC_PORT))
+    if not 0 < grpc_port < 1 << 16:
+        raise SettingsError(f"config.properties: grpc_inference_port: must be from 1 to 65535, got {grpc_port}")
+    found[_OWN_GRPC_VARIABLE] = str(grpc_port)
+    taken = (inference.port, metrics.port, managed, grpc_port)
     found[_GRPC_VARIABLE] = str(next(port for port in _GRPC_PORTS if port not in taken))
     return found
 

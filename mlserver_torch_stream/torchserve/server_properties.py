@@ -29,20 +29,23 @@ _FILE_ONLY = {
     "version",
     "vmargs",
 }
-_TLS = "TLS ends at the ingress"
+TLS = "TLS ends at the ingress, or is switched on by MLSERVER_TORCH_STREAM_TLS_CERT_FILE and …_TLS_KEY_FILE"
 REFUSED = {
-    "keystore": _TLS,
-    "keystore_pass": _TLS,
-    "keystore_type": _TLS,
-    "certificate_file": _TLS,
-    "private_key_file": _TLS,
-    "enable_grpc_ssl": _TLS,  # unless false
+    "keystore": TLS,
+    "keystore_pass": TLS,
+    "keystore_type": TLS,
+    "certificate_file": TLS,
+    "private_key_file": TLS,
+    "enable_grpc_ssl": TLS,  # unless false
 }
 # Key -> what it sets here.
 HONOURED = {
     "inference_address": "MLServer's host and REST port",
     "metrics_address": "the port of the metrics, on the host of inference_address",
     "enable_metrics_api": "false: no metrics",
+    "metrics_mode": "prometheus: the metrics under TorchServe's names too",
+    "grpc_inference_port": "the port of TorchServe's gRPC service, 7070 without it",
+    "grpc_inference_address": "the host of inference_address, and a line where it is another one",
     "max_request_size": "the largest body over REST, the largest message over gRPC",
     "cors_allowed_origin": "MLServer's cors_settings",
     "cors_allowed_methods": "MLServer's cors_settings",
@@ -63,7 +66,7 @@ HONOURED = {
     "install_py_dep_per_model": "true: pip installs an archive's requirements into its unpacked folder",
     "models": "what it says of a model's version, where the archive's YAML does not say it",
     "model_snapshot": "the archives to load and what it says of each, which beats the archive's YAML",
-    "load_models": "all, or names of archives, each with or without a model's name before it",
+    "load_models": "all, none, or names of archives, each with or without a model's name before it",
     "model_store": "where the archives are",
     "management_address": "the management API's address, if a token is there or none needed, and no other has the port",
     "grpc_management_port": "the same API over gRPC, on the host of management_address",

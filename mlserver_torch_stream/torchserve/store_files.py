@@ -51,6 +51,12 @@ class StoreFiles:
         if self._folder is not None and is_remote(url):
             (self._folder / _file_name(url)).unlink(missing_ok=True)
 
+    def url_of(self, uri: str) -> str:
+        """What names an archive here: an archive of the store is named by its file, as in TorchServe."""
+        path = Path(uri)
+        in_store = self._folder is not None and path.parent.absolute() == self._folder.absolute()
+        return path.name if in_store else uri
+
     def _stored(self, url: str, folder: Path) -> Path:
         """A file or a folder directly in the store: a name, or a path that leads there."""
         if "://" in url and not url.startswith("file://"):

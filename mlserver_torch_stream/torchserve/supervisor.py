@@ -147,13 +147,13 @@ class WorkerSupervisor:
     def end(self) -> None:
         """Ends all workers for good. From any thread."""
         self.ended = True
-        for slot in self.slots:
+        for slot in list(self.slots):
             if slot.worker is not None:
                 slot.worker.kill()
 
     def wait(self) -> None:
         """Blocks until no process is left."""
-        for slot in self.slots:
+        for slot in list(self.slots):
             if slot.worker is not None:
                 slot.worker.wait()
 
@@ -213,7 +213,7 @@ class WorkerSupervisor:
         if start != slot.starts:
             return
         slot.lost = True
-        if slot.removed:
+        if slot.removed or (slot.leaving and self.ended):
             self._drop(slot)
         if self.ended:
             slot.gone.set()

@@ -41,7 +41,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The interpreter of the environment, and the folder of the stubs."""
     folder = tmp_path_factory.mktemp("stubs")
     python = make_environment(folder, "grpcio-tools")
-    for name in ("inference.proto", "with_torchserve_grpc.py"):
+    for name in ("inference.proto", "torchserve_calls.py"):
         shutil.copy(_HERE / name, folder / name)
     packages = next((folder / "grpcio-tools" / "lib").glob("python3*/site-packages"))  # with google/rpc/status.proto
     options = ["-I.", f"-I{packages}", "--python_out=.", "--grpc_python_out=."]
@@ -60,7 +60,7 @@ def _run(client: tuple[Path, Path], *arguments: str) -> str:
 def test_all_methods_on_both_ports(served: tuple[Server, str], client: tuple[Path, Path]) -> None:
     server, own = served
     for target in (server.grpc_target, own):
-        assert _run(client, "with_torchserve_grpc.py", target) == "done\n"
+        assert _run(client, "torchserve_calls.py", target) == "done\n"
     assert "Traceback" not in server.log
 
 

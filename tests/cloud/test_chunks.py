@@ -250,6 +250,14 @@ def test_answers_to_the_chunks_of_an_object_are_bounded_together() -> None:
     assert fresh is not None and fresh.outcome.response == {"predictions": ["y"]}
 
 
+def test_an_answer_that_cannot_be_joined_fails_its_object(folder: Path) -> None:
+    async def model(rows: Sequence[Row]) -> list[Outcome]:
+        return [Outcome({"text": row.key}) for row in rows]
+
+    assert _run(_job(folder, _JOINED), model) == 4
+    assert "the answer to chunk 0 has no 'predictions'" in _rows(folder)[0]["error"]["message"]
+
+
 @pytest.mark.parametrize("order", [lambda chunk: chunk, lambda chunk: -chunk])
 def test_what_is_held_is_bounded_however_large_the_object(folder: Path, order: Callable[[int], int]) -> None:
     """The chunk at the head is the slowest."""

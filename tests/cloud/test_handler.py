@@ -234,6 +234,7 @@ _BAD = [
     (("--batch-tokens", "9"), "--batch-tokens: is for prompts"),
     (("--parameters", '{"a b": "c"}'), "--parameters: a b: must be the name and the text of a header"),
     (("--parameters", '{"a": "c\\nd"}'), "--parameters: a: must be"),
+    (("--parameters", '{"X-Chunk-Index": "7"}'), "--parameters: X-Chunk-Index: is set for each request"),
     (("--extra", '{"minWorker": 2}'), "--extra: unknown key 'minWorker'; did you mean 'minWorkers'?"),
 ]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cli.object_row import ObjectRequest
+from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector
+from mlserver_torch_stream.cloud.rows import Result, Row, RunIdentity
 from tests.cloud.command import cloud, joined, trouble
 from tests.cloud.handlers import counted, predictions, rows, told, write
 from tests.scripted_http import Handler, serving
@@ -181,6 +182,7 @@ def test_what_may_pass_is_asked_again(
         ((503, "InternalServerException"), 503),
         ((507, "InternalServerException"), 507),
         ((404, ""), 404),
+        ((200, "cut"), 502),
         ((413, "TooLongFrameException"), 413),
     ],
 )
@@ -192,7 +194,8 @@ def test_an_object_at_which_the_handler_fails_is_an_error_row(
     found = rows(capfd.readouterr().out)
     assert [trouble(row) is None for row in found] == [True, True, False, True]
     assert found[2]["response"]["status_code"] == status
-    assert ("as asked" if failure[1] else "the handler's own") in found[2]["response"]["body"]["error"]["message"]
+    said = {"": "the handler's own", "cut": "after 1 pieces of the answer"}.get(failure[1], "as asked")
+    assert said in found[2]["response"]["body"]["error"]["message"]
 
 
 @pytest.mark.parametrize("failure", [(404, "ModelNotFoundException"), (401, "InvalidKeyException"), (403, "")])
@@ -247,6 +250,8 @@ def test_the_same_command_goes_on_where_a_server_went_away(torchserve: _TorchSer
         ("grün".encode(), "", "grün"),
         (b"\xff\x00", "", {"base64": "/wA="}),
         (b"", "", ""),
+        (b"[" * 600 + b"]" * 600, "", "[" * 600 + "]" * 600),
+        (b"[" * 400 + b"]" * 400 + b" " * 9, "text/plain", "[" * 400 + "]" * 400 + " " * 9),
     ],
 )
 def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, prediction: Any) -> None:
@@ -256,3 +261,19 @@ def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, predi
         "content_type": content_type or None,
         "predictions": [prediction],
     }
+
+
+def test_an_answer_of_any_depth_can_be_written() -> None:
+    """Python reads JSON of more levels than it writes inside an output row."""
+    for levels in range(490, 1000):
+        outcome = ObjectRequest().outcome([(b"[" * levels + b"]" * levels, "")])
+        line = Result(Row(0, "a", None, "a"), outcome).encode(RunIdentity("run", 0))
+        assert line.count(b"]") == levels + 1
+
+
+def test_the_pieces_of_an_answer_are_bounded_in_number() -> None:
+    pieces = PieceCollector()
+    for _ in range(1 << 18):
+        pieces.add(b"x", "")
+    with pytest.raises(AnswerTooLarge, match="more than 262144 pieces"):
+        pieces.add(b"x", "")

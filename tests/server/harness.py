@@ -24,6 +24,7 @@ from tests import plain_http
 HOST = "127.0.0.1"
 PACKAGE_SPELLING = "mlserver_torch_stream.TorchStreamRuntime"
 MODULE_SPELLING = "mlserver_torch_stream.runtime.TorchStreamRuntime"
+TORCHSERVE_PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE"
 TRITON_PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON"
 _START_S = 180.0
 _EXIT_S = 30.0
@@ -139,6 +140,8 @@ def serve(
     if settings is not None:
         (folder / "settings.json").write_text(json.dumps({**settings, **ports}))
     server_environment = {f"MLSERVER_{key.upper()}": str(value) for key, value in ports.items()}
+    if command is not None:  # serve-torchserve would take 7070
+        server_environment[TORCHSERVE_PORT] = str(free_ports(1)[0])
     if triton:
         server_environment[TRITON_PORT] = str(more[0])
     log_path = folder.parent / f"{folder.name}.log"

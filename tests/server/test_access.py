@@ -248,13 +248,22 @@ def test_a_body_is_not_read_before_its_key_is_checked(guarded: Guarded) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
+def test_a_connection_goes_on_after_a_refusal_whatever_its_body_was(guarded: Guarded) -> None:
+    with guarded.http(key=None) as asking:
+        for key, status in (("wrong", 401), (KEY, 422)) * 2:
+            headers = {"Authorization": f"Bearer {key}"}
+            response = asking.post("/v2/models/tiny/infer", content=b"x" * 1_000_000, headers=headers)
+            assert response.status_code == status
+
+
 @pytest.mark.parametrize("key", [KEY, OTHER_KEY])
 def test_with_a_key_all_is_as_without_keys(guarded: Guarded, key: str) -> None:
     with guarded.http(key) as asking:
         streamed = asking.post("/v2/models/tiny/generate_stream", json={"text_input": "Hello", "max_tokens": 4})
         chat = asking.post("/v1/chat/completions", json={**openai.talk(), "max_tokens": 4})
         assert asking.get("/v2/models/nothing").status_code == 404
-    assert "data: " in streamed.text and chat.json()["usage"]["completion_tokens"] == 4
+    assert streamed.headers["content-type"].startswith("text/event-stream") and "data: " in streamed.text
+    assert chat.json()["usage"]["completion_tokens"] == 4
     request = v2.grpc_request("tiny", "Hello", max_tokens=4, ignore_eos=True)
     metadata = (("authorization", f"bearer {key}"),)
     with guarded.channel(guarded.server.grpc_target) as channel:

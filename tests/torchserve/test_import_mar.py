@@ -169,7 +169,10 @@ def test_what_config_properties_says_of_a_model_goes_along_and_the_rest_is_named
     assert written["parameters"]["extra"] == {"responseTimeout": 30}
     said = capsys.readouterr().out
     assert "carried over from config.properties: responseTimeout: 30" in said
-    assert "not carried over from config.properties: keystore: TLS ends at the ingress" in said
+    assert (
+        "not carried over from config.properties: keystore: the environment: MLSERVER_TORCH_STREAM_TLS_CERT_FILE"
+        in said
+    )
     properties.write_text("default_response_timeout=-1")
     assert main([*command, "--name", "wrong"]) == 1
     assert "responseTimeout" in capsys.readouterr().err and not (tmp_path / "wrong").exists()

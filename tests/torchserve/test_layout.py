@@ -82,9 +82,11 @@ def test_a_folder_without_a_configuration_is_served_whole_on_this_machine_alone(
         "MLSERVER_HTTP_PORT": "8080",
         "MLSERVER_GRPC_PORT": "8081",
         "MLSERVER_METRICS_PORT": "8082",
+        "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": "7070",
         "MLSERVER_PARALLEL_WORKERS": "0",
         "MLSERVER_GZIP_ENABLED": "false",
         "MLSERVER_DEBUG": "false",
+        "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
     }
     assert lines[0] == "configuration: TorchServe's defaults, no file"
     assert f"model dog 1.0: {store / 'dog.mar'}" in lines
@@ -150,6 +152,9 @@ _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "inference_address": ("http://0.0.0.0:8085", {"MLSERVER_HOST": "0.0.0.0", "MLSERVER_HTTP_PORT": "8085"}),
     "metrics_address": ("http://127.0.0.1:9", {"MLSERVER_METRICS_PORT": "9"}),
     "enable_metrics_api": ("false", {"MLSERVER_METRICS_ENDPOINT": ""}),
+    "metrics_mode": ("Prometheus", {"MLSERVER_TORCH_STREAM_TORCHSERVE_METRIC_NAMES": "true"}),
+    "grpc_inference_port": ("9", {"MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": "9"}),
+    "grpc_inference_address": ("127.0.0.1", {"MLSERVER_HOST": "127.0.0.1"}),
     "max_request_size": (
         "99",
         {"MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": "99", "MLSERVER_GRPC_MAX_MESSAGE_LENGTH": "99"},
@@ -272,6 +277,11 @@ def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
     )
 
 
+def test_a_host_that_cannot_differ_is_named() -> None:
+    _, lines = server_environment({"grpc_inference_address": "0.0.0.0"}, lambda: 0, {})
+    assert lines == ["grpc_inference_address: it is the host of inference_address, 127.0.0.1"]
+
+
 def test_gpus_are_hidden_only_where_there_are_more() -> None:
     for given, visible in (("0", {"CUDA_VISIBLE_DEVICES": ""}), ("1", {"CUDA_VISIBLE_DEVICES": "0"}), ("2", {})):
         found, _ = server_environment({"number_of_gpu": given}, lambda: 2, {})
@@ -289,6 +299,7 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("inference_address=127.0.0.1:80", "inference_address: must be http://HOST:PORT, got '127.0.0.1:80'"),
         ("inference_address=http://127.0.0.1:70000", "inference_address: must have a port from 1 to 65535"),
         ("metrics_address=http://127.0.0.1:8080", "metrics_address: must have another port than inference_address"),
+        ("grpc_inference_port=0", "grpc_inference_port: must be from 1 to 65535, got 0"),
         ("max_request_size=large", "max_request_size: must be a whole number, got 'large'"),
         ("number_of_gpu=-1", "number_of_gpu: must not be below 0, got -1"),
         ("service_envelope=\\ud83d", "half of a character is missing"),
@@ -302,7 +313,6 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
         ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', "model_snapshot: a 1: no no.mar in"),
-        ('model_snapshot={"models":{}}', "there is nothing to serve in"),
         ("models=[1]", "models: must be a JSON object of models and their versions"),
         ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
         ("job_queue_size=$$NOT_THERE$$", "job_queue_size: no variable NOT_THERE in the environment"),
@@ -331,6 +341,13 @@ def test_a_file_of_any_editor_is_read(folder: Path, content: bytes) -> None:
     _properties(folder, "")
     (folder / "config/config.properties").write_bytes(content)
     assert list(_prepared(folder)[0]) == ["x 1.0"]
+
+
+@pytest.mark.parametrize("properties", ["load_models=none", "load_models=", 'model_snapshot={"models":{}}'])
+def test_a_server_may_start_without_a_model(folder: Path, properties: str) -> None:
+    _properties(folder, properties + "\n")
+    settings, _, lines = _prepared(folder)
+    assert not settings and lines[-1].startswith("no model is loaded: the management API registers models")
 
 
 def test_what_is_no_folder_or_no_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,10 +21,14 @@ import pytest
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.ports import port_problem
+from mlserver_torch_stream.server.management.management_calls import ManagementCalls
 from mlserver_torch_stream.server.management.management_token import check_token, read_token
 from mlserver_torch_stream.server.message_pool import Fields, message_classes
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal
+from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
@@ -121,6 +126,15 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
     with serve(folder / "models", [started], settings=settings, environment=environment) as running:
         yield Management(running, port, grpc_port, store)
+
+
+def test_an_archive_of_the_model_store_is_named_by_its_file(tmp_path: Path) -> None:
+    for store, named in (
+        (tmp_path, "a.mar"),
+        (tmp_path / "other", str(tmp_path / "a.mar")),
+        (None, str(tmp_path / "a.mar")),
+    ):
+        assert StoreFiles(store, ()).url_of(str(tmp_path / "a.mar")) == named
 
 
 def test_a_request_needs_the_token(api: Management) -> None:
@@ -354,12 +368,15 @@ def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_
         for refused in ("elsewhere/far.mar", "allowed/away.mar"):
             code, kind, message = api.error("POST", f"/models?url={url}/{refused}")
             assert (code, kind) == (404, "ModelNotFoundException") and "/elsewhere/far.mar does not match" in message
+        write_mar(site / "allowed" / "bad.mar", {"handler.py": _HANDLER})
+        for _ in range(2):  # what is no archive does not stay in the model store
+            assert api.error("POST", f"/models?url={url}/allowed/bad.mar")[1] == "InvalidModelException"
         assert "registered" in api.done("POST", f"/models?url={url}/allowed/far.mar")["status"]
         assert api.described("far")["modelUrl"] == f"{url}/allowed/far.mar" and (api.store / "far.mar").is_file()
         assert api.error("POST", f"/models?url={url}/allowed/far.mar")[2] == "Model file already exists far.mar"
         pages.shutdown()
     api.done("DELETE", "/models/far")
-    assert not [path for path in api.store.iterdir() if "far" in path.name]
+    assert not [path for path in api.store.iterdir() if "far" in path.name or "bad" in path.name]
 
 
 def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Management, tmp_path: Path) -> None:
@@ -531,6 +548,21 @@ def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: 
             assert asked.result(30) == (503, "ServiceUnavailableException", "the server is shutting down")
             assert running.process.wait(30) == 0
         assert "Traceback" not in running.log
+
+
+def test_models_are_registered_only_where_the_settings_let_them() -> None:
+    async def refused(change: Awaitable[Any]) -> None:
+        with pytest.raises(ManagementRefusal, match="enable_model_api") as refusal:
+            await change
+        assert refusal.value.status == 405
+
+    async def scenario() -> None:
+        models: Any = None  # which is not reached
+        calls = ManagementCalls(models, Lifecycle(), registers=False)
+        await refused(calls.register({"url": "plain.mar"}))
+        await refused(calls.unregister("plain", None))
+
+    asyncio.run(scenario())
 
 
 def test_the_token_comes_from_a_setting_or_a_file_or_is_said_to_be_none(tmp_path: Path) -> None:

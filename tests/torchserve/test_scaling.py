@@ -75,17 +75,29 @@ def _queued(name: str, arrived: float, sequence: str | None = None) -> HandlerJo
     return HandlerJob(asked, name, arrived, lambda job: None)
 
 
+async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event | None = None) -> list[str]:
+    """The pieces of twelve answers, one after another; with ``scaled``, of those until then."""
+    answers: list[str] = []
+    for turn in range(12 if scaled is None else 10_000):
+        if scaled is not None and scaled.is_set():
+            break
+        answers += await ask(pool, f"sleep 0.02 {number} {turn}", f"{number} {turn}")
+    return answers
+
+
+def _check_answers(answered: list[list[str]], folder: Path) -> None:
+    """Each client has its own answers in order, and the handler was called once for each request."""
+    asked = [
+        [f"sleep 0.02 {number} {turn}" for turn in range(len(pieces) // 2)] for number, pieces in enumerate(answered)
+    ]
+    assert [pieces[::2] for pieces in answered] == asked
+    assert Counter((folder / "calls").read_text().splitlines()) == Counter(text for each in asked for text in each)
+
+
 def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_and_answers_none_twice(
     tmp_path: Path,
 ) -> None:
     most, done = 0, False
-
-    async def client(pool: WorkerPool, number: int) -> list[str]:
-        answers = []
-        for turn in range(12):
-            text = f"sleep 0.02 {number} {turn}"
-            answers += await ask(pool, text, f"{number} {turn}")
-        return answers
 
     async def watch(pool: WorkerPool) -> None:
         nonlocal most
@@ -99,18 +111,32 @@ def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_an
         async with running(write_handler(tmp_path, _HANDLER, {"maxWorkers": 3, **_FAST})) as pool:
             assert _ready(pool) == 1
             watching = asyncio.create_task(watch(pool))
-            answered = await asyncio.gather(*(client(pool, number) for number in range(16)))
+            answered = await asyncio.gather(*(_client(pool, number) for number in range(16)))
             await until(lambda: most == 3 or _ready(pool) == 3)
             await until(lambda: _ready(pool) == 1)
             await asyncio.sleep(0.6)  # twice the time after which an idle worker may end
             assert _ready(pool) == 1
-            answered += [await client(pool, 16)]
+            answered += [await _client(pool, 16)]
             done = True
             await watching
             assert len(pool.supervisor.slots) == 1
-        asked = [f"sleep 0.02 {number} {turn}" for number in range(17) for turn in range(12)]
-        assert [pieces[::2] for pieces in answered] == [asked[each * 12 : each * 12 + 12] for each in range(17)]
-        assert Counter((tmp_path / "calls").read_text().splitlines()) == Counter(asked)
+        _check_answers(answered, tmp_path)
+
+    run(scenario())
+
+
+def test_orders_to_scale_under_sixteen_clients_lose_no_request_and_answer_none_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            scaled = asyncio.Event()
+            clients = asyncio.gather(*(_client(pool, number, scaled) for number in range(16)))
+            for count in (3, 1, 2, 1):
+                await pool.scaling.scale(count, count)
+                assert _ready(pool) == count
+            scaled.set()
+            answered = await clients
+            assert all(answered)
+            _check_answers(answered, tmp_path)
 
     run(scenario())
 
@@ -233,6 +259,19 @@ def test_after_its_time_a_worker_that_is_scaled_away_is_ended_with_its_request(t
             assert isinstance(failed, HandlerFailed) and "after it was scaled away" in str(failed)
             await until(lambda: not pool.supervisor.slots)
             assert pool.supervisor.restarts == 0
+
+    run(scenario())
+
+
+def test_an_order_ends_with_its_workers_where_the_model_is_unloaded_meanwhile(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            await anext(pool.submit(request("sleep 60")))
+            scaled = asyncio.create_task(pool.scaling.scale(0, 0))
+            await asyncio.sleep(0)
+            assert not scaled.done()
+            await asyncio.to_thread(pool.shutdown)
+            await asyncio.wait_for(scaled, 10)
 
     run(scenario())
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from mlserver.settings import ModelParameters, ModelSettings
@@ -19,12 +20,14 @@ from mlserver_torch_stream.torchserve.requirements import install_requirements
 from mlserver_torch_stream.torchserve.runtime.build import build
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
 from tests import plain_http
-from tests.server.harness import Server, serve
+from tests.server.harness import HOST, TORCHSERVE_PORT, Server, free_ports, serve
+from tests.torchserve.inference_client import PredictionsRequest, Stub
 from tests.torchserve.workshop import write_handler, write_mar
 
 _TIMEOUT_S = 60.0
 _PROPERTIES = """
 load_models=all
+metrics_mode=prometheus
 decode_input_request=false
 max_request_size=1000
 blacklist_env_vars=.*SECRET.*
@@ -47,7 +50,13 @@ _WHEEL = "tiny_of_the_archive-1.0-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def torchserve_port() -> str:
+    """In the place of 7070."""
+    return str(free_ports(1)[0])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, torchserve_port: str) -> Iterator[Server]:
     """Two versions of one model, of which the older is the default, and a model with requirements."""
     folder = tmp_path_factory.mktemp("layout") / "models"
     for each in ("model-store", "config"):
@@ -58,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     _mar_with_requirements(folder / "model-store/tiny.mar")
     (folder / "config/config.properties").write_text(_PROPERTIES)
     command = ["mlserver-torch-stream", "serve-torchserve", str(folder)]
-    own = {"AWS_SECRET_KEY": "hidden", "AWS_REGION": "shown"}
+    own = {"AWS_SECRET_KEY": "hidden", "AWS_REGION": "shown", TORCHSERVE_PORT: torchserve_port}
     with serve(folder.parent / "work", [], command=command, environment=own) as found:
         yield found
 
@@ -105,6 +114,14 @@ def test_handlers_find_what_config_properties_leaves_them(server: Server) -> Non
 def test_the_largest_body_is_the_configured_one(server: Server) -> None:
     reply = plain_http.post(f"{server.url}/predictions/cat", content=b"x" * 1001, timeout=_TIMEOUT_S)
     assert (reply.status_code, reply.json()["type"]) == (413, "TooLongFrameException")
+
+
+def test_torchserves_grpc_port_and_its_names_of_metrics_are_there(server: Server, torchserve_port: str) -> None:
+    with grpc.insecure_channel(f"{HOST}:{torchserve_port}") as channel:
+        request = PredictionsRequest(model_name="tiny", input={"data": b"x"})
+        assert Stub(channel).Predictions(request, timeout=_TIMEOUT_S).prediction == b"installed"
+    shown = plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=_TIMEOUT_S).text
+    assert "ts_inference_requests_total{" in shown
 
 
 def test_requirements_are_installed_where_config_properties_says_so(server: Server) -> None:

@@ -60,11 +60,12 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
         given = [value for name, value in metadata if name == "authorization"]
         if keys is None or self._access.open.grpc(handler_call_details.method):
             return await continuation(handler_call_details)
-        if not keys.accept(given):
+        accepts = partial(keys.accept, given)
+        if not accepts():
             return _REFUSED
         handler = await continuation(handler_call_details)
         streams = handler is not None and handler.stream_stream is not None
-        return _asks_each_time(handler, partial(keys.accept, given)) if streams else handler
+        return _asks_each_time(handler, accepts) if streams else handler
 
 
 class GuardedAio:

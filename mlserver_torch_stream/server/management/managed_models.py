@@ -21,6 +21,7 @@ from mlserver_torch_stream.server.management.registered_repository import Regist
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.rest.routes import all_models, find_model
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request, internal, no_model
+from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
 from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
@@ -31,10 +32,17 @@ Answer = tuple[int, str]  # the status of a reply, and what it says
 class ManagedModels:
     """All methods are called on the event loop's thread, and raise RequestError."""
 
-    def __init__(self, registry: MultiModelRegistry, repository: RegisteredRepository, files: StoreFiles) -> None:
+    def __init__(
+        self,
+        registry: MultiModelRegistry,
+        repository: RegisteredRepository,
+        files: StoreFiles,
+        defaults: ModelDefaults,
+    ) -> None:
         self._registry = registry
         self._repository = repository
         self._files = files
+        self._defaults = defaults
         self._urls: dict[tuple[str, str | None], str] = {}  # of those that were registered here
         self._registering: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,7 +83,7 @@ class ManagedModels:
     def _url(self, model: MLModel) -> str:
         parameters = model.settings.parameters
         uri = parameters.uri if parameters is not None else None
-        return self._urls.get((model.name, model.version)) or uri or ""
+        return self._urls.get((model.name, model.version)) or self._files.url_of(uri or "")
 
     # --- changes ---
 
@@ -83,18 +91,15 @@ class ManagedModels:
         asked = read_registration(given)
         path = await in_thread(lambda: self._files.fetch(asked.url))
         try:
-            described = await in_thread(lambda: registered_settings(asked, path))
-            name, version = described["name"], described["parameters"]["version"]
-            if (name, version) in self._registering or self._exact(name, version) is not None:
-                message = f"Model version {version} is already registered for model {name}"
-                raise ManagementRefusal(409, "ConflictStatusException", message)
-        except ManagementRefusal:
-            await in_thread(lambda: self._files.remove_download(asked.url))
+            described = await in_thread(lambda: registered_settings(asked, path, self._defaults))
+            self._reserve(described["name"], described["parameters"]["version"])
+        except BaseException:
+            await self._remove_download(asked.url)
             raise
-        self._keep_default(name, described["parameters"]["extra"])
-        self._registering.add((name, version))
+        name, version, extra = described["name"], described["parameters"]["version"], described["parameters"]["extra"]
+        self._keep_default(name, extra)
         loading = self._run(self._load(name, version, described, asked.url))
-        workers = described["parameters"]["extra"]["minWorkers"]
+        workers = extra["minWorkers"]
         if workers and not asked.synchronous:
             return ACCEPTED
         await asyncio.shield(loading)
@@ -103,9 +108,7 @@ class ManagedModels:
 
     async def scale(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
         """Raises ManagementRefusal with the reason where a worker cannot be started."""
-        model = self.find(name, version)
-        if not hasattr(model, "scale_workers"):
-            raise bad_request(f"{name} generates tokens and runs no handler: it has no workers")
+        model = self._find_scalable(name, version)
         try:
             await model.scale_workers(least, most, grace)
         except LoadFailed as error:
@@ -115,7 +118,7 @@ class ManagedModels:
 
     def scale_later(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
         """Returns at once. A failure is in the log."""
-        self.find(name, version)
+        self._find_scalable(name, version)
         self._run(self.scale(name, version, least, most, grace))
 
     def set_default(self, name: str, version: str) -> None:
@@ -144,6 +147,19 @@ class ManagedModels:
         except ModelNotFound:  # another request was first
             raise no_model(f"Model not found: {name}") from None
 
+    def _find_scalable(self, name: str, version: str | None) -> Any:
+        model = self.find(name, version)
+        if not hasattr(model, "scale_workers"):
+            raise bad_request(f"{name} runs no TorchServe handler: it has no workers")
+        return model
+
+    def _reserve(self, name: str, version: str) -> None:
+        """A version that another request registers at the same time is refused before its load has begun."""
+        if (name, version) in self._registering or self._exact(name, version) is not None:
+            message = f"Model version {version} is already registered for model {name}"
+            raise ManagementRefusal(409, "ConflictStatusException", message)
+        self._registering.add((name, version))
+
     def _exact(self, name: str, version: str) -> MLModel | None:
         return find_model(self._registry, name, version)
 
@@ -160,20 +176,25 @@ class ManagedModels:
         self._urls[name, version] = url
         try:
             await self._registry.load(settings)
-        except MLServerError as error:
+            self._repository.add(name, version, settings)
+        except Exception as error:
             self._urls.pop((name, version), None)
-            await in_thread(lambda: self._files.remove_download(url))
+            await self._remove_download(url)
+            if not isinstance(error, MLServerError):
+                raise
             raise internal(f"Failed to start workers for model {name} version: {version}: {error}") from None
         finally:
             self._registering.discard((name, version))
-        self._repository.add(name, version, settings)
 
     async def _unload(self, name: str, version: str | None) -> None:
         await self._registry.unload_version(name, version)
         self._repository.remove(name, version or "")
         url = self._urls.pop((name, version), None)
         if url is not None:
-            await in_thread(lambda: self._files.remove_download(url))
+            await self._remove_download(url)
+
+    async def _remove_download(self, url: str) -> None:
+        await in_thread(lambda: self._files.remove_download(url))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A change goes on where its client has left."""

@@ -100,7 +100,8 @@ class ManagementApp:
         query = request.query_params
         if request.method == "GET":
             customized = is_true(query.get("customized"))
-            return 200, await self._calls.describe(name, version, customized, dict(request.headers))
+            headers = {key: value for key, value in request.headers.items() if key != "authorization"}
+            return 200, await self._calls.describe(name, version, customized, headers)
         if request.method == "PUT":
             status, said = await self._calls.scale(query, name, version or query.get("model_version"))
             return status, {"status": said}

@@ -58,7 +58,7 @@ def _worker(slot: WorkerSlot, gpu: bool) -> dict[str, Any]:
         "startTime": started.strftime("%Y-%m-%dT%H:%M:%S.") + f"{started.microsecond // 1000:03d}Z",
         "status": "READY" if slot.ready and not slot.leaving else "UNLOADING",
         "memoryUsage": sum(map(_resident_bytes, pids)),
-        "pid": pids[0] if pids else 0,
+        "pid": next(iter(pids[1:2] or pids), 0),  # the first process is the worker's supervisor
         "gpu": gpu,
         "gpuUsage": "N/A",
     }

@@ -173,15 +173,6 @@ DENSE = (
         "examples/image_segmenter/fcn/model.py",
         extra=[f"examples/image_segmenter/fcn/{name}.py" for name in ("fcn", "intermediate_layer_getter")],
     ),
-    Example(
-        "object_detector/maskrcnn",
-        "maskrcnn",
-        "object_detector",
-        ["curl /predictions/maskrcnn -T examples/object_detector/persons.jpg"],
-        [("module", "examples/object_detector/maskrcnn/model.py")],
-        "examples/object_detector/maskrcnn/model.py",
-        extra=["examples/object_detector/index_to_name.json"],
-    ),
 )
 OTHERS = (
     Example(

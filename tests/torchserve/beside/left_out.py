@@ -9,8 +9,20 @@ _LLAMA_CPP = "needs llama-cpp-python, which is compiled for minutes"
 _DIFFUSION = "needs diffusers; starts from noise without a seed: no two answers are the same"
 _NEURON = "needs AWS Inferentia"
 
-# By the handler's path below examples/.
+_LARGER = "`image_classifier` with larger weights; as `resnet_18`"
+_OPERATORS = "`object_detector` with torchvision's C++ operators, which its wheel on PyPI has for CUDA only"
+_COMPILED = "`image_classifier` with a model that inductor compiles, which takes minutes"
+
+# By the handler's path below examples/, or by the folder of an example with a built-in handler.
 LEFT_OUT = {
+    "image_classifier/alexnet": _LARGER,
+    "image_classifier/densenet_161": _LARGER,
+    "image_classifier/resnet_152_batch": _LARGER,
+    "image_segmenter/deeplabv3": "`image_segmenter` with larger weights; as `fcn`",
+    "object_detector/fast-rcnn": _OPERATORS,
+    "object_detector/maskrcnn": _OPERATORS,
+    "pt2/torch_compile": _COMPILED,
+    "pt2/torch_export_aot_compile": _COMPILED,
     "Huggingface_Transformers/Transformer_handler_generalized_neuron.py": _NEURON,
     "LLM/llama/chat_app/docker/llama_cpp_handler.py": _LLAMA_CPP,
     "LLM/llama/chat_app/llama_cpp_handler.py": _LLAMA_CPP,

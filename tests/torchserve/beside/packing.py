@@ -20,10 +20,10 @@ _WEIGHTS = Path(__file__).parent / "weights.py"
 _TIMEOUT_S = 300
 
 
-def pack(
-    examples: Sequence[Example], checkout: Path, store: Path, folder: Path, environment: Mapping[str, str]
-) -> None:
-    """Puts the archive of each into the store. Its weights lie in ``<name>/made`` of ``folder``."""
+def pack(examples: Sequence[Example], checkout: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """Puts the archive of each into ``model-store`` of the folder. Its weights lie in ``<name>/made``."""
+    store = folder / "model-store"
+    store.mkdir(parents=True)
     orders = [
         [str(folder / each.name / "made"), kind, *(_path(argument, checkout, folder) for argument in arguments)]
         for each in examples

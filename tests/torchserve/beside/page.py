@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import unified_diff
 
 from tests.markdown import ROOT, read
-from tests.torchserve.beside.cases import Case
+from tests.torchserve.beside.case import Case
 from tests.torchserve.beside.replies import Reply
 
 _WRITE = "WRITE_TORCHSERVE_PAGES"
@@ -29,7 +30,8 @@ def hold(page: str, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     said = read(page) if path.exists() else ""
-    assert said == text, f"{page} is not what was measured; {_WRITE}=1 writes it anew"
+    changed = "\n".join(unified_diff(said.splitlines(), text.splitlines(), page, "measured", n=0, lineterm=""))
+    assert said == text, f"{page} is not what was measured; {_WRITE}=1 writes it anew\n{changed}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -78,4 +80,6 @@ def text_of(piece: bytes) -> str:
 
 def code(text: str) -> str:
     """As a code span."""
+    if not text:
+        return "nothing"
     return f"`{text}`" if "`" not in text else f"`` {text} ``"

@@ -21,8 +21,9 @@ import requests
 
 from tests.torchserve.beside.servers import Addresses
 
-_TIMEOUT_S = 20
+_TIMEOUT_S = 60
 _ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_OF_A_WORKER = re.compile(rb'"(id|startTime|pid|memoryUsage|gpuUsage)": (?:"[^"]*"|-?\d+)')
 # What the page says once for all cases.
 _NOT_COMPARED = frozenset({"date", "server", "x-accel-buffering", "keep-alive", "ts_stream_next", "retry-after"})
 _FAULTS = {
@@ -54,15 +55,16 @@ class Reply:
 def ask(
     lines: Sequence[str], together: bool, addresses: Addresses, folder: Path, seconds: int = _TIMEOUT_S
 ) -> list[Reply]:
-    """The replies to all lines, one after the other or at once. ``folder`` has the files that they name.
+    """The replies to all lines, one after the other or at once; then those to equal lines by status.
 
-    A reply that takes longer than ``seconds`` is none.
+    ``folder`` has the files that the lines name. A reply that takes longer than ``seconds`` is none.
     """
     one = partial(_ask, addresses=addresses, folder=folder, seconds=seconds)
     if not together:
         return [each for line in lines for each in one(line)]
     with ThreadPoolExecutor(len(lines)) as threads:
-        return [each for replies in threads.map(one, lines) for each in replies]
+        replies = [each for found in threads.map(one, lines) for each in found]
+    return replies if len(set(lines)) > 1 else sorted(replies, key=lambda reply: reply.status)
 
 
 def _ask(line: str, addresses: Addresses, folder: Path, seconds: int) -> list[Reply]:
@@ -106,6 +108,8 @@ def _read(raw: bytes, head_only: bool) -> list[Reply]:
             continue
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         pieces, raw = _body(raw, headers, head_only or status in (204, 304))
+        if pieces:
+            headers.pop("content-length", None)
         replies.append(Reply(status, _compared(status, headers), [_without_ids(piece) for piece in pieces]))
     return replies
 
@@ -135,11 +139,13 @@ def _compared(status: int, headers: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in headers.items() if name not in _NOT_COMPARED}
     if status >= 400 or kept.get("connection", "").lower() == "keep-alive":  # TorchServe closes it after an error
         kept.pop("connection", None)
+    if "allow" in kept:  # a set, in any order
+        kept["allow"] = ", ".join(sorted(kept["allow"].split(", ")))
     return {name: _without_ids(value.encode("latin-1")).decode("latin-1") for name, value in kept.items()}
 
 
 def _without_ids(text: bytes) -> bytes:
-    return _ID.sub(b"<id>", text)
+    return _OF_A_WORKER.sub(rb'"\1": <its own>', _ID.sub(b"<id>", text))
 
 
 # --- clients of Python ---

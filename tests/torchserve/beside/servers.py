@@ -15,19 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import yaml
 
 from benchmarks.process import running
 from tests import plain_http
-from tests.server.harness import HOST, free_ports, serve
+from tests.server.harness import HOST, free_ports
 from tests.torchserve.beside.store import Stored
 from tests.waiting import wait_until
 
 MOST_BYTES = 1_000_000  # of a request's body, on both
-_START_S = 240.0
+_START_S = 900.0
 _NAMES = ("inference", "management", "metrics")
+_STORE = "model-store"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,6 @@ class Addresses:
 
     inference: str
     management: str
-    log: Path
 
 
 def missing() -> str:
@@ -51,38 +52,40 @@ def missing() -> str:
 @contextmanager
 def torchserve(
     folder: Path,
-    store: Path,
     models: Sequence[Stored],
     properties: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Addresses]:
-    """Yields once each model has a worker that is ready. ``folder``: its log, its settings, its temporary files."""
-    (folder / "tmp").mkdir(parents=True)
+    """Yields once each model has a worker that is ready. ``folder``: a model store, as KServe mounts it."""
     ports = dict(zip((*_NAMES, "grpc_inference", "grpc_management", "worker"), free_ports(6), strict=True))
-    config = folder / "config.properties"
-    config.write_text(_properties(ports) + "".join(f"{key}={value}\n" for key, value in (properties or {}).items()))
+    config = _write_config(folder, models, ports, properties or {})
     command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs", "--disable-token-auth"]
-    command += ["--model-store", str(store), "--ts-config", str(config), "--models", *(each.file for each in models)]
-    locations = {"LOG_LOCATION": str(folder), "METRICS_LOCATION": str(folder)}
-    temporary = {"TEMP": str(folder / "tmp"), "TMPDIR": str(folder / "tmp")}
-    own = {**os.environ, **locations, **temporary, **(environment or {})}
-    log = folder / "server.log"
-    with running(command, own, log, folder) as process:
-        addresses = Addresses(f"http://{HOST}:{ports['inference']}", f"http://{HOST}:{ports['management']}", log)
-        wait_until(lambda: _all_ready(process, addresses, models), "TorchServe's workers", _START_S)
-        yield addresses
+    command += ["--enable-model-api", "--model-store", str(folder / _STORE), "--ts-config", str(config)]
+    with TemporaryDirectory() as own:
+        log = Path(own, "server.log")
+        locations = {name: own for name in ("LOG_LOCATION", "METRICS_LOCATION", "TEMP", "TMPDIR")}
+        with running(command, {**os.environ, **locations, **(environment or {})}, log, Path(own)) as process:
+            addresses = Addresses(f"http://{HOST}:{ports['inference']}", f"http://{HOST}:{ports['management']}")
+            wait_until(lambda: _all_ready(process, log, addresses, models), "TorchServe's workers", _START_S)
+            yield addresses
 
 
-def _properties(ports: Mapping[str, int]) -> str:
+def _write_config(
+    folder: Path, models: Sequence[Stored], ports: Mapping[str, int], properties: Mapping[str, str]
+) -> Path:
     lines = {f"{name}_address": f"http://{HOST}:{ports[name]}" for name in _NAMES}
     lines |= {f"{name}_port": str(ports[name]) for name in ("grpc_inference", "grpc_management")}
     lines |= {"enable_envvars_config": "false", "initial_worker_port": str(ports["worker"])}
     lines |= {"max_request_size": str(MOST_BYTES), "default_workers_per_model": "1", "vmargs": "-Xmx512m"}
-    return "".join(f"{name}={value}\n" for name, value in lines.items())
+    lines |= {"load_models": ",".join(each.file for each in models), **properties}
+    (folder / "config").mkdir(exist_ok=True)
+    path = folder / "config/config.properties"
+    path.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+    return path
 
 
-def _all_ready(process: subprocess.Popen[bytes], addresses: Addresses, models: Sequence[Stored]) -> bool:
-    assert process.poll() is None, addresses.log.read_text(errors="replace")[-3000:]
+def _all_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses, models: Sequence[Stored]) -> bool:
+    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
     for each in models:
         path = f"{addresses.management}/models/{each.name}/{each.version}"
         with suppress(httpx.TransportError):  # not listening yet
@@ -99,20 +102,26 @@ def _workers(described: str) -> list[str]:
 
 @contextmanager
 def ours(
-    folder: Path,
-    store: Path,
-    models: Sequence[Stored],
-    which: str = "shim",
-    environment: Mapping[str, str] | None = None,
+    folder: Path, models: Sequence[Stored], which: str = "shim", environment: Mapping[str, str] | None = None
 ) -> Iterator[Addresses]:
-    """``which``: the ``ts`` that handlers import."""
-    for each in models:
-        place = folder / "models" / f"{each.name}-{each.version}"
-        place.mkdir(parents=True)
-        parameters = {"uri": str(store / each.file), "version": each.version, "extra": {"ts": which}}
-        settings = {"name": each.name, "implementation": "mlserver_torch_stream.TorchServeRuntime"}
-        (place / "model-settings.json").write_text(json.dumps({**settings, "parameters": parameters}))
-    own = {"MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(MOST_BYTES), **(environment or {})}
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(folder / "models", [], settings=settings, environment=own) as server:
-        yield Addresses(server.url, server.url, server.log_path)
+    """``serve-torchserve`` of the same folder, with its configuration. ``which``: the ``ts`` that handlers import."""
+    http_port, grpc_port, metrics_port, management = free_ports(4)
+    own = {f"MLSERVER_{name}": str(port) for name, port in (("HTTP_PORT", http_port), ("GRPC_PORT", grpc_port))}
+    own |= {"MLSERVER_METRICS_PORT": str(metrics_port), "MLSERVER_MODEL_EXTRA": json.dumps({"ts": which})}
+    prefix = "MLSERVER_TORCH_STREAM"
+    own |= {f"{prefix}_MANAGEMENT_PORT_TORCHSERVE": str(management), f"{prefix}_MODEL_STORE": str(folder / _STORE)}
+    own |= {f"{prefix}_DISABLE_TOKEN_AUTHORIZATION": "true", f"{prefix}_ALLOWED_URLS": "file://.*"}
+    command = [sys.executable, "-m", "mlserver_torch_stream.cli", "serve-torchserve", str(folder)]
+    with TemporaryDirectory() as place:
+        log = Path(place, "server.log")
+        with running(command, {**os.environ, **own, **(environment or {})}, log, Path(place)) as process:
+            addresses = Addresses(f"http://{HOST}:{http_port}", f"http://{HOST}:{management}")
+            wait_until(lambda: _is_ready(process, log, addresses), "our server", _START_S)
+            yield addresses
+
+
+def _is_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses) -> bool:
+    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+    with suppress(httpx.TransportError):
+        return plain_http.get(f"{addresses.inference}/v2/health/ready", timeout=10).status_code == 200
+    return False

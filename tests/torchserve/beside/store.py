@@ -29,18 +29,20 @@ class Stored:
     def file(self) -> str:
         return f"{self.name}-{self.version}.mar"
 
-    def write(self, store: Path) -> None:
+    def write(self, folder: Path) -> None:
+        """Into ``model-store``, as KServe mounts it."""
         config = {"minWorkers": 1, "maxWorkers": 1, "deviceType": "cpu", **self.config}
         model = {"modelName": self.name, "modelVersion": self.version, "handler": "handler.py"}
         model["configFile"] = "model-config.yaml"
         if self.envelope is not None:
             model["envelope"] = self.envelope
         files = {"handler.py": self.source, "model-config.yaml": json.dumps(config)}  # JSON is YAML
-        write_mar(store / self.file, files, model)
+        (folder / "model-store").mkdir(parents=True, exist_ok=True)
+        write_mar(folder / "model-store" / self.file, files, model)
 
 
 _BATCH = {"batchSize": 2, "maxBatchDelay": 5000}
-_SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 20_000}
+_SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 120_000}
 STORE = (
     Stored("echo", handlers.ECHO),
     Stored("two", handlers.ECHO),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.torchserve.beside import page, servers
-from tests.torchserve.beside.cases import FILES, GROUPS, Case, Group
+from tests.torchserve.beside.case import FILES, Case
+from tests.torchserve.beside.cases import GROUPS, Group
 from tests.torchserve.beside.page import Measured
 from tests.torchserve.beside.replies import Reply, ask
 from tests.torchserve.beside.servers import Addresses
@@ -19,18 +20,21 @@ _LEAST_CASES = 60
 _HEAD = """\
 # TorchServe and here, case by case
 
-TorchServe 0.12 and our server, with one model store, are asked by the same clients. A test makes this page
-(`tests/torchserve/beside/test_cases.py`, which needs a Java runtime), and fails where it is not what was measured.
-`/predictions/…` stands for the address of the server's REST port. The handlers are in
-[handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has got, `do` does what the body says.
+TorchServe 0.12 and our server (`serve-torchserve`), with one folder of models and configuration, are asked by the same
+clients. A test makes this page (`tests/torchserve/beside/test_cases.py`, which needs a Java runtime), and fails where
+it is not what was measured. `/predictions/…` stands for the address of the REST port, and `management:` for that of the
+management API. The handlers are in [handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has
+got, `do` does what the body says.
 
-Compared are the status, each header, the bytes of each chunk, and how the connection ends. `<id>` is a new request id.
+Compared are the status, each header, the bytes of each chunk, and how the connection ends. `<id>` is a new request id,
+`<its own>` what differs between two starts of one server.
 {count} cases: {same} are the same. What differs in many of them is left out of the tables:
 
 - TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
 - Its streams have the header `ts_stream_next: true`.
 - Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
 - MLServer's own paths have no `x-request-id`, `pragma`, `cache-control` and `expires`.
+- The management port is open without a token on both.
 - TorchServe sends no phrase beside the status (`HTTP/1.1 200`).
 """
 
@@ -50,13 +54,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[
 
 def _both(place: Path, files: Path, group: Group) -> list[dict[Case, list[Reply]]]:
     """One server after the other."""
-    store = place / "store"
-    store.mkdir(parents=True)
-    for each in group.models:
-        each.write(store)
-    with servers.torchserve(place / "theirs", store, group.models, properties=group.properties) as addresses:
+    for each in (*group.models, *group.registered):
+        each.write(place)
+    with servers.torchserve(place, group.models, group.properties) as addresses:
         theirs = _replies(group, addresses, files)
-    with servers.ours(place / "ours", store, group.models) as addresses:
+    with servers.ours(place, group.models) as addresses:
         return [theirs, _replies(group, addresses, files)]
 
 

@@ -20,6 +20,7 @@ import torch
 
 _SEED = 7
 _MODEL_FILE = "model_file"
+_NAMES = ["input_ids", "attention_mask"]
 _SENTENCES = ["bloomberg has decided to publish a new report on the global economy", "how is the weather it is nice"]
 _CATEGORIES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # A module of the name that the handler imports, with what it calls.
@@ -123,7 +124,7 @@ def llama() -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained("model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=_NAMES, **names).save_pretrained("model")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = LlamaConfig(vocab_size=len(vocabulary), initializer_range=0.5, bos_token_id=0, eos_token_id=1, **sizes)
     LlamaForCausalLM(config).save_pretrained("model")

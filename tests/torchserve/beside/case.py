@@ -1,0 +1,36 @@
+"""One compared case: what is asked, and why the replies differ if they do; the files that requests name.
+
+Knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tests.torchserve.beside.servers import MOST_BYTES
+
+FILES: Mapping[str, bytes] = {
+    "kitten.jpg": b"\xff\xd8\xff\xe0 not really a kitten",
+    "dog.jpg": b"\xff\xd8\xff\xe0 not really a dog",
+    "sample.txt": b"some text\n",
+    "input.json": b'{"instances": [[1, 2], [3]], "x": "\xc3\xbc"}',
+    "base64.json": b'{"instances": [{"b64": "aGVsbG8="}]}',
+    "empty": b"",
+    "large.bin": bytes(range(256)) * (MOST_BYTES // 300),
+    "too-large.bin": bytes(MOST_BYTES + 1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``lines`` are asked one after the other, or at once. ``why`` they differ, if they do."""
+
+    name: str
+    lines: str | tuple[str, ...]
+    why: str = ""
+    together: bool = False
+
+    @property
+    def requests(self) -> list[str]:
+        return [self.lines] if isinstance(self.lines, str) else list(self.lines)
