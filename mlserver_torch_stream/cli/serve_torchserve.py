@@ -66,6 +66,8 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
+    if arguments.start:  # then it is TorchServe's command line, which loads what is named and nothing else
+        properties = {"load_models": "none", **properties}
     variables, lines = server_environment(properties, gpu_count)
     managed, unmanaged = management_environment(properties, file)
     variables, lines = {**variables, **managed}, [*lines, *unmanaged]
@@ -176,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"has {_STORE}/ and {_FILE}, as KServe mounts them; default: the options below",
     )
     parser.add_argument("-v", "--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--start", action="store_true", help="what is done in any case")
+    parser.add_argument(
+        "--start", action="store_true", help="as TorchServe does, load only the archives that are named (default: all)"
+    )
     parser.add_argument("--foreground", action="store_true", help="what is done in any case")
     parser.add_argument("--stop", action=_Stop, nargs=0, help="refused: end the process instead")
     parser.add_argument(
@@ -184,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model-store", help="the folder of the archives")
     parser.add_argument(
-        "--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; none: no model (default: all)"
+        "--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; all; none"
     )
     parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="no request needs a token")
     parser.add_argument("--enable-model-api", action="store_true", help="as the key enable_model_api")

@@ -58,9 +58,10 @@ class _Empty:
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Empty]:
-    """TorchServe's own command line. The model store has no archive when the server starts."""
+    """TorchServe's own command line, which names no archive of the model store."""
     folder = tmp_path_factory.mktemp("empty")
     (folder / "model_store").mkdir()
+    write_mar(folder / "model_store" / "assistant.mar", {"h.py": _TYPES}, _MODEL)
     (folder / "metrics.yaml").write_text(_METRICS)
     management, management_grpc, inference, triton = ports = tuple(free_ports(4))
     own = f"management_address=http://{HOST}:{management}\ngrpc_management_port={management_grpc}\n"
@@ -99,7 +100,6 @@ def test_a_server_without_a_model_is_healthy_and_has_all_its_ports(empty: _Empty
 
 def test_a_model_that_is_registered_takes_the_defaults_of_the_configuration_and_answers(empty: _Empty) -> None:
     """Its handler gets bodies, not rows, as ``service_envelope`` says."""
-    write_mar(empty.store / "assistant.mar", {"h.py": _TYPES}, _MODEL)
     said = empty.managed("POST", "?url=assistant.mar")["status"]
     assert said == 'Model "assistant" Version: 1.0 registered with 2 initial workers'
     (described,) = empty.managed("GET", "/assistant")
