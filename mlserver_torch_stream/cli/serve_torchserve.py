@@ -187,9 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ts-config", help=f"TorchServe's configuration; {_FILE_VARIABLE} beats it (default: ./{_USUAL_FILE})"
     )
     parser.add_argument("--model-store", help="the folder of the archives")
-    parser.add_argument(
-        "--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; all; none"
-    )
+    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; all; none")
     parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="no request needs a token")
     parser.add_argument("--enable-model-api", action="store_true", help="as the key enable_model_api")
     for name in ("--workflow-store", "--log-config", "--cpp-log-config"):
