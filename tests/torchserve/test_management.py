@@ -25,12 +25,12 @@ from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.ports import port_problem
 from mlserver_torch_stream.server.management.management_calls import ManagementCalls
 from mlserver_torch_stream.server.management.management_token import check_token, read_token
-from mlserver_torch_stream.server.message_pool import Fields, message_classes
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, free_ports, serve
+from tests.torchserve.management_client import SERVICE, management_message
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 from tests.waiting import wait_until
 
@@ -445,37 +445,17 @@ def test_the_commands_of_the_page_work(api: Management) -> None:
 
 # --- over gRPC ---
 
-# As management.proto numbers them.
-_NAMED = {"model_name": (1, "string"), "model_version": (2, "string")}
-_MESSAGES: Fields = {
-    "ManagementResponse": {"msg": (1, "string")},
-    "DescribeModel": {**_NAMED, "customized": (3, "bool")},
-    "ListModels": {"limit": (1, "int32"), "next_page_token": (2, "int32")},
-    "RegisterModel": {
-        "batch_size": (1, "int32"),
-        "initial_workers": (3, "int32"),
-        "model_name": (5, "string"),
-        "synchronous": (8, "bool"),
-        "url": (9, "string"),
-        "s3_sse_kms": (10, "bool"),
-    },
-    "ScaleWorker": {**_NAMED, "max_worker": (3, "int32"), "min_worker": (4, "int32"), "synchronous": (6, "bool")},
-    "SetDefault": _NAMED,
-    "UnregisterModel": _NAMED,
-}
-_message = message_classes("org.pytorch.serve.grpc.management", _MESSAGES, {})
-
 
 def _call(api: Management, method: str, token: str = _TOKEN, **fields: Any) -> str:
     """The text of the answer. Raises RpcError."""
     with grpc.insecure_channel(api.grpc_target) as channel:
         call = channel.unary_unary(
-            f"/org.pytorch.serve.grpc.management.ManagementAPIsService/{method}",
+            f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=_message("ManagementResponse").FromString,
+            response_deserializer=management_message("ManagementResponse").FromString,
         )
         answer: Any = call(
-            _message(method)(**fields), timeout=_TIMEOUT_S, metadata=[("authorization", f"Bearer {token}")]
+            management_message(method)(**fields), timeout=_TIMEOUT_S, metadata=[("authorization", f"Bearer {token}")]
         )
         return str(answer.msg)
 
