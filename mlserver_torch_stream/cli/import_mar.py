@@ -54,13 +54,13 @@ def import_mar(
     from mlserver_torch_stream.torchserve.archive import open_archive
     from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
     from mlserver_torch_stream.torchserve.metrics_config import find_metrics_config
-    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties
+    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties_file
     from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
     archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
         chosen = model_name(archive, name, Path(uri).name)
-        given = read_properties(properties.read_text(encoding="utf-8")) if properties is not None else {}
+        given = read_properties_file(properties) if properties is not None else {}
         version = model_version(archive)
         extra = carried(given, chosen, version, archive.yaml)
         source = Path(uri.removeprefix("file://")).expanduser()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.properties import ELSEWHERE, read_properties
+from mlserver_torch_stream.torchserve.properties import ELSEWHERE, read_properties_file
 
 _BY_VARIABLES = "enable_envvars_config"
 _ALLOWED_URLS, _ALLOWED_BY_VARIABLE = "allowed_urls", "use_env_allowed_urls"
@@ -87,10 +87,7 @@ def read_server_properties(
 
     Raises SettingsError: also for a key that is refused.
     """
-    try:
-        given = read_properties(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {file}: {error}") from None
+    given = read_properties_file(file) if file is not None else {}
     found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments)
     if is_true(found, _BY_VARIABLES):
         found |= {key: environ[name] for key, name in _variables(found).items() if name in environ}

@@ -301,6 +301,8 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("metrics_address=http://127.0.0.1:8080", "metrics_address: must have another port than inference_address"),
         ("grpc_inference_port=0", "grpc_inference_port: must be from 1 to 65535, got 0"),
         ("max_request_size=large", "max_request_size: must be a whole number, got 'large'"),
+        ("number_of_gpu=-1", "number_of_gpu: must not be below 0, got -1"),
+        ("service_envelope=\\ud83d", "half of a character is missing"),
         ("max_request_size=0", "max_request_size: must be above 0, got 0"),
         ("load_models=none.mar", "load_models: no none.mar in the model store"),
         ("load_models=../x.mar", "load_models: ../x.mar is not in the model store"),
@@ -323,6 +325,22 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert main(["serve-torchserve", str(folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error, error
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"# f\xfcr alle\r\nload_models=x=dog.mar\r\n",
+        b"\xef\xbb\xbfload_models=x=dog.mar\n",
+        "# one comment\u2028load_models=all\nload_models=x=dog.mar".encode(),
+        b"load_models \\\r = \\\r\n  \\u0078=dog.mar\r",
+    ],
+    ids=["latin-1", "mark", "one line", "line ends"],
+)
+def test_a_file_of_any_editor_is_read(folder: Path, content: bytes) -> None:
+    _properties(folder, "")
+    (folder / "config/config.properties").write_bytes(content)
+    assert list(_prepared(folder)[0]) == ["x 1.0"]
 
 
 @pytest.mark.parametrize("properties", ["load_models=none", "load_models=", 'model_snapshot={"models":{}}'])

@@ -125,11 +125,14 @@ class ManagedModels:
         registry = self._registry._models.get(name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
-        model = self._exact(name, version)
+        model = self._exact(name, version) if version else None
         if model is None:
             raise ManagementRefusal(
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
             )
+        if not registry.default.version:
+            message = f"The default of model {name} has no version, without which nobody could ask for it any more"
+            raise ManagementRefusal(409, "ConflictStatusException", message)
         default_version.mark(registry, model)
 
     async def unregister(self, name: str, version: str | None) -> None:

@@ -68,6 +68,7 @@ def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access
     running = asyncio.create_task(listener.serve([listening]))
 
     async def stop(grace: float) -> None:
+        app.ending.set()
         listener.should_exit = True
         await asyncio.wait([running], timeout=grace)
         listener.force_exit = True

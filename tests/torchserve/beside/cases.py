@@ -10,6 +10,14 @@ from dataclasses import dataclass, field
 
 from tests.torchserve.beside import handlers
 from tests.torchserve.beside.case import Case
+from tests.torchserve.beside.grpc_cases import (
+    GRPC_MANAGEMENT,
+    GRPC_PREDICTIONS,
+    GRPC_STORE,
+    GRPC_STREAMS,
+    LATE,
+    TOKENS,
+)
 from tests.torchserve.beside.management_cases import MANAGEMENT
 from tests.torchserve.beside.rest_cases import (
     BATCHES,
@@ -28,12 +36,14 @@ from tests.torchserve.beside.store import ENVELOPES, STORE, Stored
 
 @dataclass(frozen=True)
 class Group:
-    """Cases for one start of both servers. ``properties``: of config.properties. ``registered``: only in the store."""
+    """Cases for one start of both servers. ``properties``: of config.properties. ``registered``: only in the store.
+    ``tokens``: whether the servers ask for them."""
 
     models: Sequence[Stored]
     sections: Mapping[str, Sequence[Case]]
     properties: Mapping[str, str] = field(default_factory=dict)
     registered: Sequence[Stored] = ()
+    tokens: bool = False
 
 
 def _enveloped(name: str, cases: Sequence[Case]) -> Group:
@@ -60,6 +70,16 @@ GROUPS = (
         {"Management": MANAGEMENT},
         registered=[Stored("late", handlers.ECHO, {}, version) for version in ("1.0", "2.0")],
     ),
+    Group(
+        GRPC_STORE,
+        {
+            "gRPC: predictions": GRPC_PREDICTIONS,
+            "gRPC: streams": GRPC_STREAMS,
+            "gRPC: management": GRPC_MANAGEMENT,
+        },
+        registered=LATE,
+    ),
+    Group([Stored("echo", handlers.ECHO)], {"Tokens": TOKENS}, tokens=True),
     _enveloped("body", (
         Case("`body`", "curl /predictions/enveloped -d data=hello"),
         Case("`body`, JSON", f"curl /predictions/enveloped {JSON} --data @input.json"),

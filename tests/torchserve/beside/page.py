@@ -12,7 +12,7 @@ from difflib import unified_diff
 
 from tests.markdown import ROOT, read
 from tests.torchserve.beside.case import Case
-from tests.torchserve.beside.replies import Reply
+from tests.torchserve.beside.reply import Reply
 
 _WRITE = "WRITE_TORCHSERVE_PAGES"
 _LONGEST = 200  # characters of a body that a cell shows
@@ -62,6 +62,7 @@ def _shown(reply: Reply, other: Reply) -> str:
     parts += [code(f"{name}: {reply.headers[name]}") for name in sorted({*reply.headers} - usual - _OF_THE_BODY)]
     parts += [f"{len(reply.pieces)} chunks"] if "transfer-encoding" in reply.headers else []
     parts += [code(text_of(piece)) for piece in reply.pieces if piece]
+    parts += [code(text_of(reply.details.encode()))] if reply.details else []
     return ", ".join([*parts, *([reply.fault] if reply.fault else [])])
 
 

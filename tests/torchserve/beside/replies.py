@@ -1,17 +1,12 @@
-"""What a client has got, and in what two replies differ.
-
-A request is a line of a shell: a real curl runs it, or a client of Python's ``requests``.
-"""
+"""Clients: a request is a line of a shell, which a real curl runs, or a client of Python."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +14,11 @@ from urllib.parse import urlsplit
 
 import requests
 
+from tests.torchserve.beside.grpc_client import call
+from tests.torchserve.beside.reply import Reply, without_ids
 from tests.torchserve.beside.servers import Addresses
 
 _TIMEOUT_S = 60
-_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_OF_A_WORKER = re.compile(rb'"(id|startTime|pid|memoryUsage|gpuUsage)": (?:"[^"]*"|-?\d+)')
 # What the page says once for all cases.
 _NOT_COMPARED = frozenset({"date", "server", "x-accel-buffering", "keep-alive", "ts_stream_next", "retry-after"})
 _FAULTS = {
@@ -32,24 +27,6 @@ _FAULTS = {
     52: "the connection ends without a reply",
     56: "the connection is reset",
 }
-
-
-@dataclass(frozen=True)
-class Reply:
-    """``pieces``: the chunks of a chunked body, or the one body. ``fault``: how the connection ended, if not well."""
-
-    status: int = 0
-    headers: Mapping[str, str] = field(default_factory=dict)
-    pieces: Sequence[bytes] = ()
-    fault: str = ""
-
-    def differs(self, other: Reply) -> list[str]:
-        """The aspects, ``status``, ``body``, ``end`` and names of headers."""
-        found = [] if self.status == other.status else ["status"]
-        names = sorted({*self.headers, *other.headers})
-        found += [name for name in names if self.headers.get(name) != other.headers.get(name)]
-        found += [] if list(self.pieces) == list(other.pieces) else ["body"]
-        return found + ([] if self.fault == other.fault else ["end"])
 
 
 def ask(
@@ -64,16 +41,21 @@ def ask(
         return [each for line in lines for each in one(line)]
     with ThreadPoolExecutor(len(lines)) as threads:
         replies = [each for found in threads.map(one, lines) for each in found]
-    return replies if len(set(lines)) > 1 else sorted(replies, key=lambda reply: reply.status)
+    return replies if len(set(lines)) > 1 else sorted(replies, key=lambda reply: str(reply.status))
 
 
 def _ask(line: str, addresses: Addresses, folder: Path, seconds: int) -> list[Reply]:
-    words = [_addressed(word, addresses) for word in shlex.split(line)]
+    words = shlex.split(line)
+    if words[0] == "grpc":
+        return [call(words[1:], addresses, folder, seconds)]
+    words = [_addressed(word, addresses) for word in words]
     return _CLIENTS[words[0]](words[1:], folder, seconds)
 
 
 def _addressed(word: str, addresses: Addresses) -> str:
-    """A path is one of the inference address, unless it is below ``management:`` or a file of this machine."""
+    """A path is one of the inference address, unless it is below ``management:`` or a file of this machine.
+    ``<token>`` stands for that of the management API."""
+    word = word.replace("<token>", addresses.token)
     if word.startswith("management:/"):
         return f"{addresses.management}{word.removeprefix('management:')}"
     return f"{addresses.inference}{word}" if word.startswith("/") and not Path(word).is_file() else word
@@ -110,7 +92,7 @@ def _read(raw: bytes, head_only: bool) -> list[Reply]:
         pieces, raw = _body(raw, headers, head_only or status in (204, 304))
         if pieces:
             headers.pop("content-length", None)
-        replies.append(Reply(status, _compared(status, headers), [_without_ids(piece) for piece in pieces]))
+        replies.append(Reply(status, _compared(status, headers), [without_ids(piece) for piece in pieces]))
     return replies
 
 
@@ -141,11 +123,7 @@ def _compared(status: int, headers: Mapping[str, str]) -> dict[str, str]:
         kept.pop("connection", None)
     if "allow" in kept:  # a set, in any order
         kept["allow"] = ", ".join(sorted(kept["allow"].split(", ")))
-    return {name: _without_ids(value.encode("latin-1")).decode("latin-1") for name, value in kept.items()}
-
-
-def _without_ids(text: bytes) -> bytes:
-    return _OF_A_WORKER.sub(rb'"\1": <its own>', _ID.sub(b"<id>", text))
+    return {name: without_ids(value.encode("latin-1")).decode("latin-1") for name, value in kept.items()}
 
 
 # --- clients of Python ---
@@ -166,7 +144,7 @@ def _requests(arguments: Sequence[str], folder: Path, seconds: int) -> list[Repl
         else:
             options[kind] = value
     with requests.request(method, address, stream=True, timeout=seconds, **options) as response:
-        pieces = [_without_ids(piece) for piece in response.iter_content(chunk_size=None)]
+        pieces = [without_ids(piece) for piece in response.iter_content(chunk_size=None)]
         headers = _compared(response.status_code, {name.lower(): value for name, value in response.headers.items()})
         return [Reply(response.status_code, headers, pieces)]
 

@@ -38,6 +38,9 @@ class Addresses:
 
     inference: str
     management: str
+    grpc_inference: str
+    grpc_management: str
+    token: str = ""  # of the management API, where it needs one
 
 
 def missing() -> str:
@@ -55,19 +58,37 @@ def torchserve(
     models: Sequence[Stored],
     properties: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
+    tokens: bool = False,
 ) -> Iterator[Addresses]:
     """Yields once each model has a worker that is ready. ``folder``: a model store, as KServe mounts it."""
     ports = dict(zip((*_NAMES, "grpc_inference", "grpc_management", "worker"), free_ports(6), strict=True))
     config = _write_config(folder, models, ports, properties or {})
-    command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs", "--disable-token-auth"]
+    command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs"]
+    command += [] if tokens else ["--disable-token-auth"]
     command += ["--enable-model-api", "--model-store", str(folder / _STORE), "--ts-config", str(config)]
     with TemporaryDirectory() as own:
         log = Path(own, "server.log")
         locations = {name: own for name in ("LOG_LOCATION", "METRICS_LOCATION", "TEMP", "TMPDIR")}
         with running(command, {**os.environ, **locations, **(environment or {})}, log, Path(own)) as process:
-            addresses = Addresses(f"http://{HOST}:{ports['inference']}", f"http://{HOST}:{ports['management']}")
+            if tokens:
+                wait_until(lambda: _key(Path(own)), "TorchServe's key_file.json", _START_S)
+            addresses = _addresses(*list(ports.values())[:2], *list(ports.values())[3:5], _key(Path(own)))
             wait_until(lambda: _all_ready(process, log, addresses, models), "TorchServe's workers", _START_S)
             yield addresses
+
+
+def _addresses(inference: int, management: int, grpc_inference: int, grpc_management: int, token: str) -> Addresses:
+    """Of the ports."""
+    rest = (f"http://{HOST}:{port}" for port in (inference, management))
+    return Addresses(*rest, *(f"{HOST}:{port}" for port in (grpc_inference, grpc_management)), token)
+
+
+def _key(folder: Path) -> str:
+    """TorchServe's token of the management API, which it writes at its start; empty without one."""
+    path = folder / "key_file.json"
+    with suppress(FileNotFoundError, json.JSONDecodeError):  # not yet written
+        return str(json.loads(path.read_text())["management"]["key"])
+    return ""
 
 
 def _write_config(
@@ -89,7 +110,7 @@ def _all_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses
     for each in models:
         path = f"{addresses.management}/models/{each.name}/{each.version}"
         with suppress(httpx.TransportError):  # not listening yet
-            answer = plain_http.get(path, timeout=10)
+            answer = plain_http.get(path, headers={"authorization": f"Bearer {addresses.token}"}, timeout=10)
             if answer.status_code == 200 and _workers(answer.text) == ["READY"]:
                 continue
         return False
@@ -102,20 +123,27 @@ def _workers(described: str) -> list[str]:
 
 @contextmanager
 def ours(
-    folder: Path, models: Sequence[Stored], which: str = "shim", environment: Mapping[str, str] | None = None
+    folder: Path,
+    models: Sequence[Stored],
+    which: str = "shim",
+    environment: Mapping[str, str] | None = None,
+    token: str = "",
 ) -> Iterator[Addresses]:
-    """``serve-torchserve`` of the same folder, with its configuration. ``which``: the ``ts`` that handlers import."""
-    http_port, grpc_port, metrics_port, management = free_ports(4)
+    """``serve-torchserve`` of the same folder, with its configuration. ``which``: the ``ts`` that handlers import.
+    ``token``: what its management API asks for; empty: nothing."""
+    http_port, grpc_port, metrics_port, management, grpc_inference, grpc_management = free_ports(6)
     own = {f"MLSERVER_{name}": str(port) for name, port in (("HTTP_PORT", http_port), ("GRPC_PORT", grpc_port))}
     own |= {"MLSERVER_METRICS_PORT": str(metrics_port), "MLSERVER_MODEL_EXTRA": json.dumps({"ts": which})}
     prefix = "MLSERVER_TORCH_STREAM"
     own |= {f"{prefix}_MANAGEMENT_PORT_TORCHSERVE": str(management), f"{prefix}_MODEL_STORE": str(folder / _STORE)}
-    own |= {f"{prefix}_DISABLE_TOKEN_AUTHORIZATION": "true", f"{prefix}_ALLOWED_URLS": "file://.*"}
+    own |= {f"{prefix}_GRPC_PORT_TORCHSERVE": str(grpc_inference), f"{prefix}_ALLOWED_URLS": "file://.*"}
+    own |= {f"{prefix}_GRPC_MANAGEMENT_PORT_TORCHSERVE": str(grpc_management)}
+    own |= {f"{prefix}_MANAGEMENT_TOKEN": token} if token else {f"{prefix}_DISABLE_TOKEN_AUTHORIZATION": "true"}
     command = [sys.executable, "-m", "mlserver_torch_stream.cli", "serve-torchserve", str(folder)]
     with TemporaryDirectory() as place:
         log = Path(place, "server.log")
         with running(command, {**os.environ, **own, **(environment or {})}, log, Path(place)) as process:
-            addresses = Addresses(f"http://{HOST}:{http_port}", f"http://{HOST}:{management}")
+            addresses = _addresses(http_port, management, grpc_inference, grpc_management, token)
             wait_until(lambda: _is_ready(process, log, addresses), "our server", _START_S)
             yield addresses
 

@@ -42,7 +42,7 @@ class Stored:
 
 
 _BATCH = {"batchSize": 2, "maxBatchDelay": 5000}
-_SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 120_000}
+SEQUENCES = {"sequenceBatching": True, "batchSize": 1, "maxNumSequence": 2, "sequenceMaxIdleMSec": 120_000}
 STORE = (
     Stored("echo", handlers.ECHO),
     Stored("two", handlers.ECHO),
@@ -53,6 +53,6 @@ STORE = (
     Stored("ticket", handlers.DO, {"useJobTicket": True}),
     Stored("batch", handlers.BATCH, _BATCH),
     Stored("class", handlers.CLASS),
-    Stored("stateful", handlers.STATEFUL, _SEQUENCES),
+    Stored("stateful", handlers.STATEFUL, SEQUENCES),
 )
 ENVELOPES = {name: Stored("enveloped", handlers.ENVELOPED, envelope=name) for name in ("body", "json", "kserve")}

@@ -11,7 +11,8 @@ from tests.torchserve.beside import page, servers
 from tests.torchserve.beside.case import FILES, Case
 from tests.torchserve.beside.cases import GROUPS, Group
 from tests.torchserve.beside.page import Measured
-from tests.torchserve.beside.replies import Reply, ask
+from tests.torchserve.beside.replies import ask
+from tests.torchserve.beside.reply import Reply
 from tests.torchserve.beside.servers import Addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(servers.missing()), reason=servers.missing())]
@@ -34,7 +35,7 @@ Compared are the status, each header, the bytes of each chunk, and how the conne
 - Its streams have the header `ts_stream_next: true`.
 - Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
 - MLServer's own paths have no `x-request-id`, `pragma`, `cache-control` and `expires`.
-- The management port is open without a token on both.
+- The management port is open without a token on both, but for the cases of tokens.
 - TorchServe sends no phrase beside the status (`HTTP/1.1 200`).
 """
 
@@ -56,9 +57,9 @@ def _both(place: Path, files: Path, group: Group) -> list[dict[Case, list[Reply]
     """One server after the other."""
     for each in (*group.models, *group.registered):
         each.write(place)
-    with servers.torchserve(place, group.models, group.properties) as addresses:
+    with servers.torchserve(place, group.models, group.properties, tokens=group.tokens) as addresses:
         theirs = _replies(group, addresses, files)
-    with servers.ours(place, group.models) as addresses:
+    with servers.ours(place, group.models, token="secret" if group.tokens else "") as addresses:
         return [theirs, _replies(group, addresses, files)]
 
 

@@ -19,7 +19,8 @@ from tests.torchserve.beside import page, servers
 from tests.torchserve.beside.examples import GROUPS, Example
 from tests.torchserve.beside.left_out import LEFT_OUT
 from tests.torchserve.beside.packing import pack
-from tests.torchserve.beside.replies import Reply, ask
+from tests.torchserve.beside.replies import ask
+from tests.torchserve.beside.reply import Reply
 from tests.torchserve.beside.store import Stored
 from tests.torchserve.vision import write_site
 
