@@ -19,7 +19,7 @@ from deploy.image.host_pip import HostPip
 
 _STEP_S = 3600.0
 _DEBIAN = re.compile(r"debian:(\w+)-slim")
-_ROOT_S = {"HOME": "/root"}  # container engines set it for RUN
+_OF_ROOT = {"HOME": "/root"}  # container engines set it for RUN
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -126,7 +126,7 @@ class Builder:
         for place, source in binds.items():
             script.append(f"mount --rbind {shlex.quote(str(source))} {shlex.quote(str(_inside(image.root, place)))}")
         script.append('exec "$@"')
-        words = [f"{name}={value}" for name, value in {**_ROOT_S, **self._pip.variables, **variables}.items()]
+        words = [f"{name}={value}" for name, value in {**_OF_ROOT, **self._pip.variables, **variables}.items()]
         chroot = ["chroot", str(image.root), "/usr/bin/env", "-i", *words]
         chroot += ["sh", "-ec", f"cd {shlex.quote(image.folder)}; {command}"]
         try:

@@ -144,9 +144,11 @@ def _answering(status: int, context: ssl.SSLContext | None = None) -> Iterator[d
             server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield {"MLSERVER_HTTP_PORT": str(server.server_address[1])}
-        server.shutdown()
-        thread.join()
+        try:
+            yield {"MLSERVER_HTTP_PORT": str(server.server_address[1])}
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _health(environment: dict[str, str]) -> int:
