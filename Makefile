@@ -8,7 +8,7 @@
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
-#   IMAGE_WORK, IMAGE_CHECK   the folder of `make image-check`, some gigabytes, and options of deploy/image/prove.py
+#   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   BENCH          options of `make bench` and `make bench-peers`
 
@@ -42,7 +42,7 @@ WHEEL_MACHINES ?= x86_64 aarch64
 WHEEL_DIR ?= dist
 HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
-IMAGE_CHECK ?=
+IMAGE_WHEEL ?=
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
@@ -163,7 +163,8 @@ $(HADOLINT)/.installed:
 
 image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root: run its steps in a fresh Debian, and ask the image
 	$(HADOLINT)/bin/hadolint deploy/image/Dockerfile
-	$(BIN)/python -m deploy.image.prove --work '$(IMAGE_WORK)' $(if $(MODEL),--model '$(MODEL)') $(IMAGE_CHECK)
+	$(BIN)/python -m deploy.image.prove --work '$(IMAGE_WORK)' --build-arg TORCH_INDEX='$(TORCH_INDEX)' \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(IMAGE_WHEEL),--wheel '$(IMAGE_WHEEL)')
 
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml

@@ -1,8 +1,9 @@
 """Runs the Dockerfile beside this file without a container engine, starts the image, and asks it for a stream.
 
-As root: ``python -m deploy.image.prove --work FOLDER``. The build steps run in order in a fresh Debian
-(rootfs.py). The image is then started twice without network but for its own, on a read-only file system but for
-its volumes: by its entry point as its user, and by KServe's manifest as a user without a name and without HOME.
+As root: ``python -m deploy.image.prove --work FOLDER``. The build steps run in order in a fresh Debian (rootfs.py), in
+which pip has this machine's settings. The image is then started twice, without a network but for its own, on a
+file system that is read-only but for its volumes: by its entry point as its user, and by KServe's manifest as a user
+without a name and without HOME.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 import yaml
 
 from deploy.image.dockerfile import read_dockerfile
+from deploy.image.host_pip import read_host_pip
 from deploy.image.rootfs import Builder, Image, StepFailed
 from mlserver_torch_stream.engine.loading.embedded import EMBEDDED, find_embedded
 
@@ -71,10 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"error: this needs root and {', '.join(missing or TOOLS)}")
     work = Path(arguments.work).resolve()
     given = dict(word.split("=", 1) for word in arguments.build_arg)
-    binds = {place or source: Path(source) for source, _, place in (word.partition(":") for word in arguments.bind)}
     results = {} if arguments.wheel is None else {"wheel": _wheel_stage(work, Path(arguments.wheel))}
     try:
-        image = Builder(CONTEXT, work, given, binds).build(read_dockerfile(DOCKERFILE), print, results)
+        image = Builder(CONTEXT, work, given, read_host_pip()).build(read_dockerfile(DOCKERFILE), print, results)
         _check_no_compiler(image.root)
         model = _readable(arguments.model or find_embedded(next(iter(EMBEDDED))), work / "model")
         for start in (_by_entry_point(image), _by_manifest(image)):
@@ -191,13 +192,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, help="a folder with a model, or a .gguf file; default: the embedded one")
     parser.add_argument("--wheel", help="a wheel to install, instead of running the stage that builds one")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument(
-        "--bind",
-        action="append",
-        default=[],
-        metavar="PATH[:PLACE]",
-        help="a file or folder of this machine that every RUN sees, for an index of packages or a certificate",
-    )
     return parser
 
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.image.dockerfile import Dockerfile, Ignore, Instruction, Stage, pairs, substitute
+from deploy.image.host_pip import HostPip
 
 _STEP_S = 3600.0
 _DEBIAN = re.compile(r"debian:(\w+)-slim")
+_ROOT_S = {"HOME": "/root"}  # container engines set it for RUN
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -40,14 +42,14 @@ class Image:
 
 
 class Builder:
-    """``given``: the build arguments. ``binds``: files and folders of this machine, by their places in every RUN."""
+    """``given``: the build arguments. ``pip``: of this machine, for every RUN."""
 
-    def __init__(self, context: Path, work: Path, given: Mapping[str, str], binds: Mapping[str, Path]) -> None:
+    def __init__(self, context: Path, work: Path, given: Mapping[str, str], pip: HostPip) -> None:
         self._context = context
         self._ignore = Ignore(context / ".dockerignore")
         self._work = work
         self._given = given
-        self._binds = binds
+        self._pip = pip
         self._images: dict[str, Image] = {}
         self._arguments: dict[str, str] = {}
 
@@ -118,13 +120,13 @@ class Builder:
     def _run(self, image: Image, command: str, variables: Mapping[str, str]) -> None:
         if image.user != "0:0":
             raise StepFailed(f"RUN {command}: a RUN after USER cannot be run here")
-        pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        made = [_mountpoint(image.root, place, source.is_dir()) for place, source in self._binds.items()]
+        binds = self._pip.binds
+        made = [_mountpoint(image.root, place, source.is_dir()) for place, source in binds.items()]
         script = [f"mount -t proc proc {image.root}/proc", f"mount --rbind /dev {image.root}/dev"]
-        for place, source in self._binds.items():
+        for place, source in binds.items():
             script.append(f"mount --rbind {shlex.quote(str(source))} {shlex.quote(str(_inside(image.root, place)))}")
         script.append('exec "$@"')
-        words = [f"{name}={value}" for name, value in {**pip, **variables}.items()]
+        words = [f"{name}={value}" for name, value in {**_ROOT_S, **self._pip.variables, **variables}.items()]
         chroot = ["chroot", str(image.root), "/usr/bin/env", "-i", *words]
         chroot += ["sh", "-ec", f"cd {shlex.quote(image.folder)}; {command}"]
         try:

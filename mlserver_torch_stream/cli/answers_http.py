@@ -17,6 +17,7 @@ from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import read_reply
 
 DONE = "[DONE]"
+_MOST_LEVELS = 500  # Python writes JSON of some 900 levels
 
 
 class GenerationBroke(Exception):
@@ -30,12 +31,29 @@ class GenerationBroke(Exception):
 def parse(text: str | bytes) -> Any:
     """JSON as servers in Python write it: NaN and the infinities, of log-probabilities, are null, which all can read.
 
-    Raises ValueError, also where it is nested without a bottom.
+    Raises ValueError, also where it is nested so deeply that it could not be written again.
     """
     try:
-        return json.loads(text, parse_constant=lambda constant: None)
+        value = json.loads(text, parse_constant=lambda constant: None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if _brackets(text) > _MOST_LEVELS and not _within_levels(value):
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def _brackets(text: str | bytes) -> int:
+    return text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+
+
+def _within_levels(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for values in inner for each in values]
+        if not level:
+            return True
+    return False
 
 
 class HttpAnswer(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from mlserver_torch_stream.cli import cloud_options as options
@@ -20,7 +20,8 @@ from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.polling import Poller
-from mlserver_torch_stream.cloud.rows import Infer
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.rows import Infer, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Credentials, Queue
 from mlserver_torch_stream.cloud.store import Store
@@ -57,15 +58,15 @@ async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: 
     storage = dict(arguments.storage)
     Store.open(arguments.output, storage, arguments.stall, make=False)  # reports a wrong --output before the load
     name = await model_name(arguments)
-    async with model(arguments, name, metrics) as (infer, _, limits):
+    async with model(arguments, name, metrics) as (infer, weigh, limits):
         output = Store.open(arguments.output, storage, arguments.stall)
         stopwatch.start()
         say("watching")
         try:
             if arguments.kafka is not None:
-                await _consume(arguments, name, output, infer, limits, metrics)
+                await _consume(arguments, name, output, infer, weigh, limits, metrics)
             else:
-                await _objects(arguments, name, output, infer, limits, metrics)
+                await _objects(arguments, name, output, infer, weigh, limits, metrics)
         finally:
             await output.aclose()
     return metrics.failed
@@ -76,6 +77,7 @@ async def _objects(
     name: str,
     output: Store,
     infer: Infer,
+    weigh: Callable[[Row], int],
     limits: PipelineLimits,
     metrics: RunMetrics,
 ) -> None:
@@ -88,6 +90,8 @@ async def _objects(
         report=say,
         created=options.created(),
         chunking=chunking(arguments),
+        ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
+        weigh=weigh,
     )
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
@@ -129,6 +133,7 @@ async def _consume(
     name: str,
     output: Store,
     infer: Infer,
+    weigh: Callable[[Row], int],
     limits: PipelineLimits,
     metrics: RunMetrics,
 ) -> None:
@@ -146,6 +151,7 @@ async def _consume(
         arguments.dead_letter,
         arguments.part_rows,
         limits=limits,
+        weigh=weigh,
         retry=Retry(arguments.tries),
         metrics=metrics,
         created=options.created(),

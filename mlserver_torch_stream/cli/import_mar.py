@@ -53,13 +53,14 @@ def import_mar(
     """
     from mlserver_torch_stream.torchserve.archive import open_archive
     from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
-    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties
+    from mlserver_torch_stream.torchserve.metrics_config import find_metrics_config
+    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties_file
     from mlserver_torch_stream.torchserve.unpacking import take_bounds
 
     archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
         chosen = model_name(archive, name, Path(uri).name)
-        given = read_properties(properties.read_text(encoding="utf-8")) if properties is not None else {}
+        given = read_properties_file(properties) if properties is not None else {}
         version = model_version(archive)
         extra = carried(given, chosen, version, archive.yaml)
         source = Path(uri.removeprefix("file://")).expanduser()
@@ -70,24 +71,13 @@ def import_mar(
         folder = into / chosen
         copied = {source.name: source} if archive.own else {}
         if METRICS_CONFIG in given:
-            copied[_METRICS] = metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
+            copied[_METRICS] = find_metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
             extra[METRICS_CONFIG] = f"./{_METRICS}"
         place = f"./{source.name}" if archive.own else str(source.absolute())  # an archive is copied, others stay
         _write(folder, copied, model_settings(chosen, place, version, {**extra, **bounds}), force)
     finally:
         archive.close()
     return [f"wrote {folder}/{SETTINGS}: start it with `mlserver start {folder}`", *notes]
-
-
-def metrics_config(given: str, folder: str) -> Path:
-    """The server's file of metrics. Raises SettingsError."""
-    from mlserver_torch_stream.model_source import find_path
-    from mlserver_torch_stream.torchserve.metrics_config import read_metrics_config
-
-    read_metrics_config(given, folder, "config.properties: metrics_config")
-    found = find_path(given, folder)
-    assert found is not None
-    return found
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:

@@ -72,12 +72,16 @@ class HandlerInfer:
         return self.built.engine.config.batchSize
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        submit, last = self.built.engine.submit, len(rows) - 1
+        jobs: list[HandlerJob] = []
         try:
-            jobs = [submit(self._request(row), more=number < last) for number, row in enumerate(rows)]
+            for row in rows:
+                jobs.append(self.built.engine.submit(self._request(row), more=len(jobs) < len(rows) - 1))
             return list(await asyncio.gather(*map(self._outcome, jobs)))
         except (NotServing, QueueFull) as error:
             raise StoreUnavailable(f"the handler's workers take no more: {error.message}") from None
+        finally:
+            for job in jobs:  # those without a reader would hold up their worker, also at its end
+                job.close()
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self.built.shutdown)

@@ -18,6 +18,7 @@ from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row
 
 _BYTES = "application/octet-stream"
 _JSON = "application/json"
+_MOST_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
 _TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
 
 
@@ -73,6 +74,8 @@ class PieceCollector:
         self._bytes += len(value)
         if self._bytes > MOST_ANSWER_BYTES:
             raise AnswerTooLarge(f"the answer is more than {MOST_ANSWER_BYTES} bytes")
+        if len(self.found) == _MOST_PIECES:
+            raise AnswerTooLarge(f"the answer has more than {_MOST_PIECES} pieces")
         self.found.append((value, content_type))
 
 

@@ -18,13 +18,13 @@ from mlserver_torch_stream.cli import import_mar
 from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
+    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
     from mlserver_torch_stream.torchserve.model_store import StoredModel
 
 _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
 _USUAL_FILE = "config.properties"  # in the working directory
-# Keys of config.properties that are keys of parameters.extra, too.
-_TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_pixels", "install_py_dep_per_model")
 _FILE_VARIABLE = "TS_CONFIG_FILE"
+_NO_MODELS = "no model is loaded: the management API registers models where it is open and enable_model_api is true"
 _NO_EFFECT = {
     "log_config": "MLServer's logging_settings",
     "plugins_path": "JVM plugins are not carried over",
@@ -58,6 +58,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
     Raises SettingsError or LoadFailed.
     """
     from mlserver_torch_stream.torchserve.management_environment import management_environment
+    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
     from mlserver_torch_stream.torchserve.model_store import stored_models
     from mlserver_torch_stream.torchserve.runtime.build import gpu_count
     from mlserver_torch_stream.torchserve.server_environment import server_environment
@@ -65,14 +66,16 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
+    if arguments.start:  # then it is TorchServe's command line, which loads what is named and nothing else
+        properties = {"load_models": "none", **properties}
     variables, lines = server_environment(properties, gpu_count)
-    managed, unmanaged = management_environment(properties)
+    managed, unmanaged = management_environment(properties, file)
     variables, lines = {**variables, **managed}, [*lines, *unmanaged]
     lines = [*ignored(properties), *lines]
     lines += [f"{_option(name)}: ignored: {why}" for name, why in _NO_EFFECT.items() if getattr(arguments, name)]
-    served = write_models(stored_models(properties), properties, file, folder)
+    served = write_models(stored_models(properties), properties, ModelDefaults(properties, file), folder)
     where = f"configuration: {file}" if file is not None else "configuration: TorchServe's defaults, no file"
-    return variables, [where, *lines, *served]
+    return variables, [where, *lines, *(served or [_NO_MODELS])]
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
@@ -89,16 +92,15 @@ def config_file(arguments: argparse.Namespace) -> Path | None:
 
 
 def write_models(
-    stored: Sequence[StoredModel], properties: Mapping[str, str], file: Path | None, folder: Path
+    stored: Sequence[StoredModel], properties: Mapping[str, str], defaults: ModelDefaults, folder: Path
 ) -> list[str]:
     """Writes ``NAME/VERSION/model-settings.json`` for each. Raises SettingsError or LoadFailed."""
     from mlserver_torch_stream.errors import SettingsError
 
-    extra = _extra_of_all(properties, file)
     served: dict[tuple[str, str], Path] = {}
     lines = []
     for each in stored:
-        settings = _settings(each, properties, extra)
+        settings = _settings(each, properties, defaults)
         name, version = settings["name"], settings["parameters"]["version"]
         if (name, version) in served:
             raise SettingsError(f"{each.path} and {served[name, version]} are both version {version} of {name}")
@@ -110,7 +112,7 @@ def write_models(
     return lines
 
 
-def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: ModelDefaults) -> dict[str, Any]:
     """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.torchserve.archive import manifest_and_yaml, open_archive
@@ -122,7 +124,7 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mappin
         model_version,
     )
     from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
-    from mlserver_torch_stream.torchserve.properties import carried, default_of_models, own_keys
+    from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
     from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
 
     path = stored.path.absolute()
@@ -130,7 +132,7 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mappin
     try:
         name = model_name(archive, stored.name, path.name)
         version = model_version(archive) or USUAL_VERSION
-        extra = {**of_all, **carried(properties, name, version, archive.yaml), **own_keys(stored.given)}
+        extra = {**defaults.extra(name, version, archive.yaml), **own_keys(stored.given)}
     finally:
         archive.close()
     if not NAME.fullmatch(version):
@@ -138,18 +140,6 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], of_all: Mappin
     if stored.is_default or default_of_models(properties, name, version):
         extra[DEFAULT_VERSION] = True
     return model_settings(name, str(path), version, extra)
-
-
-def _extra_of_all(properties: Mapping[str, str], file: Path | None) -> dict[str, Any]:
-    """What each model takes from the server's configuration as it is."""
-    from mlserver_torch_stream.torchserve.server_properties import is_true
-
-    found: dict[str, Any] = {}
-    if properties.get("metrics_config"):
-        folder = str(file.parent if file is not None else Path.cwd())
-        found["metrics_config"] = str(import_mar.metrics_config(properties["metrics_config"], folder))
-    found |= {key: properties[key] for key in _TEXTS if properties.get(key)}
-    return found | {key: is_true(properties, key) for key in _FLAGS if key in properties}
 
 
 def _as_properties(arguments: argparse.Namespace) -> dict[str, str]:
@@ -188,14 +178,16 @@ def _parser() -> argparse.ArgumentParser:
         help=f"has {_STORE}/ and {_FILE}, as KServe mounts them; default: the options below",
     )
     parser.add_argument("-v", "--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--start", action="store_true", help="what is done in any case")
+    parser.add_argument(
+        "--start", action="store_true", help="as TorchServe does, load only the archives that are named (default: all)"
+    )
     parser.add_argument("--foreground", action="store_true", help="what is done in any case")
     parser.add_argument("--stop", action=_Stop, nargs=0, help="refused: end the process instead")
     parser.add_argument(
         "--ts-config", help=f"TorchServe's configuration; {_FILE_VARIABLE} beats it (default: ./{_USUAL_FILE})"
     )
     parser.add_argument("--model-store", help="the folder of the archives")
-    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; default: all")
+    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; all; none")
     parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="no request needs a token")
     parser.add_argument("--enable-model-api", action="store_true", help="as the key enable_model_api")
     for name in ("--workflow-store", "--log-config", "--cpp-log-config"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,7 @@ class Topic:
     part_rows: int = 64
     part_wait: float = 0.5
     limits: PipelineLimits = field(default_factory=PipelineLimits)
+    weigh: Callable[[Row], int] = lambda row: row.size
     retry: Retry = field(default_factory=Retry)
     metrics: RunMetrics = field(default_factory=RunMetrics)
     created: int | None = None
@@ -134,7 +135,7 @@ class Topic:
             for record in records:
                 yield parse_row(record.offset, key, record.offset, record.value or b"")
 
-        async with aclosing(infer_rows(rows(), self.infer, self.limits, self.metrics)) as found:
+        async with aclosing(infer_rows(rows(), self.infer, self.limits, self.metrics, self.weigh)) as found:
             return b"".join([result.encode(self._run) async for result in found])
 
     async def _bury(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:

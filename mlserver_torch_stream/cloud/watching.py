@@ -20,6 +20,7 @@ from mlserver_torch_stream.cloud.claim import FORMAT
 from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, ObjectExists, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import digest
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row, RunIdentity
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
@@ -54,6 +55,8 @@ class Watcher:
     report: Callable[[str], None] = lambda message: None
     created: int | None = None
     chunking: Chunking = field(default_factory=Chunking)
+    ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
+    weigh: Callable[[Row], int] = lambda row: row.size
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:
@@ -114,8 +117,9 @@ class Watcher:
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
-        rows = Source(self.store, [listed], self.kind, retry=self.retry, chunking=self.chunking).rows()
-        async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics)) as results:
+        source = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        rows = source.rows()
+        async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics, self.weigh)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
                     self.report(f"{info.key}: {result.outcome.failure.message}")

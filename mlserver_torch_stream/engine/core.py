@@ -223,8 +223,9 @@ class EngineCore:
     def _cancel(self, mailbox: Mailbox) -> None:
         requests = self._open.get(mailbox)
         if requests is not None:
-            self._cancelled += sum(request.unfinished for request in requests)
+            cancelled = sum(request.unfinished for request in requests)
             self._end(requests, FinishReason.ABORT, None)
+            self._cancelled += cancelled  # afterwards: what is counted as cancelled holds no slot any more
 
     def _time_out(self, end: EndRequest) -> None:
         self._timed_out += sum(request.unfinished for request in end.requests)  # before its reader sees the end

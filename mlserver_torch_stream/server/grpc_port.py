@@ -1,4 +1,4 @@
-"""A gRPC port of our own, opened beside MLServer's when the first model of ours is registered; and MLServer's own.
+"""A gRPC port of our own, opened beside MLServer's; and MLServer's own.
 
 Knows nothing of the services on it.
 """

@@ -59,7 +59,7 @@ def install() -> None:
 def _wrap_inside(method: Any, wrap: Callable[[Any], Any]) -> None:
     """Replaces the function that MLServer's decorator calls.
 
-    The method itself cannot be replaced: the gRPC server has taken it when the first model of ours is loaded.
+    The method itself cannot be replaced: the gRPC server has taken it where a model of ours is the first to patch.
     """
     cell = method.__closure__[method.__code__.co_freevars.index("f")]
     cell.cell_contents = functools.wraps(cell.cell_contents)(wrap(cell.cell_contents))

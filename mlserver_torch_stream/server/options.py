@@ -43,6 +43,7 @@ class ServerOptions(BaseModel):
     disable_token_authorization: bool = False  # true: a request to them needs no token
     enable_model_api: bool = True  # false: they neither register nor unregister a model
     model_store: str = ""  # the folder of the archives that they register; empty: they register none
+    torchserve_config: str = ""  # config.properties, whose defaults of models those have; empty: TorchServe's own
     allowed_urls: str = ""  # patterns of the URLs that they download archives from, with commas between them
     batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file

@@ -1,7 +1,7 @@
-"""Installs all patches of MLServer, and warns of server settings that do not suit streams.
+"""Installs all patches of MLServer.
 
-Knows nothing of a model's contents. MLServer passes its settings to no model, so they are read from the REST server
-when it registers a model of ours.
+Knows nothing of a model's contents. MLServer passes its settings to no model and tells it of no server, so the REST
+server is found where it starts, or where it registers a model of ours.
 """
 
 from __future__ import annotations
@@ -11,39 +11,25 @@ import multiprocessing
 import warnings
 
 from mlserver import MLModel, ModelSettings
-from mlserver.logging import logger
 from mlserver.parallel.worker import Worker
 from mlserver.rest.server import RESTServer
-from mlserver.settings import Settings
 
-from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.server import grpc_messages, grpc_refusals
-from mlserver_torch_stream.server.batches.served_rows import ServedRows
-from mlserver_torch_stream.server.batches.service import BatchService
-from mlserver_torch_stream.server.lifecycle import default_version, health, ports, readiness, registry_lock, shutdown
-from mlserver_torch_stream.server.management import management_listener
-from mlserver_torch_stream.server.observability import telemetry
-from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE, REGISTRY_LOCK
-from mlserver_torch_stream.server.rest import (
-    batch_routes,
-    http1,
-    model_routes,
-    openai_models,
-    openai_unknown,
-    routes,
-    torchserve_routes,
-)
-from mlserver_torch_stream.server.status import ModelNotLoaded, extend_grpc_codes
-from mlserver_torch_stream.server.torchserve_grpc import inference_ports
-from mlserver_torch_stream.server.triton import triton_listener
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
+from mlserver_torch_stream.server.lifecycle import default_version, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
+from mlserver_torch_stream.server.rest import routes
+from mlserver_torch_stream.server.status import extend_grpc_codes
 
 _MARK = "_torch_stream_patched"
 
 
 def install() -> None:
-    """Patches MLServer's classes, and adds our routes when its REST server registers a model of ours. Idempotent."""
-    original = RESTServer.add_custom_handlers
+    """Patches MLServer's classes. Idempotent.
+
+    The REST server is extended when it starts with our model repository, else when it registers a model of ours.
+    """
+    original, start = RESTServer.add_custom_handlers, RESTServer.start
     if getattr(original, _MARK, False):
         return
     extend_grpc_codes()
@@ -56,55 +42,20 @@ def install() -> None:
 
     @functools.wraps(original)
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
-        if not readiness.is_ours(model):
-            return await original(server, model)
-        options = _options()
-        if not getattr(server, _MARK, False):
-            setattr(server, _MARK, True)
-            ports.check(server, options)
-            routes.install(server)
-            http1.install(server)
-            telemetry.install(server, options)
-            openai_unknown.add_routes(server)
-            health.add_routes(server, LIFECYCLE)
-            model_routes.add_routes(server)
-            openai_models.add_routes(server)
-            torchserve_routes.add_routes(server, options, LIFECYCLE)
-            models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)
-            service = BatchService(options.batch_store, models, LIFECYCLE)
-            batch_routes.add_batch_routes(server, service, options)
-            shutdown.take_signals()
-            warn_of_server_settings(server._settings)
-            await triton_listener.install(server, options, LIFECYCLE, ACCESS)
-            await management_listener.install(server, options, LIFECYCLE, ACCESS)
-            await inference_ports.install(server, options, LIFECYCLE, ACCESS)
-        routes.add(server, options, model.rest_routes)
+        if readiness.is_ours(model):
+            options = await extension.extend(server)
+            routes.add(server, options, model.rest_routes)
         return await original(server, model)
+
+    @functools.wraps(start)
+    async def start_extended(server: RESTServer) -> None:
+        if getattr(server._model_repository_handlers._repository, "extends_at_start", False):
+            extension.extend_at_start(server)
+        await start(server)
 
     setattr(add_custom_handlers, _MARK, True)
     RESTServer.add_custom_handlers = add_custom_handlers
-
-
-def _options() -> ServerOptions:
-    try:
-        options = read_options()
-        ACCESS.check(options)
-        return options
-    except SettingsError as error:
-        logger.error(str(error))
-        raise ModelNotLoaded(str(error)) from None
-
-
-def warn_of_server_settings(settings: Settings) -> None:
-    if settings.parallel_workers:
-        logger.warning(
-            f"parallel_workers is {settings.parallel_workers}: inference workers cannot stream, so the models of "
-            "mlserver-torch-stream stay in the main process. Set parallel_workers to 0 to save the workers' memory."
-        )
-    if settings.gzip_enabled:
-        logger.warning(
-            "gzip_enabled is true: the headers of a streamed answer wait for its first token. Set it to false."
-        )
+    RESTServer.start = start_extended
 
 
 def keep_out_of_workers(settings: ModelSettings) -> None:

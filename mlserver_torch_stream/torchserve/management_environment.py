@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from mlserver_torch_stream.torchserve.properties import whole_number
 from mlserver_torch_stream.torchserve.server_environment import address
@@ -18,9 +19,9 @@ _KEYS = ("management_address", "grpc_management_port", "enable_model_api", "allo
 
 
 def management_environment(
-    properties: Mapping[str, str], environ: Mapping[str, str] = os.environ
+    properties: Mapping[str, str], file: Path | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables to set, and lines for the user. Raises SettingsError."""
+    """The variables to set, and lines for the user. ``file``: where the properties are from. Raises SettingsError."""
     why = _why_not(properties, environ)
     if why is not None:
         return {}, [f"{key}: ignored: {why}" for key in _KEYS if key in properties]
@@ -31,6 +32,8 @@ def management_environment(
         "ENABLE_MODEL_API": str(is_true(properties, "enable_model_api")).lower(),
         "MODEL_STORE": os.path.abspath(properties["model_store"]),
     }
+    if file is not None:
+        wanted["TORCHSERVE_CONFIG"] = str(file.absolute())
     if "grpc_management_port" in properties:
         port = whole_number("grpc_management_port", properties["grpc_management_port"])
         wanted["GRPC_MANAGEMENT_PORT_TORCHSERVE"] = str(port)

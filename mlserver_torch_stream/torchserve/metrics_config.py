@@ -7,6 +7,7 @@ Knows nothing of values, or of how they are exported. The section ``model_metric
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -34,6 +35,14 @@ def read_metrics_config(given: str, folder: str | None, key: str) -> Mapping[str
         return {MODEL_METRICS: dict(_checked(yaml.safe_load(path.read_text(encoding="utf-8"))))}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingsError(f"{key}: {path}: {error}") from None
+
+
+def find_metrics_config(given: str, folder: str) -> Path:
+    """The file that the key of config.properties names. Raises SettingsError."""
+    read_metrics_config(given, folder, "config.properties: metrics_config")
+    found = find_path(given, folder)
+    assert found is not None
+    return found
 
 
 def _checked(document: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -32,21 +32,18 @@ class StoredModel:
 
 
 def stored_models(properties: Mapping[str, str]) -> list[StoredModel]:
-    """Those of a snapshot, else of ``load_models``, else all of the store. Raises SettingsError."""
+    """Those of a snapshot, else of ``load_models``, else all of the store. There may be none. Raises SettingsError."""
     if "model_store" not in properties:
         raise SettingsError("no model_store: name it with --model-store or in config.properties")
     store = Path(properties["model_store"])
     if not store.is_dir():
         raise SettingsError(f"model_store: no such folder: {store}")
     if MODEL_SNAPSHOT in properties:
-        found = list(_of_snapshot(store, properties[MODEL_SNAPSHOT]))
-    elif properties.get("load_models", "all").lower() == "all":
-        found = [StoredModel(path) for path in sorted(store.iterdir()) if _is_archive(path)]
-    else:
-        found = list(_listed(store, properties["load_models"]))
-    if not found:
-        raise SettingsError(f"there is nothing to serve in {store}: no {', '.join(_ARCHIVES)} or unpacked archive")
-    return found
+        return list(_of_snapshot(store, properties[MODEL_SNAPSHOT]))
+    listed = properties.get("load_models", "all")
+    if listed.lower() == "all":
+        return [StoredModel(path) for path in sorted(store.iterdir()) if _is_archive(path)]
+    return [] if listed.lower() == "none" else list(_listed(store, listed))
 
 
 def _of_snapshot(store: Path, value: str) -> Iterator[StoredModel]:

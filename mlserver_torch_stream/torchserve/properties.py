@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.errors import SettingsError
@@ -71,21 +72,34 @@ _WHERE = {
     ),
 }
 ELSEWHERE = {key: where for where, keys in _WHERE.items() for key in keys.split()}
-_ENTRY = re.compile(r"(?P<key>(?:\\.|[^\\=:\s])+)[ \t\f]*[=:]?[ \t\f]*(?P<value>.*)")
+_LINE_END, _BLANKS = re.compile(r"\r\n|\r|\n"), " \t\f"  # Java knows no others
+_ENTRY = re.compile(r"(?P<key>(?:\\.|[^\\=: \t\f])+)[ \t\f]*[=:]?[ \t\f]*(?P<value>.*)")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
 _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 
+def read_properties_file(file: Path) -> dict[str, str]:
+    """In UTF-8, with or without its mark at the beginning, else in Latin-1, as Java reads it. Raises SettingsError."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read {file}: {error}") from None
+    try:
+        return read_properties(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return read_properties(content.decode("latin-1"))
+
+
 def read_properties(text: str) -> dict[str, str]:
-    """Reads the file as Java does: with comments, continued lines and escapes."""
+    """Reads the text as Java does: with comments, continued lines and escapes. Raises SettingsError."""
     found = {}
-    lines = iter(text.splitlines())
+    lines = iter(_LINE_END.split(text))
     for line in lines:
-        entry = line.lstrip()
+        entry = line.lstrip(_BLANKS)
         if not entry or entry[0] in "#!":
             continue
         while (len(entry) - len(entry.rstrip("\\"))) % 2:
-            entry = entry[:-1] + next(lines, "").lstrip()
+            entry = entry[:-1] + next(lines, "").lstrip(_BLANKS)
         match = _ENTRY.fullmatch(entry)
         if match:
             found[_unescaped(match["key"])] = _unescaped(match["value"])
@@ -162,4 +176,8 @@ def _unescaped(text: str) -> str:
         escaped = match[1]
         return chr(int(escaped[1:], 16)) if len(escaped) > 1 else _ESCAPED.get(escaped, escaped)
 
-    return _ESCAPE.sub(plain, text)
+    unescaped = _ESCAPE.sub(plain, text)
+    try:
+        return unescaped.encode("utf-16", "surrogatepass").decode("utf-16")  # two escapes may be one character
+    except UnicodeDecodeError:
+        raise SettingsError(f"config.properties: {text!r}: half of a character is missing") from None

@@ -22,6 +22,7 @@ from mlserver_torch_stream.torchserve.archive_settings import (
 )
 from mlserver_torch_stream.torchserve.config import read_config
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
+from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
 from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
 
 # A parameter of the request -> the model's own key.
@@ -32,6 +33,7 @@ _KEYS = {
     "startup_timeout": "startupTimeout",
 }
 _OTHERS = ("url", "model_name", "handler", "runtime", "initial_workers", "synchronous", "s3_sse_kms")
+_NO_WORKERS = {"minWorkers": 0, "maxWorkers": 0}
 _RUNTIMES = ("python", "python3")
 
 
@@ -41,7 +43,7 @@ class Registration:
 
     url: str
     name: str | None = None
-    initial_workers: int = 0
+    initial_workers: int | None = None  # None: as the server's configuration says
     synchronous: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,17 +63,18 @@ def read_registration(given: Mapping[str, Any]) -> Registration:
     extra: dict[str, Any] = {key: whole_number(given, name) for name, key in _KEYS.items() if name in given}
     if given.get("handler"):
         extra["handler"] = str(given["handler"])
-    workers = whole_number(given, "initial_workers") if "initial_workers" in given else 0
-    if workers < 0:
+    workers = whole_number(given, "initial_workers") if "initial_workers" in given else None
+    if workers is not None and workers < 0:
         raise bad_request(f"initial_workers: must not be below 0, got {workers}")
     name = None if given.get("model_name") in (None, "") else str(given["model_name"])
     return Registration(str(given["url"]), name, workers, is_true(given.get("synchronous", True)), extra)
 
 
-def registered_settings(asked: Registration, path: Path) -> dict[str, Any]:
+def registered_settings(asked: Registration, path: Path, defaults: ModelDefaults) -> dict[str, Any]:
     """The content of a model-settings.json. Reads the archive's manifest and YAML alone. Raises ManagementRefusal.
 
-    As in TorchServe, the workers of the YAML beat ``initial_workers`` where it has both numbers.
+    As in TorchServe, the workers of the YAML beat ``initial_workers`` where it has both numbers, and there is no worker
+    where nothing says a number. What else the request says beats the YAML, which beats the defaults.
     """
     try:
         archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
@@ -80,10 +83,8 @@ def registered_settings(asked: Registration, path: Path) -> dict[str, Any]:
             version = model_version(archive) or USUAL_VERSION
             if not NAME.fullmatch(version):
                 raise SettingsError(f"{version!r} is no version of a model")
-            least, most = archive.yaml.get("minWorkers") or 0, archive.yaml.get("maxWorkers") or 0
-            if not 0 < least <= most:
-                least = most = asked.initial_workers
-            extra = {**asked.extra, "minWorkers": least, "maxWorkers": most}
+            extra = {**_NO_WORKERS, **defaults.extra(name, version, archive.yaml), **asked.extra}
+            extra |= _workers(archive.yaml, asked.initial_workers)
             read_config(archive.yaml, extra)
         finally:
             archive.close()
@@ -92,6 +93,14 @@ def registered_settings(asked: Registration, path: Path) -> dict[str, Any]:
     except LoadFailed as error:
         raise ManagementRefusal(400, "InvalidModelException", str(error)) from None
     return model_settings(name, str(path), version, extra)
+
+
+def _workers(yaml: Mapping[str, Any], asked: int | None) -> dict[str, int]:
+    """Empty where neither the archive nor the request says both numbers."""
+    least, most = yaml.get("minWorkers") or 0, yaml.get("maxWorkers") or 0
+    if 0 < least <= most:
+        return {"minWorkers": least, "maxWorkers": most}
+    return {} if asked is None else {"minWorkers": asked, "maxWorkers": asked}
 
 
 def whole_number(given: Mapping[str, Any], key: str) -> int:

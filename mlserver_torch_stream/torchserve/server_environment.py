@@ -56,7 +56,10 @@ def server_environment(
     wanted = {**_FIXED, **_addresses(properties), **_bounds(properties), **_cors(properties)}
     wanted |= {name: properties[key] for key, name in _PASSED_ON.items() if key in properties}
     if "number_of_gpu" in properties:
-        wanted |= _visible(whole_number("number_of_gpu", properties["number_of_gpu"]), gpus, environ)
+        most = whole_number("number_of_gpu", properties["number_of_gpu"])
+        if most < 0:
+            raise SettingsError(f"config.properties: number_of_gpu: must not be below 0, got {most}")
+        wanted |= _visible(most, gpus, environ)
     lines = [
         f"{name}: {environ[name]}, as the environment says, not {value}"
         for name, value in wanted.items()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.properties import ELSEWHERE, read_properties
+from mlserver_torch_stream.torchserve.properties import ELSEWHERE, read_properties_file
 
 _BY_VARIABLES = "enable_envvars_config"
 _ALLOWED_URLS, _ALLOWED_BY_VARIABLE = "allowed_urls", "use_env_allowed_urls"
@@ -66,7 +66,7 @@ HONOURED = {
     "install_py_dep_per_model": "true: pip installs an archive's requirements into its unpacked folder",
     "models": "what it says of a model's version, where the archive's YAML does not say it",
     "model_snapshot": "the archives to load and what it says of each, which beats the archive's YAML",
-    "load_models": "all, or names of archives, each with or without a model's name before it",
+    "load_models": "all, none, or names of archives, each with or without a model's name before it",
     "model_store": "where the archives are",
     "management_address": "the management API's address, if a token is there or none needed, and no other has the port",
     "grpc_management_port": "the same API over gRPC, on the host of management_address",
@@ -87,10 +87,7 @@ def read_server_properties(
 
     Raises SettingsError: also for a key that is refused.
     """
-    try:
-        given = read_properties(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {file}: {error}") from None
+    given = read_properties_file(file) if file is not None else {}
     found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments)
     if is_true(found, _BY_VARIABLES):
         found |= {key: environ[name] for key, name in _variables(found).items() if name in environ}

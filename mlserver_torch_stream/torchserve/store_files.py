@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import IO
@@ -29,6 +31,8 @@ class StoreFiles:
     def __init__(self, folder: Path | None, allowed: Sequence[str]) -> None:
         self._folder = folder
         self._allowed = [re.compile(pattern, re.IGNORECASE) for pattern in allowed]
+        self._downloading: set[str] = set()  # names in the folder
+        self._names = threading.Lock()
 
     def fetch(self, url: str) -> Path:
         """Blocks while it downloads. Raises ManagementRefusal."""
@@ -43,7 +47,7 @@ class StoreFiles:
         return self._stored(url, self._folder)
 
     def remove_download(self, url: str) -> None:
-        """As TorchServe, where the model of a downloaded archive is unregistered."""
+        """Where the model of a downloaded archive is unregistered, as in TorchServe, or cannot be registered."""
         if self._folder is not None and is_remote(url):
             (self._folder / _file_name(url)).unlink(missing_ok=True)
 
@@ -70,20 +74,30 @@ class StoreFiles:
         name = _file_name(url)
         if not name.endswith(_ARCHIVES) or name.startswith("."):
             raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(_ARCHIVES)} file")
-        path = folder / name
-        if path.exists():
-            raise internal(f"Model file already exists {name}")
-        part = folder / f".{name}.{uuid4().hex}"
-        try:
-            self._copy(url, part)
-            part.rename(path)
-        except OSError as error:  # URLError is one
-            raise ManagementRefusal(
-                400, "DownloadArchiveException", f"Failed to download archive from: {url}: {error}"
-            ) from None
-        finally:
-            part.unlink(missing_ok=True)
+        path, part = folder / name, folder / f".{name}.{uuid4().hex}"
+        with self._claimed(path):
+            try:
+                self._copy(url, part)
+                part.rename(path)
+            except OSError as error:  # URLError is one
+                raise ManagementRefusal(
+                    400, "DownloadArchiveException", f"Failed to download archive from: {url}: {error}"
+                ) from None
+            finally:
+                part.unlink(missing_ok=True)
         return path.absolute()
+
+    @contextmanager
+    def _claimed(self, path: Path) -> Iterator[None]:
+        """Raises ManagementRefusal where there is such a file, or another request downloads it."""
+        with self._names:
+            if path.name in self._downloading or path.exists():
+                raise internal(f"Model file already exists {path.name}")
+            self._downloading.add(path.name)
+        try:
+            yield
+        finally:
+            self._downloading.discard(path.name)
 
     def _copy(self, url: str, part: Path) -> None:
         opener = urllib.request.build_opener(_AllowedRedirects(self))

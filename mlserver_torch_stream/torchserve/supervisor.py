@@ -215,6 +215,8 @@ class WorkerSupervisor:
         slot.lost = True
         if slot.removed or (slot.leaving and self.ended):
             self._drop(slot)
+        if self.ended:
+            slot.gone.set()
         if slot.fail_start(f"{ended} before it was ready") or not slot.ready or self.ended:
             return
         logger.error("%s", ended)

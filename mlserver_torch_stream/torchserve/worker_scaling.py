@@ -161,6 +161,9 @@ class WorkerScaling:
                 self._let_go([slot for slot in self._supervisor.staying if slot not in known])
             raise
         self.requests_wait()
+        starting = [slot.starting for slot in self._supervisor.staying if slot.starting is not None]
+        if starting:  # by an earlier order
+            await asyncio.wait(starting)
         for slot in surplus:
             await slot.gone.wait()
 

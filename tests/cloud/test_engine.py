@@ -37,6 +37,15 @@ def test_rows_are_answered_in_order_and_the_same_in_any_company(tiny_model: Path
     assert all(row["response"]["body"]["choices"][0]["finish_reason"] == "length" for row in alone)
 
 
+def test_a_watchers_batches_are_bounded_by_tokens(tiny_model: Path, tmp_path: Path) -> None:
+    """A row has more bytes than that, and less than half as many tokens."""
+    folder = _write(tmp_path, [{"prompt": f"The quick brown fox {i}", "max_tokens": 1} for i in range(6)])
+    watch = ("watch", "--input", folder, "--output", tmp_path / "out", "--poll", "0.05", "--limit", "1")
+    model = ("--model", tiny_model, "--extra", _EXTRA, "--batch-tokens", "45", "--metrics", tmp_path / "metrics")
+    assert cloud(*watch, "--max-wait", "2", *model) == 0
+    assert json.loads((tmp_path / "metrics").read_text())["inference_request_batch_size"]["max"] >= 2
+
+
 def test_conversations_defaults_several_answers_and_rows_that_cannot_be_served(
     tiny_model: Path, tmp_path: Path, capfd: Any
 ) -> None:

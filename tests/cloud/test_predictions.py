@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cli.object_row import ObjectRequest
+from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector
+from mlserver_torch_stream.cloud.rows import Result, Row, RunIdentity
 from tests.cloud.command import cloud, joined, trouble
 from tests.cloud.handlers import counted, predictions, rows, told, write
 from tests.scripted_http import Handler, serving
@@ -249,6 +250,8 @@ def test_the_same_command_goes_on_where_a_server_went_away(torchserve: _TorchSer
         ("grün".encode(), "", "grün"),
         (b"\xff\x00", "", {"base64": "/wA="}),
         (b"", "", ""),
+        (b"[" * 600 + b"]" * 600, "", "[" * 600 + "]" * 600),
+        (b"[" * 400 + b"]" * 400 + b" " * 9, "text/plain", "[" * 400 + "]" * 400 + " " * 9),
     ],
 )
 def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, prediction: Any) -> None:
@@ -258,3 +261,19 @@ def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, predi
         "content_type": content_type or None,
         "predictions": [prediction],
     }
+
+
+def test_an_answer_of_any_depth_can_be_written() -> None:
+    """Python reads JSON of more levels than it writes inside an output row."""
+    for levels in range(490, 1000):
+        outcome = ObjectRequest().outcome([(b"[" * levels + b"]" * levels, "")])
+        line = Result(Row(0, "a", None, "a"), outcome).encode(RunIdentity("run", 0))
+        assert line.count(b"]") == levels + 1
+
+
+def test_the_pieces_of_an_answer_are_bounded_in_number() -> None:
+    pieces = PieceCollector()
+    for _ in range(1 << 18):
+        pieces.add(b"x", "")
+    with pytest.raises(AnswerTooLarge, match="more than 262144 pieces"):
+        pieces.add(b"x", "")

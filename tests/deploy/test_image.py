@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import os
-import shlex
 import shutil
 import ssl
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from deploy.image.dockerfile import Ignore, Instruction, pairs, read_dockerfile
+from deploy.image.host_pip import HostPip, read_host_pip
 from deploy.image.prove import CONTEXT, DOCKERFILE, TOOLS
 from deploy.image.rootfs import Builder, StepFailed
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
@@ -103,9 +103,25 @@ def test_a_dockerfile_is_read_as_docker_reads_it(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_done_is_refused_by_name(tmp_path: Path, line: str) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM debian:none-slim\n{line}\n")
     (tmp_path / "work" / "debian-none-slim").mkdir(parents=True)
-    builder = Builder(CONTEXT, tmp_path / "work", {}, {})
+    builder = Builder(CONTEXT, tmp_path / "work", {}, HostPip({}, {}))
     with pytest.raises(StepFailed, match="^" + line.replace(" /x", "").replace("ADD x", "ADD")):
         builder.build(read_dockerfile(tmp_path / "Dockerfile"), lambda said: None, {})
+
+
+def test_pip_in_the_steps_has_this_machine_s_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nextra-index-url =\n  file:///index/simple\n  https://x/simple\nfind-links = /a\nno-input = true\n"
+        "[install]\nfind-links = /wheels\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_CERT", "/etc/own.pem")
+    pip = read_host_pip()
+    assert pip.variables["PIP_EXTRA_INDEX_URL"] == "file:///index/simple https://x/simple"
+    assert pip.variables["PIP_FIND_LINKS"] == "/wheels" and "PIP_NO_INPUT" not in pip.variables
+    assert pip.binds.pop(pip.variables["PIP_CERT"]) == Path("/etc/own.pem")
+    assert pip.binds == {"/index": Path("/index"), "/wheels": Path("/wheels")}
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -164,8 +180,8 @@ def test_the_dockerfile_lints_clean(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a root file system and enter it")
 @pytest.mark.skipif(bool(_LACKING), reason=f"not installed: {', '.join(_LACKING)}")
 def test_the_steps_of_the_dockerfile_make_a_server_that_streams(tiny_model: Path, tmp_path: Path) -> None:
-    """Minutes: a Debian, the kernels, torch. The variable IMAGE_CHECK has options that this machine's network needs."""
-    options = shlex.split(os.environ.get("IMAGE_CHECK", ""))
+    """Minutes: a Debian, the kernels, and torch from where ``make install`` takes it."""
+    options = ["--build-arg", f"TORCH_INDEX={os.environ.get('TORCH_INDEX', '')}"]
     prove = [sys.executable, "-m", "deploy.image.prove", "--work", str(tmp_path), "--model", str(tiny_model)]
     done = subprocess.run(
         [*prove, *options], cwd=markdown.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PROVED_S

@@ -74,6 +74,12 @@ def test_kserves_first_protocol_is_answered(server: Server) -> None:
         assert (answer.status_code, answer.json()) == (200, {"predictions": [3, 3]}), path
 
 
+def test_kserves_first_protocol_tells_that_a_model_is_ready(server: Server) -> None:
+    answer = plain_http.get(f"{server.url}/v1/models/mnist", timeout=_TIMEOUT_S)
+    assert (answer.status_code, answer.json()) == (200, {"name": "mnist", "ready": True})
+    assert plain_http.get(f"{server.url}/v1/models/nothing", timeout=_TIMEOUT_S).status_code == 404
+
+
 def test_kserves_second_protocol_is_answered(server: Server) -> None:
     tensor = {"name": "x", "shape": [2], "datatype": "INT64", "data": [1, 2]}
     for path in ("/v2/models/mnist/infer", "/v2/models/mnist/versions/1.0/infer"):

@@ -224,6 +224,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_a_warning(
 
 
 def test_other_flags_sources_or_cpus_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = compiling._fingerprint()
+    before = compiling._fingerprint(compiling.THIS_CPU)
+    assert compiling._fingerprint(("-march=x86-64-v3",)) != before
     monkeypatch.setattr(compiling, "_cpu", lambda: "another CPU")
-    assert compiling._fingerprint() != before
+    assert compiling._fingerprint(compiling.THIS_CPU) != before

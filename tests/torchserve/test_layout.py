@@ -301,6 +301,8 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("metrics_address=http://127.0.0.1:8080", "metrics_address: must have another port than inference_address"),
         ("grpc_inference_port=0", "grpc_inference_port: must be from 1 to 65535, got 0"),
         ("max_request_size=large", "max_request_size: must be a whole number, got 'large'"),
+        ("number_of_gpu=-1", "number_of_gpu: must not be below 0, got -1"),
+        ("service_envelope=\\ud83d", "half of a character is missing"),
         ("max_request_size=0", "max_request_size: must be above 0, got 0"),
         ("load_models=none.mar", "load_models: no none.mar in the model store"),
         ("load_models=../x.mar", "load_models: ../x.mar is not in the model store"),
@@ -311,7 +313,6 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
         ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', "model_snapshot: a 1: no no.mar in"),
-        ('model_snapshot={"models":{}}', "there is nothing to serve in"),
         ("models=[1]", "models: must be a JSON object of models and their versions"),
         ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
         ("job_queue_size=$$NOT_THERE$$", "job_queue_size: no variable NOT_THERE in the environment"),
@@ -324,6 +325,29 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert main(["serve-torchserve", str(folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error, error
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"# f\xfcr alle\r\nload_models=x=dog.mar\r\n",
+        b"\xef\xbb\xbfload_models=x=dog.mar\n",
+        "# one comment\u2028load_models=all\nload_models=x=dog.mar".encode(),
+        b"load_models \\\r = \\\r\n  \\u0078=dog.mar\r",
+    ],
+    ids=["latin-1", "mark", "one line", "line ends"],
+)
+def test_a_file_of_any_editor_is_read(folder: Path, content: bytes) -> None:
+    _properties(folder, "")
+    (folder / "config/config.properties").write_bytes(content)
+    assert list(_prepared(folder)[0]) == ["x 1.0"]
+
+
+@pytest.mark.parametrize("properties", ["load_models=none", "load_models=", 'model_snapshot={"models":{}}'])
+def test_a_server_may_start_without_a_model(folder: Path, properties: str) -> None:
+    _properties(folder, properties + "\n")
+    settings, _, lines = _prepared(folder)
+    assert not settings and lines[-1].startswith("no model is loaded: the management API registers models")
 
 
 def test_what_is_no_folder_or_no_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import threading
@@ -37,6 +38,7 @@ _TS = "mlserver_torch_stream.TorchServeRuntime"
 _PREFIX = "MLSERVER_TORCH_STREAM"
 _TOKEN = "a-secret"
 _TIMEOUT_S = 60.0
+_JSON, _BAD = {"content-type": "application/json"}, "BadRequestException"
 
 # "sleep 1" takes so long; it says which version it is, with how many requests at once, and describes itself.
 _HANDLER = """
@@ -70,6 +72,7 @@ class Management:
 
     def ask(self, method: str, path: str, token: str | None = _TOKEN, **options: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {token}"} if token is not None else {}
+        headers |= options.pop("headers", {})
         with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:
             return client.request(method, f"{self.url}{path}", headers=headers, **options)
 
@@ -230,6 +233,17 @@ def test_versions_of_a_model_and_its_default_one(api: Management) -> None:
     assert plain_http.get(f"{api.server.url}/v2/models/noop", timeout=_TIMEOUT_S).status_code == 404
 
 
+def test_a_model_without_a_version_stays_the_default_beside_versions(api: Management) -> None:
+    """Nobody could ask for it, or unload it, if it were not."""
+    api.done("POST", "/models?url=noop1.0.mar&model_name=started&initial_workers=1")
+    assert api.predict("started/1.0").text == "version 1.0, 1"
+    assert api.error("PUT", "/models/started/1.0/set-default")[:2] == (409, "ConflictStatusException")
+    assert api.predict("started").text == "hellohellohellohello world "
+    assert len(api.done("GET", "/models/started/all")) == 2
+    api.done("DELETE", "/models/started/1.0")
+    assert api.predict("started").text == "hellohellohellohello world "
+
+
 def test_the_list_has_pages(api: Management) -> None:
     for name in ("aa", "bb"):
         api.done("POST", f"/models?url=plain.mar&model_name={name}")
@@ -365,6 +379,48 @@ def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_
     assert not [path for path in api.store.iterdir() if "far" in path.name or "bad" in path.name]
 
 
+def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Management, tmp_path: Path) -> None:
+    """It could not be downloaded again once it is mended. Of downloads of one file at the same time one is done."""
+    site = tmp_path / "allowed"
+    site.mkdir()
+    model = {"modelName": "mended", "handler": "handler.py"}
+    write_mar(site / "mended.mar", {"handler.py": _BROKEN}, model)
+    write_mar(site / "second.mar", {"handler.py": _HANDLER}, model)
+    (site / "none.mar").write_text("no archive")
+    with ThreadingHTTPServer((HOST, 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        url = f"/models?initial_workers=1&synchronous=true&url=http://{HOST}:{pages.server_address[1]}/allowed"
+        assert api.error("POST", f"{url}/mended.mar")[0] == 500
+        assert api.error("POST", f"{url}/none.mar")[0] == 400
+        write_mar(site / "mended.mar", {"handler.py": _HANDLER}, model)
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(lambda _: api.ask("POST", f"{url}/mended.mar").status_code, range(4)))
+        assert sorted(answers) == [200, 500, 500, 500]
+        assert api.error("POST", f"{url}/second.mar")[0] == 409
+        pages.shutdown()
+    assert api.predict("mended").text == "version None, 1"
+    stored = {path.name for path in api.store.iterdir()}
+    assert "mended.mar" in stored and not stored & {"none.mar", "second.mar"}
+    api.done("DELETE", "/models/mended")
+
+
+def test_a_path_is_that_of_the_request_line_and_quoted_in_the_log(api: Management) -> None:
+    """Not of the header Host, nor what is behind a question mark that belongs to the path."""
+    for host in ("x/models/started#", "[", "x?"):
+        assert api.done("GET", "/models", headers={"host": host})["models"]
+    for path in ("/models%3Fx", "/mo%0Adels", "/models/started%3Fx"):
+        assert api.error("GET", path)[0] == 404
+    assert "GET '/mo\\ndels' 404" in api.server.log
+    assert "A request failed" not in api.server.log
+
+
+def test_values_that_no_model_can_have_are_refused(api: Management) -> None:
+    assert api.error("POST", "/models", content=b'{"url": "\\ud800.mar"}', headers=_JSON)[:2] == (400, _BAD)
+    late = api.error("PUT", f"/models/started?min_worker=1&timeout={'9' * 400}")
+    assert late == (400, _BAD, "timeout: must not be above 2147483647 seconds")
+    assert api.error("PUT", "/models/started//set-default")[:2] == (404, "ModelVersionNotFoundException")
+
+
 def test_an_asynchronous_registration_is_answered_at_once_and_goes_on(api: Management) -> None:
     said = api.done("POST", "/models?url=noop1.0.mar&initial_workers=1&synchronous=false", 202)
     assert said == {"status": "Processing worker updates..."}
@@ -443,6 +499,35 @@ def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str, option:
         port = ports.get(taken, other.getsockname()[1])
         problem = port_problem(Settings(host=HOST, **ports), ServerOptions(**{option: port}))
     assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_{option.upper()})" in problem
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: Path) -> None:
+    """A download that stalls."""
+    (tmp_path / "store").mkdir()
+    started = Model("started", write_handler(tmp_path / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
+    (port,) = free_ports(1)
+    environment = {
+        f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
+        f"{_PREFIX}_MANAGEMENT_TOKEN": _TOKEN,
+        f"{_PREFIX}_MODEL_STORE": str(tmp_path / "store"),
+        f"{_PREFIX}_ALLOWED_URLS": ".*",
+    }
+    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    with (
+        serve(tmp_path / "models", [started], settings=settings, environment=environment) as running,
+        socket.create_server((HOST, 0)) as silent,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        api = Management(running, port, 0, tmp_path / "store")
+        path = f"/models?url=http://{HOST}:{silent.getsockname()[1]}/far.mar"
+        asked = threads.submit(api.error, "POST", path)
+        silent.settimeout(30)
+        with silent.accept()[0]:
+            running.process.send_signal(signal.SIGTERM)
+            assert asked.result(30) == (503, "ServiceUnavailableException", "the server is shutting down")
+            assert running.process.wait(30) == 0
+        assert "Traceback" not in running.log
 
 
 def test_models_are_registered_only_where_the_settings_let_them() -> None:

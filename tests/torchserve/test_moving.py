@@ -16,7 +16,7 @@ import pytest
 from tests import markdown
 from tests.clients.environments import make_environment
 from tests.markdown import Block
-from tests.server.harness import Server, serve
+from tests.server.harness import Server, free_ports, serve
 from tests.torchserve.workshop import write_mar
 
 _PAGE = "docs/moving-from-torchserve.md"
@@ -25,6 +25,7 @@ _FILE = re.compile(r"# (\S+)\n")  # the first line of a block that is a file
 _OURS = "mlserver-torch-stream "
 _BIN = Path(sys.executable).parent
 _TIMEOUT_S = 120.0
+_MANAGEMENT = "MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE"
 
 
 class _Reader:
@@ -35,7 +36,7 @@ class _Reader:
         self._archiver = archiver
         self._servers = ExitStack()
         self._server: Server | None = None
-        self.started: list[str] = []
+        (self._management,) = free_ports(1)
         self.typed: list[str] = []  # of TorchServe's
 
     def close(self) -> None:
@@ -67,7 +68,9 @@ class _Reader:
 
     def _start(self, line: str) -> None:
         assert line == f"{_OURS}{self.typed[-1]}", "the command is TorchServe's own"
-        self._server = self._servers.enter_context(serve(self.folder, [], command=shlex.split(line)))
+        environment = {_MANAGEMENT: str(self._management)}
+        running = serve(self.folder, [], command=shlex.split(line), environment=environment)
+        self._server = self._servers.enter_context(running)
 
     def _run(self, block: Block) -> None:
         """A line that starts a server is followed by the end of that server, once it is ready."""
@@ -83,8 +86,8 @@ class _Reader:
     def _finish(self, block: Block, code: str) -> None:
         server = self._server
         assert server is not None
-        ports = {"8080": server.http_port, "8082": server.metrics_port}
-        here = re.sub(r"(?<=127\.0\.0\.1:)(8080|8082)", lambda match: str(ports[match[0]]), code)
+        ports = {"8080": server.http_port, "8081": self._management, "8082": server.metrics_port}
+        here = re.sub(r"(?<=127\.0\.0\.1:)(8080|8081|8082)", lambda match: str(ports[match[0]]), code)
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", here],
             cwd=self.folder,

@@ -371,6 +371,7 @@ def test_a_models_own_settings_beat_the_defaults_and_its_yaml_beats_both() -> No
 
 
 def test_what_java_reads_is_read() -> None:
+    assert read_properties("a=\\ud83d\\ude00") == {"a": "😀"}
     text = "a\\ b = c\\\\\nd:e\\u0041\n  f   g h  \nempty=\ni=\\ x\\ty\n"
     expected = {"a b": "c\\", "d": "eA", "f": "g h  ", "empty": "", "i": " x\ty"}
     assert read_properties(text) == expected

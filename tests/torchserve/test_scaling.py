@@ -325,9 +325,10 @@ def test_fewer_workers_while_they_start_leaves_those_that_stay(tmp_path: Path) -
             await asyncio.gather(*(anext(job) for job in jobs))
             fewer = asyncio.create_task(pool.scaling.scale(3, 3))
             await asyncio.sleep(0.1)
-            assert len(pool.supervisor.staying) == 3
+            assert len(pool.supervisor.staying) == 3 and not fewer.done()
             (tmp_path / "whole").touch()
             await fewer
+            assert _ready(pool) == 3
             with pytest.raises(LoadFailed, match="was scaled away while it started"):
                 await more
             assert [len(answer) for answer in await asyncio.wait_for(asyncio.gather(*map(texts, jobs)), 30)] == [1, 1]
@@ -352,6 +353,20 @@ def test_what_waits_gets_an_error_where_the_last_worker_to_leave_ends_before_it(
             assert isinstance(failed[0], HandlerFailed)
             assert all(isinstance(each, NotServing) and "scale workers API" in str(each) for each in failed[1:])
             await scaled
+
+    run(scenario())
+
+
+def test_an_order_ends_with_the_model_while_a_worker_still_holds_its_sequence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
+        async with running(write_handler(tmp_path, _HANDLER, config)) as pool:
+            await texts(pool.submit(_of_sequence("a")))
+            scaled = asyncio.create_task(pool.scaling.scale(0, 0))
+            await asyncio.sleep(0.1)
+            assert _ready(pool) == 1 and not scaled.done()
+            await asyncio.to_thread(pool.shutdown)
+            await asyncio.wait_for(scaled, 30)
 
     run(scenario())
 

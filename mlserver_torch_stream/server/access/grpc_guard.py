@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -57,12 +58,14 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         keys, metadata = self._access.keys, handler_call_details.invocation_metadata
         given = [value for name, value in metadata if name == "authorization"]
-        is_open = keys is None or self._access.open.grpc(handler_call_details.method)
-        if not is_open and not keys.accept(given):
+        if keys is None or self._access.open.grpc(handler_call_details.method):
+            return await continuation(handler_call_details)
+        accepts = partial(keys.accept, given)
+        if not accepts():
             return _REFUSED
         handler = await continuation(handler_call_details)
         streams = handler is not None and handler.stream_stream is not None
-        return handler if is_open or not streams else _asks_each_time(handler, lambda: keys.accept(given))
+        return _asks_each_time(handler, accepts) if streams else handler
 
 
 class GuardedAio:

@@ -1,4 +1,4 @@
-"""MLServer's model repository, whose creation puts keys and TLS before every port.
+"""MLServer's model repository, whose creation puts keys and TLS before every port, and patches MLServer.
 
 Knows nothing of models: it lists them as MLServer's own does. MLServer opens its ports before it resolves the class of
 any model, and creates the repository, whose class is a setting of its own, before it creates them.
@@ -17,6 +17,7 @@ from mlserver.metrics.server import MetricsServer
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.grpc_guard import GuardedAio
 from mlserver_torch_stream.server.access.rest_guard import RestGuard
@@ -34,7 +35,12 @@ else:
 
 
 class GuardedModelRepository(SchemalessModelRepository):
-    """Ends the process with status 1 and one line where a setting of the keys or of TLS is wrong."""
+    """Ends the process with status 1 and one line where a setting of the keys or of TLS is wrong.
+
+    With it a server has our routes and ports before it has a model.
+    """
+
+    extends_at_start = True  # the server's mark of a repository of ours
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
@@ -43,6 +49,7 @@ class GuardedModelRepository(SchemalessModelRepository):
         except SettingsError as error:
             sys.exit(f"The server cannot start: {error}")
         install(ACCESS)
+        patches.install()
 
 
 def install(access: AccessControl) -> None:

@@ -19,8 +19,9 @@ def install() -> None:
 
     @functools.wraps(refresh)
     def refresh_default(registry: SingleModelRegistry, new_model: MLModel | None = None) -> MLModel | None:
-        refresh(registry, new_model)
-        registry._default = _marked(registry) or registry._default
+        default = refresh(registry, new_model)
+        if default is None or default.version:  # one without a version is held nowhere else
+            registry._default = _marked(registry) or default
         return registry._default
 
     @functools.wraps(find)

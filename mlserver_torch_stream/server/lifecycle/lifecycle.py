@@ -96,7 +96,7 @@ class Lifecycle:
     async def unless_shutdown(self, work: Awaitable[Any]) -> None:
         """Waits for ``work`` and raises its exception; returns early, without a result, when a shutdown begins."""
         task = asyncio.ensure_future(work)
-        if await _is_done(task, self._shutdown_begun):
+        if await is_done_before(task, self._shutdown_begun):
             task.result()
         else:
             task.cancel()
@@ -117,7 +117,7 @@ class Lifecycle:
             member.inflight.refusing.set()
         all_ended = asyncio.create_task(_wait_until_empty(members))
         try:
-            if await _is_done(all_ended, self._grace_skipped, grace):
+            if await is_done_before(all_ended, self._grace_skipped, grace):
                 return
             for member in members:
                 member.inflight.aborting.set()
@@ -155,7 +155,7 @@ async def _wait_until_empty(members: Collection[Member]) -> None:
         await member.inflight.wait_until_empty()
 
 
-async def _is_done(task: asyncio.Future[Any], event: OneTimeEvent, timeout: float | None = None) -> bool:
+async def is_done_before(task: asyncio.Future[Any], event: OneTimeEvent, timeout: float | None = None) -> bool:
     """Waits for the task, but no longer than until the event or for ``timeout`` seconds."""
     waiter = asyncio.create_task(event.wait())
     try:

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NoReturn
 
 from mlserver.logging import logger
 from mlserver.rest.server import RESTServer
@@ -36,9 +37,14 @@ def check(server: RESTServer, options: ServerOptions) -> None:
     problem = port_problem(server._settings, options)
     if problem is not None:
         logger.error(f"The server cannot start: {problem}")
-        for worker in multiprocessing.active_children():
-            worker.terminate()
-        exit_now(1)
+        end_process()
+
+
+def end_process() -> NoReturn:
+    """Ends a server that serves nothing yet, and its inference workers, with status 1."""
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+    exit_now(1)
 
 
 def port_problem(settings: Settings, options: ServerOptions) -> str | None:

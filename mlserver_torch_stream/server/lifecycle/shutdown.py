@@ -1,6 +1,6 @@
 """Shuts an MLServer with models of ours down: not ready, then no new work, then aborts, then MLServer's own stop.
 
-Knows nothing of engines. A server without our models ends as stock MLServer does.
+Knows nothing of engines. A server without our models and without a port of ours ends as stock MLServer does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def install() -> None:
         if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
             LIFECYCLE.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM
-        if LIFECYCLE.members() or LIFECYCLE.failure is not None:
+        if LIFECYCLE.members() or LIFECYCLE.listeners or LIFECYCLE.failure is not None:
             atexit.register(lambda: exit_from_work(0 if LIFECYCLE.failure is None else 1))
             if why is not None:
                 LIFECYCLE.draining = True

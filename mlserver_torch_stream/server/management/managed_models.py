@@ -21,6 +21,7 @@ from mlserver_torch_stream.server.management.registered_repository import Regist
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.rest.routes import all_models, find_model
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request, internal, no_model
+from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
 from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
@@ -31,10 +32,17 @@ Answer = tuple[int, str]  # the status of a reply, and what it says
 class ManagedModels:
     """All methods are called on the event loop's thread, and raise RequestError."""
 
-    def __init__(self, registry: MultiModelRegistry, repository: RegisteredRepository, files: StoreFiles) -> None:
+    def __init__(
+        self,
+        registry: MultiModelRegistry,
+        repository: RegisteredRepository,
+        files: StoreFiles,
+        defaults: ModelDefaults,
+    ) -> None:
         self._registry = registry
         self._repository = repository
         self._files = files
+        self._defaults = defaults
         self._urls: dict[tuple[str, str | None], str] = {}  # of those that were registered here
         self._registering: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +91,7 @@ class ManagedModels:
         asked = read_registration(given)
         path = await in_thread(lambda: self._files.fetch(asked.url))
         try:
-            described = await in_thread(lambda: registered_settings(asked, path))
+            described = await in_thread(lambda: registered_settings(asked, path, self._defaults))
             self._reserve(described["name"], described["parameters"]["version"])
         except BaseException:
             await self._remove_download(asked.url)
@@ -117,11 +125,14 @@ class ManagedModels:
         registry = self._registry._models.get(name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
-        model = self._exact(name, version)
+        model = self._exact(name, version) if version else None
         if model is None:
             raise ManagementRefusal(
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
             )
+        if not registry.default.version:
+            message = f"The default of model {name} has no version, without which nobody could ask for it any more"
+            raise ManagementRefusal(409, "ConflictStatusException", message)
         default_version.mark(registry, model)
 
     async def unregister(self, name: str, version: str | None) -> None:

@@ -5,15 +5,18 @@ Knows nothing of how models are loaded or scaled.
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from mlserver.logging import logger
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import NotServing, RequestError
+from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
+from mlserver_torch_stream.server.lifecycle.lifecycle import is_done_before
 from mlserver_torch_stream.server.management.management_calls import ManagementCalls
 from mlserver_torch_stream.server.management.management_document import document
 from mlserver_torch_stream.server.management.management_token import check_token
@@ -34,6 +37,7 @@ class ManagementApp:
     def __init__(self, calls: ManagementCalls, token: str | None) -> None:
         self._calls = calls
         self._token = token
+        self.ending = OneTimeEvent()  # set when the port is about to be closed: what still runs is refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,7 +46,7 @@ class ManagementApp:
         request_id = request_id_of(request.headers)
         retry_after = None
         try:
-            status, found = await self._answer(request)
+            status, found = await self._answer_in_time(request)
             body = as_json(found)
         except ClientLeft:
             return
@@ -50,8 +54,16 @@ class ManagementApp:
             refused = as_refusal(error)
             status, body = _status_and_body(refused)
             retry_after = refused.retry_after
-        logger.info(f"Management API: {request.method} {request.url.path} {status}")
+        logger.info(f"Management API: {request.method} {scope['path']!r} {status}")
         await send_refusal(send, status, body, retry_after, reply_headers(request_id))
+
+    async def _answer_in_time(self, request: Request) -> Reply:
+        """Raises RequestError or ClientLeft."""
+        answering = asyncio.ensure_future(self._answer(request))
+        if await is_done_before(answering, self.ending):
+            return answering.result()
+        answering.cancel()
+        raise NotServing("the server is shutting down")
 
     async def _answer(self, request: Request) -> Reply:
         """Raises RequestError or ClientLeft."""
@@ -107,8 +119,8 @@ async def _parameters(request: Request) -> Mapping[str, Any]:
         return request.query_params
     body = await read_body(request.scope, request.receive, _MOST_BODY_BYTES)
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        found = orjson.loads(body)
+    except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise bad_request("the body must be a JSON object")

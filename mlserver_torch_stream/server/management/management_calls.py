@@ -20,6 +20,7 @@ from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusa
 from mlserver_torch_stream.torchserve.registration import is_true, whole_number
 
 _MOST_LISTED = 100
+_MOST_TIMEOUT_S = 2**31 - 1  # as in TorchServe
 _ALL = "all"
 
 
@@ -69,6 +70,8 @@ class ManagementCalls:
             raise bad_request(f"min_worker: must not be below 0, got {least}")
         if most < least:
             raise bad_request("max_worker cannot be less than min_worker.")
+        if timeout > _MOST_TIMEOUT_S:
+            raise bad_request(f"timeout: must not be above {_MOST_TIMEOUT_S} seconds")
         grace = None if timeout < 0 else float(timeout)
         if not is_true(given.get("synchronous")):
             self.models.scale_later(name, version, least, most, grace)

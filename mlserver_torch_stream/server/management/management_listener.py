@@ -1,4 +1,4 @@
-"""The ports of TorchServe's management API, opened beside MLServer's own when the first model of ours is registered.
+"""The ports of TorchServe's management API, opened beside MLServer's own.
 
 Knows nothing of the API's paths.
 """
@@ -28,24 +28,21 @@ from mlserver_torch_stream.server.management.management_token import read_token
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.torchserve.model_defaults import read_defaults
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
 _API = "TorchServe's management API"
 
 
 async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
-    """Opens the ports that the options name. Raises ModelNotLoaded if one cannot be had, or for want of a token."""
+    """Opens the ports that the options name. Raises ModelNotLoaded if one cannot be had, SettingsError for others."""
     port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
     if not port and not grpc_port:
         return
-    try:
-        token, files = read_token(options), _store_files(options)
-    except SettingsError as error:
-        logger.error(str(error))
-        raise ModelNotLoaded(str(error)) from None
+    token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files)
+    models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
     calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
     host, access = options.management_address, access.without_keys()
     if port:
@@ -71,6 +68,7 @@ def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access
     running = asyncio.create_task(listener.serve([listening]))
 
     async def stop(grace: float) -> None:
+        app.ending.set()
         listener.should_exit = True
         await asyncio.wait([running], timeout=grace)
         listener.force_exit = True

@@ -56,7 +56,7 @@ class ManagementService:
             return bytes(message_class("ManagementResponse")(msg=said).SerializeToString())
         except Exception as error:
             refused = as_refusal(error)
-            logger.info(f"Management API: {name} {refused.message}")
+            logger.info(f"Management API: {name} {refused.message!r}")
             end_call(context, refused)
             return b""  # it is not sent beside a status
 

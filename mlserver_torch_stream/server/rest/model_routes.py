@@ -42,7 +42,7 @@ _PATHS: dict[str, Read] = {
 
 
 def add_routes(server: RESTServer) -> None:
-    """Called once for a server, when its first model of ours is registered."""
+    """Called once for a server."""
     routes = [_ModelRoute(path, server._data_plane, read) for path, read in _PATHS.items()]
     server._app.router.routes[:0] = [*routes, _IndexRoute(server._model_repository_handlers)]
 

@@ -1,6 +1,7 @@
 """OpenAI's list of models, its object of one of them, and the OpenAPI document of what they take.
 
-Knows nothing of how a model is asked. Models of other runtimes, and handlers, which generate no tokens, are not listed.
+Knows nothing of how a model is asked. Models of other runtimes, and handlers, which generate no tokens, are not listed;
+a handler's readiness is told in KServe's first protocol, which has it at the same path.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mlserver_torch_stream.protocol.openai_document import openai_document
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.rest.routes import find_model
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
@@ -50,6 +52,10 @@ class OpenAIModels:
     async def one(self, request: Request) -> JSONResponse:
         name = request.path_params["model_name"]
         model = self._models().get(name)
+        handler = find_model(self._data_plane._model_registry, name, None)
+        if handler is not None and hasattr(handler, "open_prediction"):
+            ready = bool(handler.ready)
+            return JSONResponse({"name": name, "ready": ready}, 200 if ready else NotServing.status)
         if model is None:
             return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
         return openai_answer(request, 200, shown_model(model))

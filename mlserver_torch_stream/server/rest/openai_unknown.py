@@ -55,7 +55,7 @@ class _UnknownRoute(Route):
         return [each for each in others if each.matches(scope)[0] is not Match.NONE]
 
     async def _answer(self, request: Request) -> JSONResponse:
-        path = request.url.path
+        path = request.scope["path"]
         if self._is_foreign(path):
             raise HTTPException(404)
         allowed = sorted({method for each in self._others(request.scope) for method in getattr(each, "methods", ())})

@@ -21,7 +21,7 @@ from mlserver_torch_stream.server.rest.endpoints import Endpoint
 
 
 def install(server: RESTServer) -> None:
-    """Called once for a server, when its first model of ours is registered."""
+    """Called once for a server."""
     app = server._app
     if app.middleware_stack is None:
         app.middleware_stack = app.build_middleware_stack()

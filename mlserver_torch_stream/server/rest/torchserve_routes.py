@@ -54,7 +54,7 @@ _PATHS = (
 
 
 def add_routes(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle) -> None:
-    """Called once for a server, when its first model of ours is registered."""
+    """Called once for a server."""
     data_plane = server._data_plane
     registry, tokens = data_plane._model_registry, TokenPredictions(data_plane, options)
     server._app.router.routes[:0] = [

@@ -1,0 +1,41 @@
+"""The settings of this machine's pip, for a pip in another root file system. Knows nothing of images."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_KEYS = ("cert", "default-timeout", "extra-index-url", "find-links", "index-url", "timeout", "trusted-host")
+_CERTIFICATE = "/run/pip-certificate.pem"  # not the place of the system's own, which a step may write
+_SECTIONS = (":env:", "install", "global")  # the first that has a key counts
+
+
+@dataclass(frozen=True)
+class HostPip:
+    """``binds``: files and folders of this machine that the variables name, by their places there."""
+
+    variables: dict[str, str]
+    binds: dict[str, Path]
+
+
+def read_host_pip() -> HostPip:
+    found: dict[tuple[str, str], str] = {}
+    pip = [sys.executable, "-m", "pip", "config", "list"]
+    for line in subprocess.run(pip, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines():
+        name, _, value = line.partition("=")
+        section, _, key = name.rpartition(".")
+        found[section, key] = " ".join(str(ast.literal_eval(value)).split())
+    values = {key: found[section, key] for section in reversed(_SECTIONS) for key in _KEYS if (section, key) in found}
+    binds: dict[str, Path] = {}
+    if "cert" in values:
+        binds[_CERTIFICATE] = Path(values["cert"])
+        values["cert"] = _CERTIFICATE
+    for word in " ".join(values.get(key, "") for key in ("extra-index-url", "find-links", "index-url")).split():
+        path = Path(word.removeprefix("file://"))
+        if path.is_absolute():
+            place = path.parent if word.startswith("file://") else path  # an index's pages lead to files beside it
+            binds[str(place)] = place
+    return HostPip({f"PIP_{key.replace('-', '_').upper()}": value for key, value in values.items()}, binds)

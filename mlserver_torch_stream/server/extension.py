@@ -1,0 +1,101 @@
+"""Extends one MLServer, once: our routes on its REST port, and the ports of our own beside its ports.
+
+Knows nothing of models. Where our model repository is set, it happens when the REST server starts; elsewhere MLServer
+tells of nothing that is ours before it registers a model of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mlserver.logging import logger
+from mlserver.rest.server import RESTServer
+from mlserver.settings import Settings
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.batches.served_rows import ServedRows
+from mlserver_torch_stream.server.batches.service import BatchService
+from mlserver_torch_stream.server.lifecycle import health, ports, shutdown
+from mlserver_torch_stream.server.management import management_listener
+from mlserver_torch_stream.server.observability import telemetry
+from mlserver_torch_stream.server.options import ServerOptions, read_options
+from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE
+from mlserver_torch_stream.server.rest import (
+    batch_routes,
+    http1,
+    model_routes,
+    openai_models,
+    openai_unknown,
+    routes,
+    torchserve_routes,
+)
+from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.server.torchserve_grpc import inference_ports
+from mlserver_torch_stream.server.triton import triton_listener
+
+_MARK = "_torch_stream_extended"
+
+
+def extend_at_start(server: RESTServer) -> None:
+    """Extends the server while uvicorn starts it: after the gRPC port is taken, and before the REST port is."""
+    router = server._app.router
+    original = router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        try:
+            await extend(server)
+        except ModelNotLoaded:
+            ports.end_process()
+        async with original(app) as state:
+            yield state
+
+    router.lifespan_context = lifespan
+
+
+async def extend(server: RESTServer) -> ServerOptions:
+    """Idempotent. Raises ModelNotLoaded, after a line in the log, for a wrong variable or a port that cannot be had."""
+    try:
+        options = read_options()
+        ACCESS.check(options)
+        if not getattr(server, _MARK, False):
+            setattr(server, _MARK, True)
+            await _extend(server, options)
+        return options
+    except (SettingsError, ModelNotLoaded) as error:
+        logger.error(str(error))
+        raise ModelNotLoaded(str(error)) from None
+
+
+async def _extend(server: RESTServer, options: ServerOptions) -> None:
+    ports.check(server, options)
+    routes.install(server)
+    http1.install(server)
+    telemetry.install(server, options)
+    openai_unknown.add_routes(server)
+    health.add_routes(server, LIFECYCLE)
+    model_routes.add_routes(server)
+    openai_models.add_routes(server)
+    torchserve_routes.add_routes(server, options, LIFECYCLE)
+    models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)
+    service = BatchService(options.batch_store, models, LIFECYCLE)
+    batch_routes.add_batch_routes(server, service, options)
+    shutdown.take_signals()
+    _warn_of_server_settings(server._settings)
+    await triton_listener.install(server, options, LIFECYCLE, ACCESS)
+    await management_listener.install(server, options, LIFECYCLE, ACCESS)
+    await inference_ports.install(server, options, LIFECYCLE, ACCESS)
+
+
+def _warn_of_server_settings(settings: Settings) -> None:
+    if settings.parallel_workers:
+        logger.warning(
+            f"parallel_workers is {settings.parallel_workers}: inference workers cannot stream, so the models of "
+            "mlserver-torch-stream stay in the main process. Set parallel_workers to 0 to save the workers' memory."
+        )
+    if settings.gzip_enabled:
+        logger.warning(
+            "gzip_enabled is true: the headers of a streamed answer wait for its first token. Set it to false."
+        )
