@@ -87,7 +87,7 @@ class Stub:
     def __init__(self, channel: grpc.Channel) -> None:
         service = f"/{_PACKAGE}.InferenceAPIsService/"
         prediction = {
-            "request_serializer": PredictionsRequest.SerializeToString,
+            "request_serializer": lambda request: request.SerializeToString(deterministic=True),  # maps by their keys
             "response_deserializer": PredictionResponse.FromString,
         }
         self.Ping = channel.unary_unary(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from tests.torchserve.beside import handlers
 from tests.torchserve.beside.case import Case
+from tests.torchserve.beside.management_cases import DESCRIBED
+from tests.torchserve.beside.rest_cases import DEFAULT, SAID
 from tests.torchserve.beside.store import SEQUENCES, Stored
 
 # Where a call ends a worker of TorchServe's, its model is asked nothing else.
@@ -15,12 +17,23 @@ GRPC_STORE = (
     Stored("two", handlers.ECHO),
     Stored("two", handlers.ECHO, version="2.0"),
     Stored("do", handlers.DO),
-    *(Stored(name, handlers.DO) for name in ("pieces", "last", "late", "dying")),
+    *(Stored(name, handlers.DO) for name in ("pieces", "last", "late", "mortal")),
     Stored("short", handlers.DO, {"responseTimeout": 2}),
     Stored("stateful", handlers.STATEFUL, SEQUENCES),
 )
 LATE = [Stored("later", handlers.ECHO, {}, version) for version in ("1.0", "2.0")]
 _KINDS = ("str", "unicode", "bytes", "bytearray", "int", "none", "dict", "list", "tensor", "nan", "set")
+_CODE = "the code says what is wrong"
+_NO_METADATA = "TorchServe drops metadata"
+_PIECES = "the pieces joined; TorchServe's worker dies after the first"
+_NO_PIECES = "TorchServe's worker dies after the answer"
+_NAMES_SEQUENCE = "TorchServe leaves `sequence_id` of responses empty"
+_STARTED = "a sequence that starts gets an id"
+_ENDS_CALL = "the code says what is wrong, and the call goes on"
+_UNNAMED = "TorchServe's code is UNKNOWN, without details"
+_CLASS = "the details name the class of the error, as those of other errors do"
+_NO_LIMIT = "without a limit there are 100 models on a page, as over REST; TorchServe takes it for 0"
+_INFERENCE = "here the management API alone needs a token"
 _CODES = (400, 404, 409, 413, 429, 500, 503)
 
 
@@ -30,6 +43,10 @@ def _predict(name: str, rest: str = "", why: str = "", method: str = "Prediction
 
 def _do(name: str, what: str, why: str = "", method: str = "Predictions", model: str = "do") -> Case:
     return _predict(name, f"model_name={model} input.data='{what}'", why, method)
+
+
+def _sequence(name: str, rest: str, why: str) -> Case:
+    return _predict(name, f"model_name=stateful {rest}", why, "StreamPredictions2")
 
 
 def _manage(name: str, rest: str, why: str = "") -> Case:
@@ -43,55 +60,63 @@ GRPC_PREDICTIONS = (
     _predict("a file", "model_name=echo input.body=@kitten.jpg"),
     _predict("an input without a value", "model_name=echo input.data="),
     _predict("no input", "model_name=echo"),
-    _predict("metadata", "model_name=echo input.data=hello metadata.x-own=yes metadata.explain=True"),
-    _predict("no model's name", "input.data=hello"),
-    _predict("an unknown model", "model_name=nothing input.data=hello"),
-    _predict("an unknown version", "model_name=echo model_version=7.0 input.data=hello"),
+    _predict("metadata", "model_name=echo input.data=hello metadata.x-own=yes metadata.explain=True", why=_NO_METADATA),
+    _predict("no model's name", "input.data=hello", why=_CODE),
+    _predict("an unknown model", "model_name=nothing input.data=hello", why=_CODE),
+    _predict("an unknown version", "model_name=echo model_version=7.0 input.data=hello", why=_CODE),
     _predict("a version", "model_name=two model_version=1.0 input.data=hello"),
-    _predict("the default version", "model_name=two input.data=hello"),
+    _predict("the default version", "model_name=two input.data=hello", why=DEFAULT),
     _predict("a large message", "model_name=echo input.data=@large.bin"),
-    _predict("a message that is too large", "model_name=echo input.data=@too-large.bin"),
-    *(_do(f"the handler returns {kind}", f"value {kind}") for kind in _KINDS),
+    _predict("a message that is too large", "model_name=echo input.data=@too-large.bin", why=_CODE),
+    *(_do(f"the handler returns {kind}", f"value {kind}", SAID if kind == "set" else "") for kind in _KINDS),
     _do("the handler sets a status of 404", "status 404 Not here"),
-    _do("the handler raises ValueError", "raise value"),
-    _do("the handler raises MemoryError", "raise memory"),
+    _do("the handler raises ValueError", "raise value", why=SAID),
+    _do("the handler raises MemoryError", "raise memory", why=SAID),
     *(_do(f"the handler raises PredictionException of {code}", f"prediction-exception {code}") for code in _CODES),
-    _do("too many results", "two-results"),
-    _do("no results", "no-result"),
-    _do("a handler that sends pieces", "stream a b", model="pieces"),
-    _do("the worker dies", "die", model="dying"),
-    _do("the worker is silent for longer than responseTimeout", "sleep 5", model="short"),
+    _do("too many results", "two-results", why=SAID),
+    _do("no results", "no-result", why=SAID),
+    _do("a handler that sends pieces", "stream a b", model="pieces", why=_PIECES),
+    _do("the worker dies", "die", model="mortal", why=_CODE),
+    _do("the worker is silent for longer than responseTimeout", "sleep 5", model="short", why=_CODE),
     _predict("the deadline is over", "model_name=do input.data='sleep 2' timeout=0.5"),
 )
 GRPC_STREAMS = (
     _do("pieces", "stream a b", method="StreamPredictions"),
     _do("pieces of bytes", "stream-bytes", method="StreamPredictions"),
     _do("pieces of JSON", "stream-json", method="StreamPredictions"),
-    _predict("an unknown model", "model_name=nothing input.data=hello", method="StreamPredictions"),
-    _predict("an unknown version", "model_name=do model_version=7.0 input.data=x", method="StreamPredictions"),
-    _do("an error after the first piece", "stream-raise", method="StreamPredictions", model="late"),
-    _do("a handler without pieces", "value str", method="StreamPredictions", model="last"),
-    *(
-        _predict(name, f"model_name=stateful {rest}", method="StreamPredictions2")
-        for name, rest in {
-            "one request": "sequence_id=a input.data=1",
-            "two requests": "sequence_id=a input.data=2 + model_name=stateful sequence_id=a input.data=3",
-            "the end of a sequence": "sequence_id=a input.data=4 input.ts_request_sequence_end=true",
-            "the start without an id": "input.data=1 input.ts_request_sequence_start=true "
-            "input.ts_request_sequence_end=true",
-            "no id": "input.data=1",
-        }.items()
+    _predict("an unknown model", "model_name=nothing input.data=hello", method="StreamPredictions", why=_CODE),
+    _predict(
+        "an unknown version", "model_name=do model_version=7.0 input.data=x", method="StreamPredictions", why=_CODE
     ),
-    _predict("an unknown model", "model_name=nothing sequence_id=a input.data=1", method="StreamPredictions2"),
+    _do("an error after the first piece", "stream-raise", method="StreamPredictions", model="late", why=SAID),
+    _do("a handler without pieces", "value str", method="StreamPredictions", model="last", why=_NO_PIECES),
+    _sequence("one request", "sequence_id=a input.data=1", _NAMES_SEQUENCE),
+    _sequence(
+        "two requests",
+        "sequence_id=a input.data=2 + model_name=stateful sequence_id=a input.data=3",
+        _NAMES_SEQUENCE,
+    ),
+    _sequence(
+        "the end of a sequence", "sequence_id=a input.data=4 input.ts_request_sequence_end=true", _NAMES_SEQUENCE
+    ),
+    _sequence(
+        "the start without an id",
+        "input.data=1 input.ts_request_sequence_start=true input.ts_request_sequence_end=true",
+        _STARTED,
+    ),
+    _sequence("no id", "input.data=1", _CODE),
+    _predict(
+        "an unknown model", "model_name=nothing sequence_id=a input.data=1", method="StreamPredictions2", why=_ENDS_CALL
+    ),
 )
 GRPC_MANAGEMENT = (
     _manage("the models", "ListModels limit=2"),
     _manage("the next page", "ListModels limit=2 next_page_token=2"),
-    _manage("a model", "DescribeModel model_name=echo"),
+    _manage("a model", "DescribeModel model_name=echo", why=DESCRIBED),
     _manage("a model that is not there", "DescribeModel model_name=nothing"),
     _manage("a version that is not there", "DescribeModel model_name=echo model_version=7.0"),
     _manage("registering without a worker", "RegisterModel url=later-1.0.mar"),
-    _manage("registering it again", "RegisterModel url=later-1.0.mar"),
+    _manage("registering it again", "RegisterModel url=later-1.0.mar", why=_UNNAMED),
     _manage("registering with a worker", "RegisterModel url=later-2.0.mar initial_workers=1 synchronous=true"),
     _manage("registering without a url", "RegisterModel"),
     _manage("an archive that is not in the store", "RegisterModel url=nothing.mar"),
@@ -101,7 +126,9 @@ GRPC_MANAGEMENT = (
     _manage("setting the default", "SetDefault model_name=later model_version=2.0"),
     _predict("the new default", "model_name=later input.data=hello"),
     _manage("a default that is not there", "SetDefault model_name=later model_version=7.0"),
-    _manage("unregistering the default before others", "UnregisterModel model_name=later model_version=2.0"),
+    _manage(
+        "unregistering the default before others", "UnregisterModel model_name=later model_version=2.0", why=_UNNAMED
+    ),
     _manage("unregistering a version", "UnregisterModel model_name=later model_version=1.0"),
     _manage("unregistering the last version", "UnregisterModel model_name=later"),
     _manage("unregistering it again", "UnregisterModel model_name=later"),
@@ -110,9 +137,9 @@ TOKENS = (
     Case("the models, without a token", "curl management:/models"),
     Case("the models, with a wrong token", "curl -H 'authorization: Bearer wrong' management:/models"),
     Case("the models, with the token", "curl -H 'authorization: Bearer <token>' management:/models"),
-    _manage("the models, without a token", "ListModels"),
-    _manage("the models, with a wrong token", "ListModels metadata.authorization='Bearer wrong'"),
-    _manage("the models, with the token", "ListModels metadata.authorization='Bearer <token>'"),
-    _predict("without a token", "model_name=echo input.data=hello"),
-    Case("a prediction without a token", "curl /predictions/echo -d data=hello"),
+    _manage("the models, without a token", "ListModels", _CLASS),
+    _manage("the models, with a wrong token", "ListModels metadata.authorization='Bearer wrong'", _CLASS),
+    _manage("the models, with the token", "ListModels metadata.authorization='Bearer <token>'", _NO_LIMIT),
+    _predict("without a token", "model_name=echo input.data=hello", _INFERENCE),
+    Case("a prediction without a token", "curl /predictions/echo -d data=hello", _INFERENCE),
 )

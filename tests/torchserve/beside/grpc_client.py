@@ -1,8 +1,8 @@
 """A call of TorchServe's gRPC services as a line of words, and what it has got.
 
 ``inference:Predictions model_name=echo input.data=hello metadata.x-own=yes timeout=1``: fields of the request, entries
-of its ``input`` (``@`` before a file's name), metadata, seconds until the deadline. ``+`` begins a further request of the
-same call; it is sent when the one before it has a response.
+of its ``input`` (``@`` before a file's name), metadata, seconds until the deadline. ``+`` begins a further request of
+the same call; it is sent when the one before it has a response.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ JSON = "-H 'content-type: application/json'"
 SAID = "the message says what has happened"
 _TEXT = "-H 'content-type: text/plain'"
 _ALONE = "a failed batch is run again, each request alone"
-_DEFAULT = "the first version registered there, the newest here; `defaultVersion` sets it on both"
+DEFAULT = "the first version registered there, the newest here; `defaultVersion` sets it on both"
 _NO_MODEL = "its path names no model, and MLServer has a route of its own there"
 _DOCUMENT = "the document names the paths that this server has"
 _CLOSED = "the reply says that the connection is closed"
@@ -76,7 +76,7 @@ PATHS = (
     Case(
         "the default version",
         "curl /predictions/two -d data=hello",
-        why=_DEFAULT,
+        why=DEFAULT,
     ),
     Case("no such version", "curl /predictions/echo/3.0 -d data=hello"),
     Case("no such model", "curl /predictions/nothing -d data=hello"),

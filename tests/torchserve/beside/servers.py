@@ -110,7 +110,8 @@ def _all_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses
     for each in models:
         path = f"{addresses.management}/models/{each.name}/{each.version}"
         with suppress(httpx.TransportError):  # not listening yet
-            answer = plain_http.get(path, headers={"authorization": f"Bearer {addresses.token}"}, timeout=10)
+            headers = {"authorization": f"Bearer {addresses.token}"} if addresses.token else {}
+            answer = plain_http.get(path, headers=headers, timeout=10)
             if answer.status_code == 200 and _workers(answer.text) == ["READY"]:
                 continue
         return False

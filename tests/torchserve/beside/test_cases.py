@@ -24,11 +24,14 @@ _HEAD = """\
 TorchServe 0.12 and our server (`serve-torchserve`), with one folder of models and configuration, are asked by the same
 clients. A test makes this page (`tests/torchserve/beside/test_cases.py`, which needs a Java runtime), and fails where
 it is not what was measured. `/predictions/…` stands for the address of the REST port, and `management:` for that of the
-management API. The handlers are in [handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has
-got, `do` does what the body says.
+management API. `grpc inference:METHOD` and `grpc management:METHOD` are calls of the gRPC services, with fields of the
+request, entries of its `input`, metadata, and seconds until the deadline; `+` begins a further request of the call,
+which is sent when the one before it is answered. The handlers are in
+[handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has got, `do` does what the body says.
 
-Compared are the status, each header, the bytes of each chunk, and how the connection ends. `<id>` is a new request id,
-`<its own>` what differs between two starts of one server.
+Compared are the status, each header, the bytes of each chunk, and how the connection ends; over gRPC the code, its
+details, the metadata, and the bytes of each message. `<id>` is a new request id, `<its own>` what differs between two
+starts of one server, `<token>` the token of the management API.
 {count} cases: {same} are the same. What differs in many of them is left out of the tables:
 
 - TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
