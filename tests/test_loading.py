@@ -43,6 +43,7 @@ for built in engines:
 """
 
 
+@pytest.mark.slow
 def test_a_garbage_collection_does_not_walk_what_torch_and_transformers_brought(tiny_model: Path) -> None:
     """In a process of its own: here they are imported already."""
     run = [sys.executable, "-c", _COLLECTED, str(tiny_model)]

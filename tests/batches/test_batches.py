@@ -92,6 +92,7 @@ def test_a_row_is_answered_as_the_same_request_alone(api: Api, logprobs: dict[st
     assert answer["id"].startswith("chatcmpl-") and answer["created"] > 0
 
 
+@pytest.mark.slow
 def test_counts_grow_while_rows_are_answered(api: Api) -> None:
     batch = api.create([row(n, max_tokens=8, ignore_eos=True) for n in range(48)])
     shown = api.wait(batch["id"], "in_progress", "finalizing", "completed", done=1)["request_counts"]

@@ -14,7 +14,8 @@ from tests.server.harness import Model
 _ROWS, _TOKENS, _PART = 56, 6, 16
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_after_a_signal_every_row_is_delivered_once_and_none_is_answered_again_after_its_delivery(
     tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -271,7 +271,8 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: 
     assert cloud(*run) == 0 and joined(tmp_path / "out").startswith(kept)
 
 
-@pytest.mark.parametrize("command", ["run", pytest.param("watch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["run", "watch"])
 def test_ctrl_c_while_the_model_loads_ends_at_once_and_leaves_no_process(
     rows: Path, tmp_path: Path, command: str, request: pytest.FixtureRequest
 ) -> None:

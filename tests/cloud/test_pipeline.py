@@ -53,6 +53,7 @@ def test_results_keep_the_order_of_the_rows_whatever_the_batches_take() -> None:
     assert all(result.outcome.response == {"text": f"k:{i}"} for i, result in enumerate(found) if i != 7)
 
 
+@pytest.mark.slow
 def test_ten_thousand_objects_behind_a_slow_head_stay_within_the_window_and_the_memory() -> None:
     """In a process of its own, whose memory nothing else has touched; the order is asserted there."""
     script = [sys.executable, "-m", "tests.cloud.ten_thousand"]

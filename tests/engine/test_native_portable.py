@@ -34,10 +34,11 @@ for argument; do
 done
 exec c++ "$@"
 """
-_SLOW = [variant.name for variant in VARIANTS if variant.name != "avx2"] + [_OLD]
+_NAMES = (*(variant.name for variant in VARIANTS), _OLD)
 
 
-@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _NAMES)
 def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [variant.name for variant in runnable()]
     if name not in here and not (name == _OLD and platform.machine() == "x86_64"):

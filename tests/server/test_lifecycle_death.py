@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, exit_code, get_ready, serve
 from tests.server.inflight import flights, rest_unary
@@ -13,6 +15,7 @@ _SHORT = {"max_tokens": 2, "ignore_eos": True}
 _DEATHS_SURVIVED = 3
 
 
+@pytest.mark.slow
 def test_an_engine_is_started_anew_and_when_it_stays_dead_the_process_fails(tiny_model: Path, tmp_path: Path) -> None:
     models = [Model("mortal", str(tiny_model)), Model("other", str(tiny_model))]
     environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:40:death,decode:1:slow=0.03"}

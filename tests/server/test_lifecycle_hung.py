@@ -49,6 +49,7 @@ def until_it_hangs(server: Server) -> None:
     server.wait_for("hung", lambda now: now["decode_steps"] >= _LEAD - 1)
 
 
+@pytest.mark.slow
 def test_clients_are_told_in_time_and_sigterm_ends_the_process_within_the_grace(
     tiny_model: Path, tmp_path: Path
 ) -> None:

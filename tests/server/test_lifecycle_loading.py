@@ -128,9 +128,9 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
         assert get_ready(server).status_code == 400, "only the foreign model is not ready: MLServer's own answer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wait", "loads_meanwhile", "sent"),
-    [(_BUSY, False, signal.SIGQUIT), pytest.param(_IDLE, True, signal.SIGTERM, marks=pytest.mark.slow)],
+    ("wait", "loads_meanwhile", "sent"), [(_BUSY, False, signal.SIGQUIT), (_IDLE, True, signal.SIGTERM)]
 )
 def test_a_server_that_is_stopped_while_it_loads_is_never_ready(
     tiny_model: Path, tmp_path: Path, wait: str, loads_meanwhile: bool, sent: signal.Signals

@@ -70,8 +70,10 @@ _GUARDED = {"MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.G
 
 @pytest.mark.parametrize(
     ("repository", "said"),
-    [(_GUARDED, "keys /nowhere/keys cannot be read"), ({}, "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION=")],
-    ids=["no-file", "no-repository"],
+    [
+        pytest.param(_GUARDED, "keys /nowhere/keys cannot be read", id="no-file"),
+        pytest.param({}, "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION=", id="no-repository", marks=pytest.mark.slow),
+    ],
 )
 def test_keys_that_would_not_be_asked_for_end_the_server_with_an_error(
     repository: dict[str, str], said: str, tiny_model: Path, tmp_path: Path

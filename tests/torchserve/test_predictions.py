@@ -348,13 +348,14 @@ def test_the_commands_of_the_page_reach_the_handler(server: Server, tmp_path: Pa
         {"body": ["dict", {"prompt": "hello"}]},
         {"body": ["bytearray", "hello\n"]},
         {"body": ["str", "hello"]},
+        {"name": "assistant", "ready": True},
         {"body": ["dict", {"instances": [1]}]},
-        answers[6],
+        answers[7],
         {"size": ["bytearray", "224"], "body": ["str", "hello"]},
         {"body": ["str", "hello"]},
         {"status": "Healthy"},
     ]
-    assert answers[6]["info"]["title"] == "RESTful API for: assistant"
+    assert answers[7]["info"]["title"] == "RESTful API for: assistant"
 
 
 # "die" ends the worker, and no later one comes up.
