@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +29,7 @@ from benchmarks import bench, machine  # noqa: E402
 from benchmarks.figures import percentile  # noqa: E402
 from benchmarks.model_folder import model_folder  # noqa: E402
 from benchmarks.peers.peer import PeerUnavailable  # noqa: E402
-from benchmarks.peers.torchserve.peer import MODEL, TorchServe, write_mar  # noqa: E402
+from benchmarks.peers.torchserve.peer import ECHO, MODEL, TOKENS, TorchServe, write_mar  # noqa: E402
 from benchmarks.process import free_ports, running  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
 from benchmarks.servers import clean_environment, wait_until_ready  # noqa: E402
@@ -38,6 +39,7 @@ _PROMPT_TOKENS = 32
 _LEAVING_TOKENS = 256  # of the stream whose client leaves after its first token
 _BATCH_DELAY_MS = 50
 _CONCURRENCIES = (1, 4, 16)
+_ECHO_CLIENTS, _ECHO_SECONDS = 64, 10.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,27 @@ class Measured:
         }
 
 
+async def requests_per_second(url: str, seconds: float) -> float:
+    """Of clients that each send their next request when the last one is answered, over connections that are kept."""
+    end = time.perf_counter() + seconds
+    answered = 0
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        nonlocal answered
+        while time.perf_counter() < end:
+            async with session.post(url, data=b"x") as response:
+                if (response.status, await response.read()) != (200, b"ok"):
+                    raise RuntimeError(f"status {response.status}: {(await response.read())[:300]!r}")
+            answered += 1
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for count in (1, _ECHO_CLIENTS):
+            answered, began = 0, time.perf_counter()
+            end = began + (1.0 if count == 1 else seconds)
+            await asyncio.gather(*(client(session) for _ in range(count)))
+    return answered / (time.perf_counter() - began)
+
+
 async def measure(side: Side, measured: Measured, prompts: Prompts, tokens: int, waves: int) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
@@ -122,17 +145,17 @@ async def measure(side: Side, measured: Measured, prompts: Prompts, tokens: int,
 
 
 @contextmanager
-def torchserve(peer: TorchServe, config: Mapping[str, object]) -> Iterator[Side]:
-    with tempfile.TemporaryDirectory() as folder, peer.serving(Path(folder), config) as (port, _):
+def torchserve(peer: TorchServe, config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]:
+    with tempfile.TemporaryDirectory() as folder, peer.serving(Path(folder), config, handler) as (port, _):
         yield Side(f"http://127.0.0.1:{port}/predictions/{MODEL}", lambda request: dict(request), _plain)
 
 
 @contextmanager
-def ours(config: Mapping[str, object]) -> Iterator[Side]:
+def ours(config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]:
     http_port, grpc_port, metrics_port = free_ports(3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_mar(folder / f"{MODEL}.mar", config)
+        write_mar(folder / f"{MODEL}.mar", config, handler)
         settings = {
             "name": MODEL,
             "implementation": "mlserver_torch_stream.TorchServeRuntime",
@@ -202,9 +225,17 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(Measured(name, batch_size))
             with start(config) as side:
                 asyncio.run(measure(side, rows[-1], prompts, options.tokens, options.waves))
+    rates: dict[str, float] = {}
+    for name, start in (("torchserve", partial(torchserve, peer)), ("ours", ours)):
+        bench.say(f"{name}, a handler that answers at once, {_ECHO_CLIENTS} clients")
+        with start({"minWorkers": 1, "maxWorkers": 1, "jobQueueSize": 1000, "deviceType": "cpu"}, ECHO) as side:
+            url = side.url.replace(f"/v2/models/{MODEL}/generate_stream", f"/predictions/{MODEL}")
+            rates[name] = asyncio.run(requests_per_second(url, _ECHO_SECONDS))
     theirs, mine = rows[0].ids, rows[1].ids
     equal = sum(theirs[text] == mine[text] for text in theirs)
     print(as_text(rows))
+    shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    print(f"requests/s of a handler that answers at once, {_ECHO_CLIENTS} clients: {shown}")
     print(f"tokens alone, on both: equal in {equal} of {len(theirs)} answers")
     result = {
         "machine": described,
@@ -212,6 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
         "versions": peer.versions(),
         "tokens": options.tokens,
         "waves": options.waves,
+        "requests_per_s": rates,
         "equal": [equal, len(theirs)],
         "servers": [row.as_json() for row in rows],
     }

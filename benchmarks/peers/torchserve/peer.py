@@ -20,14 +20,14 @@ from benchmarks.process import free_ports, running
 from benchmarks.servers import clean_environment, wait_until_ready
 
 MODEL = "bench"
-_HANDLER = Path(__file__).parent / "handler.py"
+TOKENS, ECHO = (Path(__file__).parent / name for name in ("handler.py", "echo_handler.py"))
 
 
-def write_mar(path: Path, config: Mapping[str, object]) -> Path:
+def write_mar(path: Path, config: Mapping[str, object], handler: Path = TOKENS) -> Path:
     """The archive, with nothing but the handler and its settings in it."""
     model = {"modelName": MODEL, "modelVersion": "1.0", "handler": "handler.py", "configFile": "model-config.yaml"}
     with zipfile.ZipFile(path, "w") as archive:
-        archive.write(_HANDLER, "handler.py")
+        archive.write(handler, "handler.py")
         archive.writestr("model-config.yaml", json.dumps(config))  # JSON is YAML
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
     return path
@@ -58,11 +58,11 @@ class TorchServe(Peer):
         raise NotImplementedError("it streams plain chunks, no events")
 
     @contextmanager
-    def serving(self, folder: Path, config: Mapping[str, object]) -> Iterator[tuple[int, int]]:
+    def serving(self, folder: Path, config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[tuple[int, int]]:
         """Its port and pid, once the model answers pings."""
         port, *others = free_ports(5)
         (folder / "store").mkdir(parents=True)
-        write_mar(folder / "store" / f"{MODEL}.mar", config)
+        write_mar(folder / "store" / f"{MODEL}.mar", config, handler)
         names = ("management_address", "metrics_address")
         lines = [f"inference_address=http://127.0.0.1:{port}"]
         lines += [f"{name}=http://127.0.0.1:{each}" for name, each in zip(names, others, strict=False)]
