@@ -66,7 +66,7 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
 
 
 def check_object_options(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused for options of whole objects that contradict each other or those of prompts."""
+    """Raises RunRefused if two options of whole objects, or one of them and an option of prompts, contradict."""
     if not hands_objects(arguments):
         for name, given in (
             ("chunk-bytes", arguments.chunk_bytes),

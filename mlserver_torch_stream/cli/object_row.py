@@ -28,8 +28,8 @@ class AnswerTooLarge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ObjectRequest:
-    """How rows become requests. ``headers``: those of every request; ``pieces``: each piece of an answer becomes an
-    output row."""
+    """How rows become requests. Every request has the ``headers``. ``pieces``: each piece of an answer becomes a
+    row."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
     pieces: bool = False

@@ -78,7 +78,7 @@ def start_mlserver(folder: str) -> None:
 
 
 def is_repository(folder: Path) -> bool:
-    """Whether MLServer's own settings, or those of models, are in the folder, rather than one model's files."""
+    """Whether the folder has MLServer's settings or settings of models, and is not itself the folder of one model."""
     if (folder / SETTINGS).is_file() or (folder / MODEL_SETTINGS).is_file():
         return True
     is_model = (folder / "config.json").is_file() or any(folder.glob("*.gguf"))

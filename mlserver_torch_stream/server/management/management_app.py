@@ -40,8 +40,6 @@ class ManagementApp:
         self.ending = OneTimeEvent()  # set when the port is about to be closed: what still runs is refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise NotImplementedError(scope["type"])
         request = Request(scope, receive)
         request_id = request_id_of(request.headers)
         retry_after = None

@@ -82,7 +82,7 @@ class _Listener(uvicorn.Server):
     """Leaves signals to MLServer."""
 
     def __init__(self, app: ManagementApp) -> None:
-        super().__init__(uvicorn.Config(app, lifespan="off", access_log=False, log_config=None))
+        super().__init__(uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
