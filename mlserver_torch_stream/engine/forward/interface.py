@@ -1,30 +1,23 @@
-"""Defines a forward: one call of a model on new tokens over a KV cache.
+"""Defines a forward: one call of a model on the packed new tokens of a batch, over pages.
 
 Knows no implementation, so that batchers, checks and faults import none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
-from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
 
 class Forward(Protocol):
-    """Takes tokens ``[rows][queries]`` and their cache; returns the logits ``[rows, vocabulary]`` of the last tokens.
+    """Returns the logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
-    A call adds the tokens to the cache. If it raises, the cache holds none of them.
+    It makes the batch's copies, and writes the keys and values of the new tokens to their pages. If it raises, those
+    pages hold anything, and states are as before, so that the same tokens can be tried again.
     """
 
-    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor: ...
-
-
-@runtime_checkable
-class JointForward(Forward, Protocol):
-    """A forward that also takes the rows of several caches in one call, and so reads the weights once for all."""
-
-    def together(self, parts: Sequence[tuple[Sequence[Sequence[int]], RowCache]]) -> list[torch.Tensor]:
-        """Returns the logits of each part. All rows have equally many tokens. If it raises, no cache has advanced."""
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor: ...

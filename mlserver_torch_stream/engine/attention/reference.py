@@ -1,0 +1,50 @@
+"""Computes paged attention in plain torch, one sequence after the other: what the kernels are compared with.
+
+Knows nothing of speed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.batch import BatchSequence
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+
+
+def reference_attention(
+    query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+) -> torch.Tensor:
+    """A ``PagedAttention``; scores and sums are in float32."""
+    parts, first = [], 0
+    for sequence in batch.batch.sequences:
+        queries = query[first : first + sequence.count]
+        parts.append(_attend(queries, layer, sequence, options))
+        first += sequence.count
+    return torch.cat(parts)
+
+
+def _attend(
+    query: torch.Tensor, layer: LayerPages, sequence: BatchSequence, options: AttentionOptions
+) -> torch.Tensor:
+    seen = torch.arange(sequence.start, sequence.length, device=query.device)[:, None]
+    oldest = torch.zeros_like(seen)
+    if options.window is not None:
+        oldest = (seen - options.window + 1).clamp(min=0)
+    elif options.chunk is not None:
+        oldest = seen // options.chunk * options.chunk
+    first = int(oldest[0])
+    keys, values = (part.float() for part in layer.read(sequence.tables[layer.group], first, sequence.length))
+    heads, kv_heads = query.shape[1], keys.shape[0]
+    keys, values = (part.repeat_interleave(heads // kv_heads, 0) for part in (keys, values))
+    scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    position = torch.arange(first, sequence.length, device=query.device)
+    scores = scores.masked_fill((position > seen) | (position < oldest), float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.float().reshape(heads, 1, 1).expand(heads, len(query), 1)
+        chances = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    else:
+        chances = torch.softmax(scores, -1)
+    return torch.einsum("hqk,hkd->qhd", chances, values).to(query.dtype)

@@ -1,0 +1,96 @@
+"""Lets a model's attention run over pages: functions registered with transformers' interfaces.
+
+Knows nothing of batchers. Outside a paged forward the registered functions are transformers' own, so that a model can
+be called as before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+SDPA, EAGER = "sdpa", "eager"
+_NAMES = {SDPA: "mlserver_torch_stream_sdpa", EAGER: "mlserver_torch_stream_eager"}
+
+
+class CannotPage(Exception):
+    """The model's code does not call the attention functions that can be replaced."""
+
+
+class AttentionCall(Protocol):
+    """Runs one attention of a forward: ``query`` ``[rows, heads, tokens, head_dim]``, and options by name."""
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor: ...
+
+
+_call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=None)
+
+
+def take_attention(model: PreTrainedModel) -> None:
+    """Registers our functions as the model's attention. Raises CannotPage."""
+    before = model.config._attn_implementation
+    if before in _NAMES.values():
+        return
+    if before not in _NAMES:
+        raise CannotPage(f"its attention is {before!r}, not {SDPA!r} or {EAGER!r}")
+    model.set_attn_implementation(_NAMES[before])
+
+
+@contextmanager
+def paged(call: AttentionCall) -> Iterator[None]:
+    """Inside it, models of this thread call ``call`` for each attention, and make no masks."""
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def _attend(
+    implementation: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    call = _call.get()
+    if call is None:
+        result: tuple[torch.Tensor, Any] = _own(implementation, module)(
+            module, query, key, value, attention_mask, **options
+        )
+        return result
+    if attention_mask is not None or options.get("position_bias") is not None:
+        raise CannotPage("its code makes masks of its own")
+    return call(module, query, key, value, **options), None
+
+
+def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
+    """Returns transformers' function. The eager one is in the model's own file. Raises CannotPage."""
+    if implementation == SDPA:
+        attend: Callable[..., Any] = AttentionInterface()[SDPA]
+        return attend
+    own: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise CannotPage(f"the attention of {type(module).__name__} is not to be found")
+    return own
+
+
+def _mask(implementation: str, *args: Any, **options: Any) -> Any:
+    return None if _call.get() is not None else AttentionMaskInterface()[implementation](*args, **options)
+
+
+for _implementation, _name in _NAMES.items():
+    AttentionInterface.register(_name, partial(_attend, _implementation))
+    AttentionMaskInterface.register(_name, partial(_mask, _implementation))

@@ -1,0 +1,55 @@
+"""Describes a KV cache of pages: its groups of layers, and the bytes that tokens, pages and states take.
+
+Knows nothing of tensors, so that the scheduler can import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that see the same tokens, and so share block tables.
+
+    A query sees its own key and the ``window - 1`` before it, or those from the beginning of its own ``chunk`` on
+    (Llama 4), or all. ``token_bytes`` are those of the keys and values of a token in all layers of the group.
+    """
+
+    layers: tuple[int, ...]  # of transformers' cache
+    window: int | None = None
+    chunk: int | None = None
+    token_bytes: int = 0
+
+    def oldest_seen(self, position: int) -> int:
+        """Returns the position of the oldest key that the query at ``position`` sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    @property
+    def span(self) -> int | None:
+        """The most keys that a query sees; None: all."""
+        return self.window if self.chunk is None else self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """``state_bytes`` are those of a sequence's states; 0: the model keeps none."""
+
+    page_size: int  # tokens
+    groups: tuple[LayerGroup, ...]
+    state_bytes: int = 0
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def page_bytes(self, group: int) -> int:
+        return self.page_size * self.groups[group].token_bytes
+
+    def most_pages(self, group: int, tokens: int, step: int) -> int:
+        """Returns the most pages that a sequence of ``tokens`` holds at once, with ``step`` new tokens at a time."""
+        span = self.groups[group].span
+        if span is None or tokens <= span + step:
+            return self.pages(tokens)
+        return min(self.pages(tokens), self.pages(span + step - 1) + 1)

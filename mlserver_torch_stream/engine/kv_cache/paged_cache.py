@@ -1,0 +1,103 @@
+"""Holds the keys and values of all sequences in pages, one pool per layer, on the layer's own device.
+
+Knows nothing of sequences: a batch's block tables say which page holds what, and its scheduler owns the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.state_slots import StateSlots
+
+
+@dataclass(slots=True)
+class LayerPages:
+    """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
+
+    On a CPU the memory of a page that nobody has written to is not resident.
+    """
+
+    group: int
+    pages: int
+    page_size: int
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once."""
+        if self.keys is None:
+            self.keys = self._pool(key)
+            self.values = self._pool(value)
+
+    def _pool(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.pages, like.shape[-3], self.page_size, like.shape[-1])
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores ``[tokens, kv_heads, head_dim]`` at ``slots``, ``page * page_size + offset`` of each token."""
+        self.reserve(key.transpose(0, 1), value.transpose(0, 1))
+        assert self.keys is not None and self.values is not None
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        self.keys[pages, :, offsets] = key
+        self.values[pages, :, offsets] = value
+
+    def read(self, table: Sequence[int], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of the keys and values of the positions ``first`` to ``stop - 1``, ``[kv_heads, n, dim]``."""
+        assert self.keys is not None and self.values is not None
+        begin = first // self.page_size
+        pages = torch.tensor(list(table[begin : -(-stop // self.page_size)]), device=self.keys.device)
+        part = slice(first - begin * self.page_size, stop - begin * self.page_size)
+        keys, values = (pool[pages].transpose(0, 1).flatten(1, 2)[:, part] for pool in (self.keys, self.values))
+        return keys, values
+
+    def copy_page(self, source: int, target: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys[target] = self.keys[source]
+            self.values[target] = self.values[source]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token; 0 before the first forward."""
+        pools = (self.keys, self.values)
+        return sum(0 if p is None else p.shape[1] * p.shape[3] * p.element_size() for p in pools)
+
+
+class PagedCache:
+    """Pages of each attention layer and the slots of each layer that keeps states, by the layer's index."""
+
+    def __init__(self, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int) -> None:
+        """``pages`` are the numbers of pages of each group of ``layout.spec(page_size).groups``."""
+        self.layout = layout
+        self.page_size = page_size
+        self.groups = layout.spec(page_size).groups
+        self.layers = {
+            index: LayerPages(number, count, page_size)
+            for number, (group, count) in enumerate(zip(self.groups, pages, strict=True))
+            for index in group.layers
+        }
+        self.states = StateSlots(layout, state_slots) if layout.has_states else None
+
+    def prepare(self, batch: Batch) -> None:
+        """Makes the copies that a batch asks for. A forward calls it first."""
+        for group, source, target in batch.copies:
+            for layer in self.layers.values():
+                if layer.group == group:
+                    layer.copy_page(source, target)
+        if self.states is not None:
+            for source, target in batch.state_copies:
+                self.states.copy(source, target)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The groups with the bytes of what forwards have written so far."""
+        groups = (
+            replace(group, token_bytes=sum(self.layers[index].token_bytes for index in group.layers))
+            for group in self.groups
+        )
+        return CacheSpec(self.page_size, tuple(groups), 0 if self.states is None else self.states.bytes_per_slot)

@@ -1,0 +1,42 @@
+"""Defines what the scheduler decides for one step.
+
+Knows nothing of tensors or pages: the batch of a plan names those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.request_state import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A sequence's part of a step, in the same place as its ``BatchSequence``.
+
+    ``samples`` are the sequences that get a token from the logits of this part: none before the end of a prompt, all
+    ``n`` of a request at its end, afterwards ``sequence`` itself. ``drafts`` are the last of its tokens, to be verified.
+    """
+
+    sequence: SequenceState
+    start: int
+    count: int
+    samples: tuple[SequenceState, ...]
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it computes tokens that were not sampled just now: of a prompt, or of a sequence that resumes."""
+        return self.count - len(self.drafts) > 1 or not self.samples or not self.sequence.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The sequences of one step and their batch. An empty plan has nothing to run."""
+
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    batch: Batch = Batch(())
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
