@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     if "load" in options.parts:
         cases = make_cases(options.cases, options.scale, prompts)
         plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
-        result["servers"] = [measured.as_json() for measured in run_sweeps([ours], plan)]
+        before = [replace(ours, name="before", python=each / ".venv" / "bin" / "python") for each in options.before]
+        result["servers"] = [measured.as_json() for measured in run_sweeps([ours, *before], plan)]
     if "gains" in options.parts:
         say("sixteen at once and in turn, liveness")
         with started(ours) as live:
@@ -90,6 +91,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
     parser.add_argument("--endpoints", default="rest,grpc", help="of rest, grpc, openai (default: %(default)s)")
+    parser.add_argument(
+        "--before",
+        action="append",
+        default=[],
+        type=lambda folder: Path(folder).absolute(),
+        help="another checkout, installed: its server takes turns with ours",
+    )
     parser.add_argument("--parts", default="load,gains,growth", help=f"of {', '.join(_PARTS)}, or all")
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
@@ -115,13 +123,19 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:
     """What follows from ``--quick``, and only a whole run is kept as the project's result."""
-    whole = not (options.quick or options.cases or options.new_tokens or getattr(options, "peers", None))
+    left_out = any(getattr(options, name, None) for name in ("quick", "cases", "new_tokens", "peers", "before"))
+        options.quick
+        or options.cases
+        or options.new_tokens
+        or getattr(options, "peers", None)
+        or getattr(options, "before", None)
+    )
     options.cases = tuple((options.cases or (_QUICK_CASES if options.quick else ",".join(cases))).split(","))
     options.sweeps = options.sweeps or (1 if options.quick else 2)
     options.scale = QUICK if options.quick else Scale()
     if options.new_tokens:
         options.scale = replace(options.scale, new_tokens=options.new_tokens)
-    if options.output is None and whole and "load" in getattr(options, "parts", "load"):
+    if options.output is None and not left_out and "load" in getattr(options, "parts", "load"):
         options.output = RESULTS
     try:
         json.loads(options.extra)

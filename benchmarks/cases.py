@@ -4,7 +4,9 @@
     p2000        one prompt of 2,000 tokens on an idle server
     p2000-again  the same, when another prompt with the same beginning was answered just before
     c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
+    c2+32p16     one running stream, then 32 prompts of 16 tokens at once
     mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
+    loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
 
 Knows no server: it is given an endpoint.
 """
@@ -25,9 +27,11 @@ from benchmarks.process import Usage
 from benchmarks.prompts import Prompts
 from benchmarks.recording import Recording
 
-DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p2000", "p2000-again", "c32+p2000", "mix")
+DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p2000", "p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16")
 _SERIAL_STREAMS = 4  # enough to see a queue
-_NAME = re.compile(r"c(?P<streams>\d+)(\+p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)")
+_NAME = re.compile(
+    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,15 @@ class Scale:
     mix_per_s: float = 2.0
     mix_prompts: tuple[int, int] = (32, 1500)
     mix_answers: tuple[int, int] = (16, 400)
+    loop_requests: int = 64
+    loop_prompts: tuple[int, int] = (32, 2000)
+    loop_answers: tuple[int, int] = (16, 512)
 
 
 QUICK = Scale(
     new_tokens=8, wave_streams=2, late_new_tokens=2, running_new_tokens=48,
     mix_requests=6, mix_per_s=4.0, mix_prompts=(32, 200), mix_answers=(4, 16),
+    loop_requests=6, loop_prompts=(32, 200), loop_answers=(4, 16),
 )  # fmt: skip
 
 
@@ -67,15 +75,18 @@ class Case:
     def needs_batching(self) -> bool:
         """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
         match = _match(self.name)
-        return bool(match["mix"] or match["late"] or int(match["streams"] or 1) > _SERIAL_STREAMS)
+        return bool(match["mix"] or match["loop"] or match["late"] or int(match["streams"] or 1) > _SERIAL_STREAMS)
 
     async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
         """``sweep`` names this run: no other has its prompts. Raises WrongCount or BadAnswer."""
         match = _match(self.name)
         if match["mix"]:
             return await self._mix(endpoint, pid, sweep)
+        if match["loop"]:
+            return await self._loop(endpoint, pid, sweep, int(match["loop"]))
         if match["late"]:
-            return await self._late(endpoint, pid, sweep, int(match["streams"]), int(match["late"]))
+            many = int(match["many"] or 1)
+            return await self._late(endpoint, pid, sweep, int(match["streams"]), many, int(match["late"]))
         if match["again"]:
             return await self._again(endpoint, pid, sweep, int(match["prompt"]))
         if match["prompt"]:
@@ -92,14 +103,17 @@ class Case:
         waves = [_read(endpoint, asks, recordings) for asks, recordings in zip(asked, recorded, strict=True)]
         return {**summarize(waves), **usage.figures}
 
-    async def _late(self, endpoint: Endpoint, pid: int, sweep: object, streams: int, late_tokens: int) -> Figures:
+    async def _late(
+        self, endpoint: Endpoint, pid: int, sweep: object, streams: int, many: int, late_tokens: int
+    ) -> Figures:
         size = self.scale.prompt_tokens
         asks = [self._ask(size, sweep, index, new=self.scale.running_new_tokens) for index in range(streams - 1)]
-        late = self._ask(late_tokens, sweep, "late", new=self.scale.late_new_tokens)
+        new_tokens = self.scale.late_new_tokens
+        late = [self._ask(late_tokens, sweep, "late", index, new=new_tokens) for index in range(many)]
         async with Usage(pid) as usage:
-            recordings, intruder = await load.intrusion(endpoint, asks, late)
-        answers, late_answer = _read(endpoint, asks, recordings), _read(endpoint, [late], [intruder])[0]
-        return {**disturbance(answers, late_answer), **usage.figures}
+            recordings, intruders = await load.intrusion(endpoint, asks, late)
+        answers, late_answers = _read(endpoint, asks, recordings), _read(endpoint, late, intruders)
+        return {**disturbance(answers, late_answers), **usage.figures}
 
     async def _again(self, endpoint: Endpoint, pid: int, sweep: object, tokens: int) -> Figures:
         """Two prompts that differ in their last tokens only."""
@@ -120,6 +134,19 @@ class Case:
             now += dice.expovariate(scale.mix_per_s)
         async with Usage(pid) as usage:
             recordings = await load.at_times(endpoint, asks, offsets)
+        return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
+
+    async def _loop(self, endpoint: Endpoint, pid: int, sweep: object, streams: int) -> Figures:
+        scale = self.scale
+        dice = random.Random(11)  # the same lengths in every sweep and for every server
+        asks = [
+            self._ask(
+                _log_uniform(dice, *scale.loop_prompts), sweep, index, new=_log_uniform(dice, *scale.loop_answers)
+            )
+            for index in range(scale.loop_requests)
+        ]
+        async with Usage(pid) as usage:
+            recordings = await load.always(endpoint, asks, streams)
         return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
 
     def _ask(self, tokens: int, *label: object, new: int | None = None) -> Ask:
@@ -143,8 +170,11 @@ def describe(name: str) -> str:
     match = _match(name)
     if match["mix"]:
         return "a mix of lengths, random arrivals"
+    if match["loop"]:
+        return f"{match['loop']} always in flight, a mix of lengths"
     if match["late"]:
-        return f"{int(match['streams']) - 1} streams, and a prompt of {int(match['late']):,} tokens arrives"
+        arrives = f"{match['many']} prompts" if match["many"] else "a prompt"
+        return f"{int(match['streams']) - 1} running, then {arrives} of {int(match['late']):,} tokens"
     if match["prompt"]:
         return f"a prompt of {int(match['prompt']):,} tokens" + (", its beginning known" if match["again"] else "")
     return f"{match['streams']} at once" if match["streams"] != "1" else "alone"

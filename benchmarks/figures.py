@@ -74,16 +74,17 @@ def steady_span(wave: Sequence[Answer]) -> tuple[float, float]:
     return max(answer.arrivals[0] for answer in wave), min(answer.arrivals[-1] for answer in wave)
 
 
-def disturbance(answers: Sequence[Answer], intruder: Answer) -> Figures:
-    """What running streams felt from the arrival of a long prompt to its first token, and what it waited."""
-    begin, end = intruder.started, intruder.arrivals[0]
+def disturbance(answers: Sequence[Answer], intruders: Sequence[Answer]) -> Figures:
+    """What running streams felt from the arrival of prompts to the first token of the last, and what those waited."""
+    begin = min(each.started for each in intruders)
+    end = max(each.arrivals[0] for each in intruders)
     running = [answer for answer in answers if answer.arrivals[0] < begin < answer.arrivals[-1]]
     gaps = [gap for answer in running for gap in answer.gaps_within(begin, end)]
     return {
-        "requests": len(answers) + 1,
-        "new_tokens": sum(answer.new_tokens for answer in (*answers, intruder)),
+        "requests": len(answers) + len(intruders),
+        "new_tokens": sum(answer.new_tokens for answer in (*answers, *intruders)),
         "running_at_arrival": len(running),
-        "ttft_p50_ms": 1000 * intruder.ttft,
+        **spread("ttft", [each.ttft for each in intruders]),
         **spread("itl", gaps),
     }
 

@@ -1,4 +1,4 @@
-"""Shapes of load: all at once, one after another, as they come, and one long prompt among running streams.
+"""Shapes of load: all at once, one after another, as they come, always so many, and prompts among running streams.
 
 Knows neither servers nor figures: it sends asks through an endpoint and gives back the recordings.
 """
@@ -45,21 +45,38 @@ async def at_times(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[fl
     return await _run(endpoint, asks, offsets)
 
 
-async def intrusion(endpoint: Endpoint, asks: Sequence[Ask], late: Ask) -> tuple[list[Recording], Recording]:
-    """All at once; when every one of them streams, the late one comes."""
+async def always(endpoint: Endpoint, asks: Sequence[Ask], streams: int) -> list[Recording]:
+    """So many at any time: the next one when one of them has ended."""
+    requests = iter([endpoint.request(ask) for ask in asks])
+    recordings: list[Recording] = []
+
+    async def one_after_another() -> None:
+        for request in requests:
+            recordings.append(recording := Recording())
+            await _send(endpoint, request, recording)
+
+    await asyncio.gather(*(one_after_another() for _ in range(streams)))
+    return recordings
+
+
+async def intrusion(
+    endpoint: Endpoint, asks: Sequence[Ask], late: Sequence[Ask]
+) -> tuple[list[Recording], list[Recording]]:
+    """All at once; when every one of them streams, the late ones come together."""
     recordings = [Recording() for _ in asks]
     settled = when_all_stream(recordings, _SETTLED)
     first = asyncio.gather(
         *(_send(endpoint, endpoint.request(ask), each) for ask, each in zip(asks, recordings, strict=True))
     )
-    intruder = Recording()
+    intruders = [Recording() for _ in late]
     try:
         either: list[asyncio.Future[Any]] = [settled, first]
         await asyncio.wait(either, timeout=STREAM_S, return_when=asyncio.FIRST_COMPLETED)
-        await _send(endpoint, endpoint.request(late), intruder)
+        requests = [endpoint.request(ask) for ask in late]
+        await asyncio.gather(*(_send(endpoint, *each) for each in zip(requests, intruders, strict=True)))
     finally:
         await first
-    return recordings, intruder
+    return recordings, intruders
 
 
 async def _run(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:

@@ -62,11 +62,12 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Ours:
-    """``mlserver start`` with one model, as a user would start it, from this interpreter's environment."""
+    """``mlserver start`` with one model, as a user would start it, from the environment of ``python``."""
 
     uri: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     name: str = OURS
+    python: Path = Path(sys.executable)
     one_at_a_time: bool = False
     model: str = "bench"
 
@@ -82,7 +83,7 @@ class Ours:
         write_mlserver_folder(folder, self.model, implementation, parameters, ports)
         log = folder / "server.log"
         began = time.perf_counter()
-        command = [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)]
+        command = [str(self.python.with_name("mlserver")), "start", str(folder)]
         environment = {**clean_environment(), "MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder / "batches")}
         with running(command, environment, log, folder) as process:
             wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)

@@ -52,7 +52,7 @@ def test_steady_is_after_the_last_first_token_and_before_the_first_last_one() ->
 def test_a_disturbance_is_seen_by_those_that_were_running() -> None:
     running = _answer(0.0, 1.0, 1.1, 1.9, 2.0, 5.0)  # 800 ms as the long prompt comes at 1.2
     over = _answer(0.0, 0.1, 1.0)
-    figures = disturbance([running, over], _answer(1.2, 1.95, 2.5))
+    figures = disturbance([running, over], [_answer(1.2, 1.95, 2.5)])
     assert figures["running_at_arrival"] == 1
     assert figures["ttft_p50_ms"] == pytest.approx(750.0)
     assert figures["itl_max_ms"] == pytest.approx(800.0)
