@@ -124,12 +124,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:
     """What follows from ``--quick``, and only a whole run is kept as the project's result."""
     left_out = any(getattr(options, name, None) for name in ("quick", "cases", "new_tokens", "peers", "before"))
-        options.quick
-        or options.cases
-        or options.new_tokens
-        or getattr(options, "peers", None)
-        or getattr(options, "before", None)
-    )
     options.cases = tuple((options.cases or (_QUICK_CASES if options.quick else ",".join(cases))).split(","))
     options.sweeps = options.sweeps or (1 if options.quick else 2)
     options.scale = QUICK if options.quick else Scale()
