@@ -1,0 +1,1 @@
+"""Drafts tokens that a step verifies beside a sequence's newest one."""

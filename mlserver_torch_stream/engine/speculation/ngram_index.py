@@ -1,0 +1,48 @@
+"""Finds in a sequence of tokens what followed the last time that its newest tokens occurred.
+
+Knows nothing of models. The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Longer n-grams first: what follows them is right more often.
+_SIZES = (4, 3, 2)
+
+
+class NgramIndex:
+    """Knows for each n-gram of a sequence the position after its latest occurrence but the newest."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self._tokens)
+            for size in _SIZES:
+                if end >= size:
+                    self._after[tuple(self._tokens[end - size :])] = end
+            self._tokens.append(token)
+
+    def lookup(self, most: int) -> list[int]:
+        """Returns at most ``most`` tokens that may follow; none where the newest tokens are new."""
+        position = self._find()
+        if position is None:
+            return []
+        drafts: list[int] = []
+        for index in range(position, position + most):  # a loop in the text goes on in its own drafts
+            known = len(self._tokens)
+            drafts.append(self._tokens[index] if index < known else drafts[index - known])
+        return drafts
+
+    def _find(self) -> int | None:
+        for size in _SIZES:
+            newest = tuple(self._tokens[-size:])
+            if len(newest) == size and newest in self._after:
+                return self._after[newest]
+        return None

@@ -1,0 +1,136 @@
+"""Prompt lookup: what is drafted, and when it is not."""
+
+import asyncio
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.speculation.ngram_index import NgramIndex
+from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
+from mlserver_torch_stream.engine.speculation.step_time import StepTime
+from mlserver_torch_stream.types import SamplingParameters
+
+LOOP = asyncio.new_event_loop()
+LOOP.close()
+
+
+class Codec:
+    special_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        return "x" * len(ids)
+
+
+def index_of(*tokens: int) -> NgramIndex:
+    index = NgramIndex()
+    index.extend(tokens)
+    return index
+
+
+def test_what_followed_the_latest_occurrence_is_drafted() -> None:
+    assert index_of(1, 2, 3, 1, 2, 4, 9, 1, 2).lookup(3) == [4, 9, 1]
+
+
+def test_the_longest_beginning_decides() -> None:
+    assert index_of(5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2).lookup(1) == [3]
+
+
+def test_new_tokens_have_no_drafts() -> None:
+    assert index_of(1, 2, 3, 4).lookup(4) == []
+    assert index_of().lookup(4) == []
+
+
+def test_a_loop_goes_on() -> None:
+    assert index_of(1, 2, 3, 1, 2, 3, 1, 2, 3).lookup(7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8))
+def test_drafts_followed_the_same_two_tokens_somewhere(tokens: list[int], most: int) -> None:
+    drafts = index_of(*tokens).lookup(most)
+    assert len(drafts) in (0, most)
+    if drafts:
+        newest = tokens[-2:]
+        assert any(tokens[at : at + 2] == newest and tokens[at + 2] == drafts[0] for at in range(len(tokens) - 2))
+
+
+def test_the_time_of_a_step_is_a_line_through_the_past() -> None:
+    time = StepTime()
+    assert (time.of(3), time.per_token) == (0.0, 0.0)
+    for tokens in (1, 5, 2, 9, 1):
+        time.note(tokens, 0.010 + 0.002 * tokens)
+    assert abs(time.of(20) - 0.050) < 1e-9
+    assert abs(time.per_token - 0.002) < 1e-9
+
+
+def test_equal_steps_say_nothing_of_a_further_token() -> None:
+    time = StepTime()
+    for _ in range(100):
+        time.note(4, 0.01)
+    assert time.per_token == 0.0
+    assert abs(time.of(4) - 0.01) < 1e-9
+
+
+def sequence(prompt: list[int], tokens: list[int], max_tokens: int = 100) -> SequenceState:
+    request = EngineRequest(tuple(prompt), SamplingParameters(max_tokens=max_tokens))
+    state = RequestState(request, Mailbox(LOOP, 1, lambda: None), Codec(), (), 1000)  # type: ignore[arg-type]
+    state.sequences[0].tokens += tokens
+    return state.sequences[0]
+
+
+def timed(most: int, base: float, per_token: float) -> PromptLookup:
+    lookup = PromptLookup(most)
+    for tokens in (1, 4, 8, 16, 33):
+        lookup.stepped(tokens, base + per_token * tokens)
+    return lookup
+
+
+def test_a_sequence_drafts_from_its_prompt_and_its_answer() -> None:
+    lookup, asked = PromptLookup(3), sequence([1, 2, 3, 4, 5], [1, 2])
+    assert lookup.drafts(asked, 1) == [3, 4, 5]
+    asked.tokens += [3, 9, 9, 3]
+    assert lookup.drafts(asked, 1) == []
+    asked.tokens += [9]
+    assert lookup.drafts(asked, 1) == [9, 3, 9]
+
+
+def test_no_draft_is_beyond_the_last_token() -> None:
+    assert PromptLookup(8).drafts(sequence([1, 2, 3, 4, 5], [1, 2], max_tokens=4), 1) == [3]
+
+
+def test_rejected_drafts_end_drafting_and_a_later_try_begins_it_again() -> None:
+    lookup, asked = timed(4, 0.010, 0.001), sequence([1, 2, 3, 4, 5], [1, 2])
+    assert lookup.drafts(asked, 1)
+    tries = 0
+    while lookup.drafts(asked, 1):
+        lookup.verified(asked, 4, 0)
+        tries += 1
+    assert tries < 20
+    for _ in range(1000):
+        if lookup.drafts(asked, 1):
+            break
+    else:
+        raise AssertionError("never tried again")
+
+
+def test_accepted_drafts_are_worth_it_beside_few_and_not_beside_many() -> None:
+    lookup, asked = timed(4, 0.010, 0.001), sequence([1, 2, 3, 4, 5], [1, 2])
+    for _ in range(5):
+        lookup.verified(asked, 4, 1)
+    few = lookup.drafts(asked, 1)
+    for _ in range(20):
+        lookup.verified(asked, 4, 0)
+        lookup.verified(asked, 4, 1)
+    assert len(lookup.drafts(asked, 100)) < len(few)
+
+
+def test_a_forgotten_sequence_begins_anew() -> None:
+    lookup, asked = timed(4, 0.010, 0.001), sequence([1, 2, 3, 4, 5], [1, 2])
+    for _ in range(50):
+        lookup.verified(asked, 4, 0)
+    lookup.drafts(asked, 1)
+    lookup.forget([asked])
+    assert lookup.drafts(asked, 1)
