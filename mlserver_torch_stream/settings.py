@@ -24,6 +24,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from mlserver_torch_stream.byte_size import parse_bytes
@@ -75,6 +76,22 @@ MaxMemory = Annotated[dict[str | int, str | int], BeforeValidator(_number_keys)]
 Sampling = Annotated[dict[str, Any], BeforeValidator(_known_sampling)]
 
 
+class Speculative(BaseModel):
+    """How tokens are drafted that a step verifies beside a sequence's newest one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_lookup: int = Field(gt=0, le=64)  # most drafts of a sequence and a step, from its own text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        for key in value if isinstance(value, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}{did_you_mean_or_known(str(key), list(cls.model_fields))}")
+        return value
+
+
 _INT8_NEEDS: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("auto", "bfloat16"),
     "quantization_config": (None,),
@@ -117,6 +134,7 @@ class EngineSettings(BaseModel):
     chunked_prefill_size: int = Field(default=512, gt=0)  # prompt tokens between two decode steps
     kv_cache_memory: Bytes | None = None
     prefix_cache_memory: BytesOrNone | None = None  # taken from kv_cache_memory; 0: no prefix cache
+    speculative: Speculative | None = None
     threads: int | None = Field(default=None, gt=0)
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks, each of which holds a part of every layer
     replicas: int = Field(default=1, gt=0)  # engines on a device each, behind one name

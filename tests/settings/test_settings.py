@@ -52,6 +52,9 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: obj
         ("threads", 0),
         ("quantization_config", "4bit"),
         ("default_sampling", [1]),
+        ("speculative", 8),
+        ("speculative", {}),
+        ("speculative", {"prompt_lookup": 0}),
     ],
 )
 def test_a_wrong_value_names_its_key(key: str, value: object) -> None:
@@ -65,6 +68,13 @@ def test_default_sampling_knows_only_request_parameters_of_the_right_type() -> N
         parse(default_sampling={"temprature": 1.0})
     with pytest.raises(SettingsError, match=r"default_sampling: top_k: "):
         parse(default_sampling={"top_k": "many"})
+
+
+def test_speculative_names_the_way_to_draft() -> None:
+    speculative = parse(speculative={"prompt_lookup": 8}).settings.speculative
+    assert speculative is not None and speculative.prompt_lookup == 8
+    with pytest.raises(SettingsError, match=r"speculative: .*'promt_lookup'; did you mean 'prompt_lookup'"):
+        parse(speculative={"promt_lookup": 8})
 
 
 @pytest.mark.parametrize(
