@@ -90,6 +90,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # Layers with states and attention both.
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "inkling_text": {
+        **{"head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+        **{"sliding_window_size": 6, "d_rel": 4, "rel_extent": 32, "local_layer_ids": [0, 2]},
+        **{"num_hidden_layers": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    },
     # Keys and values are one latent a token, which is expanded after the cache.
     "deepseek_v3": {
         **{"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4},

@@ -43,7 +43,8 @@ class LayerPages:
     def _pool(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.pages, like.shape[-3], self.page_size, like.shape[-1])
         try:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # a tensor made inside could not be written to outside
+                return torch.empty(shape, dtype=like.dtype, device=like.device)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._no_memory(shape, like)) from error
         except RuntimeError as error:  # the CPU's allocator has no error of its own
