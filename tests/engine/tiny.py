@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +21,17 @@ from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.page_counts import page_counts
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from tests.engine.measured import Measured as SelfCheckResult
+from tests.engine.measured import check_batching
 from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.engine.scheduling.scheduler import longest_sequence
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
@@ -136,14 +142,44 @@ def load_model(resolved: ResolvedSettings) -> LoadedModel:
     return complete(load_weights(files, resolved), load_tokenizer(files, resolved), resolved)
 
 
+def batcher_over(
+    model: PreTrainedModel,
+    findings: SelfCheckResult | None = None,
+    *,
+    prefill_tokens: int | None = 4,
+    cache_bytes: int = 2**24,
+    prefix_bytes: int = 0,
+    max_num_seqs: int = 8,
+    page_size: int = 4,
+    rules: GenerationRules | None = None,
+    **more: Any,
+) -> ContinuousBatcher:
+    """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``."""
+    with torch.inference_mode():
+        findings = findings or check_batching(model)
+    assert findings.spec is not None and findings.way is not None, findings.problem
+    spec = replace(findings.spec, page_size=page_size)
+    pages = page_counts(spec, cache_bytes, sequences=max_num_seqs, context=CONTEXT)
+    limits = SchedulerLimits(
+        max_num_seqs,
+        prefill_tokens if findings.chunked else None,
+        pages,
+        cache_bytes,
+        prefix_bytes,
+        stages=1 if (pipeline := more.get("pipeline")) is None else pipeline.depth,
+        whole_prompts=prefill_tokens is None or not findings.chunked,
+    )
+    cache = PagedCache(CacheLayout(model.config), page_size, pages, max_num_seqs)
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, rules)
+    forward = more.pop("forward", None) or ModelForward(model, findings.way)
+    return ContinuousBatcher(forward, cache, samplers, limits, spec, **more)
+
+
 @contextmanager
 def running(
     model: PreTrainedModel,
     *,
     batcher: Batcher | None = None,
-    findings: SelfCheckResult | None = None,
-    prefill_tokens: int | None = 4,
-    cache_bytes: int = 2**24,
     max_num_seqs: int = 8,
     max_queued_requests: int = 64,
     max_queued_tokens: int | None = None,
@@ -152,29 +188,18 @@ def running(
     context: int = CONTEXT,
     fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
-    rules: GenerationRules | None = None,
     rebuild: Callable[[], Batcher] | None = None,
     **more: Any,
 ) -> Iterator[EngineCore]:
-    """An engine over the model, batched unless a backend is given, that is shut down at the end.
+    """An engine over the model, batched unless a batcher is given, that is shut down at the end.
 
-    ``findings``: of the model before its weights were taken; ``more``: of ``ContinuousBatcher``.
+    ``more``: of ``batcher_over``.
     """
     codec = TextCodec(byte_tokenizer())
     if batcher is None:
-        with torch.inference_mode():
-            findings = findings or check_batching(model)
-        assert findings.cost is not None, findings.problem
-        batcher = ContinuousBatcher(
-            model,
-            SamplerFactory(codec, VOCAB, rules),
-            cost=findings.cost,
-            cache_bytes=cache_bytes,
-            max_num_seqs=max_num_seqs,
-            prefill_tokens=prefill_tokens if findings.chunked else None,
-            **more,
-        )
-        context = longest_sequence(findings.cost.of, batcher.stats().kv_cache_budget, context)
+        batcher = batcher_over(model, max_num_seqs=max_num_seqs, **more)
+        fits = (length for length in range(context, 0, -1) if batcher.refusal(1, length, length) is None)
+        context = next(fits, 0)
     info = ModelInfo(vocab_size=VOCAB, max_model_len=context, max_num_seqs=max_num_seqs)
     queue_limits = QueueLimits(max_queued_requests, max_queued_tokens, queue_timeout, step_timeout=step_timeout)
     engine = EngineCore(

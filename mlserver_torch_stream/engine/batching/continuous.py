@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
@@ -24,12 +23,14 @@ from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, Tok
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultInjector
 from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
+from mlserver_torch_stream.engine.scheduling.scheduler import Drafts, Scheduler
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
@@ -61,18 +62,20 @@ class ContinuousBatcher(Batcher):
         self,
         forward: Forward,
         cache: PagedCache,
-        scheduler: Scheduler,
         samplers: SamplerFactory,
+        limits: SchedulerLimits,
+        spec: CacheSpec,
         *,
+        drafts: Drafts | None = None,
         pipeline: Pipeline | None = None,
         faults: FaultInjector | None = None,
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(EngineStats(kv_cache_budget=scheduler.limits.cache_bytes))
+        super().__init__(EngineStats(kv_cache_budget=limits.cache_bytes))
         forward = forward if pipeline is None else StagedForward(forward, pipeline)
         self._forward = forward if faults is None else faults.wrap(forward)
         self._cache = cache
-        self._scheduler = scheduler
+        self._scheduler = Scheduler(limits, spec, drafts)
         self._choice = TokenChoice(samplers, check_devices)
         self._check_devices = check_devices
         self._depth = 1 if pipeline is None else pipeline.depth
@@ -86,13 +89,7 @@ class ContinuousBatcher(Batcher):
     # --- requests ---
 
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
-        if self._scheduler.fits_alone(sequences, final_length, prompt):
-            return None
-        limits = self._scheduler.limits
-        return (
-            f"{sequences} x {final_length} tokens never fit at most {limits.max_num_seqs} sequences "
-            f"and {format_bytes(limits.cache_bytes)} of KV cache"
-        )
+        return self._scheduler.refusal(sequences, prompt, final_length)
 
     def add(self, request: RequestState) -> None:
         self._scheduler.add(request)
@@ -137,13 +134,14 @@ class ContinuousBatcher(Batcher):
         result = self._fresh(self._result(step.plan, forward))
         with self._aside(result.logits.device):
             chosen = self._choice.choose(result)
+        void = self._release(chosen.spoiled, forget=True)
         for computed in result.computed:
-            if computed.part.sequence not in chosen.spoiled:
-                self._scheduler.advance(computed.part, computed.part.count - len(computed.part.drafts) + chosen.accepted[computed])
+            if computed.part.sequence not in (*chosen.spoiled, *void):
+                self._scheduler.advance(computed.part, chosen.computed[computed])
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
-        self._release((each for each in sequences if each.finish_reason is not None), spoiled=chosen.spoiled)
+        self._release(sequence for sequence in sequences if sequence.finish_reason is not None)
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
 
@@ -156,15 +154,16 @@ class ContinuousBatcher(Batcher):
             logger.error("%s failed", what, exc_info=error)
             self._check_devices()
             result = each_alone(plan, self._cache.page_size, self._run_alone, error)
+        failed: list[SequenceState] = []
         for part, failure in result.failures.items():
             phase = "prefill" if part.prefills else "decode"
             # A prompt is that of all sequences of its request, which have no tokens yet.
-            failed = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
-            for sequence in failed:
+            culprits = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
+            for sequence in culprits:
                 sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
-            self._release(failed, spoiled=failed)
-        self._scheduler.recompute(result.void)
-        return result
+            failed += culprits
+        void = {*self._release(failed, forget=True), *self._scheduler.recompute(result.void)}
+        return result.without(void)
 
     def _run_alone(self, batch: Batch) -> torch.Tensor:
         self.progress.at("the step of a sequence alone", batch.tokens)
@@ -172,10 +171,9 @@ class ContinuousBatcher(Batcher):
 
     def _fresh(self, result: StepResult) -> StepResult:
         """Leaves out the sequences that ended meanwhile, and prompts that became whole with other ids meanwhile."""
-        stale = [each.part.sequence for each in result.computed if _is_stale(each)]
-        self._scheduler.recompute([sequence for sequence in stale if sequence.finish_reason is None])
-        current = (each for each in result.computed if each.part.sequence not in stale)
-        return replace(result, computed=tuple(each for each in current if each.part.sequence.finish_reason is None))
+        ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
+        stale = [each.part.sequence for each in result.without(ended).computed if _is_stale(each)]
+        return result.without({*ended, *stale, *self._scheduler.recompute(stale)})
 
     # --- the end of sequences ---
 
@@ -183,12 +181,11 @@ class ContinuousBatcher(Batcher):
         """Drops requests whose streams were closed, before the engine knows of it."""
         self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
 
-    def _release(self, sequences: Iterable[SequenceState], spoiled: Collection[SequenceState] = ()) -> None:
-        """Frees the pages of sequences that are in no forward. What ``spoiled`` ones hold is not kept for others."""
+    def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
+        """Frees the pages of sequences that are in no forward. Returns those that are computed again by that."""
         gone = [sequence for sequence in sequences if sequence not in self._busy]
-        self._scheduler.release([sequence for sequence in gone if sequence not in spoiled])
-        self._scheduler.release([sequence for sequence in gone if sequence in spoiled], forget=True)
-        self._begun -= {sequence.request for sequence in gone if sequence.request.finished}
+        self._begun -= {sequence.request for sequence in gone}
+        return self._scheduler.release(gone, forget=forget)
 
     # --- counters ---
 

@@ -6,7 +6,7 @@ same keys and values to the same pages. Knows nothing of sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence,
 Run = Callable[[Batch], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class ComputedPart:
     """A part of a step whose forward came back. ``row`` is the first of its rows of logits."""
 
@@ -36,6 +36,9 @@ class StepResult:
     logits: torch.Tensor
     failures: dict[ScheduledSequence, Exception] = field(default_factory=dict)
     void: tuple[SequenceState, ...] = ()
+
+    def without(self, sequences: Collection[SequenceState]) -> StepResult:
+        return replace(self, computed=tuple(each for each in self.computed if each.part.sequence not in sequences))
 
 
 def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ChosenTokens:
-    """What the sequences of a step have got: ``accepted`` drafts of each part, ``tokens`` of all sequences together.
+    """What the sequences of a step have got: ``tokens`` of all of them together.
 
-    The logits of ``spoiled`` sequences hold NaN, and so may their pages.
+    ``computed`` is how many of a part's tokens count: all but the drafts that were not accepted. The logits of
+    ``spoiled`` sequences hold NaN, and so may their pages.
     """
 
-    accepted: dict[ComputedPart, int] = field(default_factory=dict)
+    computed: dict[ComputedPart, int]
     tokens: int = 0
     spoiled: list[SequenceState] = field(default_factory=list)
 
@@ -60,7 +61,7 @@ class TokenChoice:
 
     def choose(self, result: StepResult) -> ChosenTokens:
         """Gives the unfinished sequences of a step their tokens."""
-        chosen = ChosenTokens(dict.fromkeys(result.computed, 0))
+        chosen = ChosenTokens({each: each.part.count - len(each.part.drafts) for each in result.computed})
         turns = [
             _Turn(computed, sequence)
             for computed in result.computed
@@ -70,7 +71,9 @@ class TokenChoice:
         ]
         while turns:
             choices = self._sample(result.logits, turns)
-            turns = [again for turn, choice in zip(turns, choices, strict=True) if (again := _take(turn, choice, chosen))]
+            turns = [
+                again for turn, choice in zip(turns, choices, strict=True) if (again := _take(turn, choice, chosen))
+            ]
         return chosen
 
     def _begin(self, request: RequestState) -> bool:
@@ -117,5 +120,5 @@ def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTo
     drafts = turn.computed.part.drafts
     if turn.drafts == len(drafts) or choice.token_id != drafts[turn.drafts]:
         return None
-    chosen.accepted[turn.computed] += 1
+    chosen.computed[turn.computed] += 1
     return replace(turn, drafts=turn.drafts + 1) if sequence.finish_reason is None else None
