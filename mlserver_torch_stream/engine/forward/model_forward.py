@@ -72,7 +72,7 @@ class ModelForward:
         shape = (1, -1) if packed else (len(batch.sequences), -1)
         tensors = step.on(self.device)
         ids = torch.tensor([token for each in batch.sequences for token in each.token_ids], device=self.device)
-        wanted = torch.tensor(batch.wanted_rows, device=self.device)
+        wanted = torch.tensor(batch.wanted_rows, dtype=torch.long, device=self.device)
         if self._takes_keep:
             inputs["logits_to_keep"] = wanted if packed else 1 + max(each.wanted for each in batch.sequences)
         if self._takes_mask:
