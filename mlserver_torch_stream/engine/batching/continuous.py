@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,13 +26,13 @@ from mlserver_torch_stream.engine.fault_injection import FaultInjector
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
+from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler import Drafts, Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.scheduling.step_plan import StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -81,7 +82,7 @@ class ContinuousBatcher(Batcher):
         self._depth = 1 if pipeline is None else pipeline.depth
         self._aside = nullcontext if pipeline is None else pipeline.aside
         self._in_flight: InlineForwards[_Step, torch.Tensor] | InFlightForwards[_Step, torch.Tensor] = (
-            InlineForwards() if pipeline is None else InFlightForwards(self._depth, pipeline.threads)
+            InlineForwards() if pipeline is None else InFlightForwards(self._depth, pipeline.threads, cache.page_size)
         )
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
         self._begun: set[RequestState] = set()  # requests that were in a step
@@ -127,7 +128,7 @@ class ContinuousBatcher(Batcher):
             self._begin(plan)
             self._busy |= step.sequences
             self.progress.launched(step, *_description(plan))
-            self._in_flight.launch(step, lambda batch=plan.batch: self._forward(batch, self._cache))  # type: ignore[misc]
+            self._in_flight.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
         self._gauge()  # an admitted request no longer waits, however long the step takes
 
     def _complete(self, step: _Step, forward: Future[torch.Tensor], deliver: Deliver) -> None:
@@ -149,6 +150,9 @@ class ContinuousBatcher(Batcher):
         """Returns what came of a step's forward, and ends the sequences that failed."""
         try:
             return whole_result(plan, forward.result())
+        except BatchAheadFailed:
+            self._scheduler.recompute([part.sequence for part in plan.scheduled])
+            return StepResult((), torch.empty(0))
         except Exception as error:
             what, _ = _description(plan)
             logger.error("%s failed", what, exc_info=error)

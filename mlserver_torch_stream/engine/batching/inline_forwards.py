@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from mlserver_torch_stream.engine.batch import Batch
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -19,7 +21,7 @@ class InlineForwards(Generic[K, T]):
     def __len__(self) -> int:
         return len(self._launched)
 
-    def launch(self, key: K, work: Callable[[], T]) -> None:
+    def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         self._launched.append((key, work))
 
     def completed(self) -> list[tuple[K, Future[T]]]:
