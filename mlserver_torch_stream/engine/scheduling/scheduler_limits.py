@@ -59,9 +59,7 @@ def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt:
 
 def _fit(spec: CacheSpec, limits: SchedulerLimits, sequences: int, pages: Sequence[int]) -> bool:
     held = sum(count * spec.page_bytes(group) for group, count in enumerate(pages)) + sequences * spec.state_bytes
-    return held <= limits.cache_bytes and all(
-        count <= most for count, most in zip(pages, limits.pages, strict=True)
-    )
+    return held <= limits.cache_bytes and all(count <= most for count, most in zip(pages, limits.pages, strict=True))
 
 
 def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: int) -> int:
