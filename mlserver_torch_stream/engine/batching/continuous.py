@@ -19,7 +19,13 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
-from mlserver_torch_stream.engine.batching.step_results import ComputedPart, StepResult, each_alone, whole_result
+from mlserver_torch_stream.engine.batching.step_results import (
+    NO_RESULT,
+    ComputedPart,
+    StepResult,
+    each_alone,
+    whole_result,
+)
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultInjector
@@ -73,8 +79,9 @@ class ContinuousBatcher(Batcher):
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(EngineStats(kv_cache_budget=limits.cache_bytes))
-        forward = forward if pipeline is None else StagedForward(forward, pipeline)
-        self._forward = forward if faults is None else faults.wrap(forward)
+        if pipeline is not None:
+            forward = StagedForward(forward, pipeline)
+        self._forward: Forward = forward if faults is None else faults.wrap(forward)
         self._cache = cache
         self._scheduler = Scheduler(limits, spec, drafts)
         self._choice = TokenChoice(samplers, check_devices)
@@ -152,7 +159,7 @@ class ContinuousBatcher(Batcher):
             return whole_result(plan, forward.result())
         except BatchAheadFailed:
             self._scheduler.recompute([part.sequence for part in plan.scheduled])
-            return StepResult((), torch.empty(0))
+            return NO_RESULT
         except Exception as error:
             what, _ = _description(plan)
             logger.error("%s failed", what, exc_info=error)

@@ -41,6 +41,9 @@ class StepResult:
         return replace(self, computed=tuple(each for each in self.computed if each.part.sequence not in sequences))
 
 
+NO_RESULT = StepResult((), torch.empty(0))
+
+
 def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:
     return _result(list(zip(plan.scheduled, plan.batch.sequences, strict=True)), logits)
 
@@ -68,10 +71,9 @@ def each_alone(plan: StepPlan, page_size: int, run: Run, error: Exception) -> St
             void.append(part.sequence)
         missing |= _pages(each, each.start, page_size)
     if not failures:
-        return StepResult((), torch.empty(0), dict.fromkeys(plan.scheduled, error))
-    return replace(
-        _result(computed, torch.cat(logits) if logits else torch.empty(0)), failures=failures, void=tuple(void)
-    )
+        return replace(NO_RESULT, failures=dict.fromkeys(plan.scheduled, error))
+    result = _result(computed, torch.cat(logits)) if logits else NO_RESULT
+    return replace(result, failures=failures, void=tuple(void))
 
 
 def _result(pairs: Sequence[tuple[ScheduledSequence, BatchSequence]], logits: torch.Tensor) -> StepResult:
