@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 # Tokens in the cache and new ones of the sequences that are compared: short and long, one new token, some, a chunk.
 _SEQUENCES = ((0, 1), (15, 1), (16, 2), (612, 1), (299, 7), (550, 70))
 _FAR = 300  # a wider window or chunk is compared as one of this width, which those sequences reach beyond
+_CAP = 3.0  # a higher softcap is compared as this one, near which the random scores are
 _PAGE_SIZE = 16
 # Of a query's and a head's output, against its size: twice to four times what rounding makes of random values.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -104,9 +105,7 @@ def attention_shapes(model: PreTrainedModel, way: Way = Way.PACKED) -> list[Atte
     """Runs two tokens through the model and returns the unlike shapes of its attentions on CPUs. Raises CannotPage."""
     seen: dict[AttentionShape, None] = {}
 
-    def record(
-        query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
-    ) -> torch.Tensor:
+    def record(query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions) -> torch.Tensor:
         assert layer.keys is not None and layer.values is not None
         if query.device.type == "cpu":
             dims = (query.shape[1], layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
@@ -137,15 +136,14 @@ def farthest(attention: PagedAttention, shape: AttentionShape, page_size: int = 
     layer = LayerPages(0, pages, page_size)
     tensors = batch_tensors(batch, page_size, 1, torch.device("cpu"))
     _fill(layer, batch, shape, numbers)
-    near = None if shape.window is None else min(shape.window, _FAR)
     options = AttentionOptions(
         shape.scale,
-        near,
-        None if shape.chunk is None else min(shape.chunk, _FAR),
-        shape.softcap,
-        numbers(shape.heads) if shape.has_sinks else None,
+        window=None if shape.window is None else min(shape.window, _FAR),
+        chunk=None if shape.chunk is None else min(shape.chunk, _FAR),
+        softcap=None if shape.softcap is None else min(shape.softcap, _CAP),
+        sinks=numbers(shape.heads) if shape.has_sinks else None,
     )
-    query = numbers(batch.tokens, shape.heads, shape.key_dim)
+    query = numbers(batch.tokens, shape.heads, shape.key_dim) / (shape.scale * shape.key_dim**0.5)
     ours = attention(query, layer, tensors, options).float()
     assert layer.keys is not None and layer.values is not None
     wide = replace(layer, keys=layer.keys.float(), values=layer.values.float())
@@ -170,6 +168,8 @@ def _fill(layer: LayerPages, batch: Batch, shape: AttentionShape, numbers: Calla
     layer.keys = torch.full((layer.pages, shape.kv_heads, layer.page_size, shape.key_dim), torch.nan, dtype=shape.dtype)
     layer.values = layer.keys.new_full((*layer.keys.shape[:3], shape.value_dim), torch.nan)
     for each in batch.sequences:
-        slots = [each.tables[0][i // layer.page_size] * layer.page_size + i % layer.page_size for i in range(each.length)]
+        slots = [
+            each.tables[0][i // layer.page_size] * layer.page_size + i % layer.page_size for i in range(each.length)
+        ]
         parts = (numbers(each.length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
         layer.write(*parts, torch.tensor(slots))
