@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
 
 # The page size of CPUs in tokens. Up to one page of each sequence is not used: 32 hold 3 % more than the live tokens of
@@ -95,8 +95,6 @@ class NativeForward:
 
     def _point_at(self, cache: PagedCache) -> None:
         """Names the pools of a cache, which it has for as long as it lives."""
-        if any(group.chunk is not None for group in cache.groups):
-            raise UnsupportedLayout("attention by chunks")
         for index, entry in enumerate(self._pages):
             layer = cache.layers[index]
             layer.reserve(self._like, self._like)
