@@ -3,6 +3,7 @@
 // and values where they lie; many rows (a chunk of a prompt) pack them for the tiles of gemm.h.
 // A task knows nothing of other sequences: a row's sums are the same bits in any company.
 #pragma once
+#include <utility>
 #include "attend_many.h"
 #include "elements.h"
 
@@ -36,8 +37,8 @@ template <class S, class T> class AttendPages {
         Tiles<T> tiles;
         const bool few = rows_ < kVectorRows;
         const Tiling tiling(rows_, few ? kVectorRows : tiles.rows(words_));
-        for (int64_t key = oldest_seen(first_position_); key < stop_; key += kKeys) {
-            const int64_t count = std::min<int64_t>(kKeys, stop_ - key);
+        for (int64_t key = live_.first; key < live_.stop; key += kKeys) {
+            const int64_t count = std::min<int64_t>(kKeys, live_.stop - key);
             point_at(key, count);
             if (!few) pack_keys(count), pack_values(count);
             for (int64_t t = 0; t < tiling.count; t++) {
@@ -62,8 +63,11 @@ template <class S, class T> class AttendPages {
         task_ = task;
         group_ = call.heads / call.kv_heads;
         rows_ = group_ * task.count;
+        sight_ = {call.window, call.chunk};
         first_position_ = call.starts[task.sequence] + task.first;
-        stop_ = first_position_ + task.count;
+        live_ = {column(call.keys, call.key_dim), column(call.values, call.value_dim),
+                 call.tables + task.sequence * call.table_width, call.page_size,
+                 sight_.oldest(first_position_), first_position_ + task.count};
         key_vectors_ = (int)((call.key_dim + kStep - 1) / kStep);
         value_vectors_ = (int)((call.value_dim + kStep - 1) / kStep);
         words_ = key_vectors_ * 16;
@@ -73,6 +77,11 @@ template <class S, class T> class AttendPages {
         total_.resize(rows_);
         queries_.resize(rows_ * words_);
         for (int64_t row = 0; row < rows_; row++) begin_row(row);
+    }
+
+    Column<S> column(const void* pages, int64_t dim) const {
+        const int64_t head = call_->page_size * dim;
+        return {static_cast<const S*>(pages) + task_.kv_head * head, call_->kv_heads * head, dim};
     }
 
     // Rows are [query heads of the group][queries]. A sink is a score that has been seen before all keys.
@@ -92,27 +101,23 @@ template <class S, class T> class AttendPages {
     int64_t token_of(int64_t row) const { return call_->ends[task_.sequence] + task_.first + row % task_.count; }
     int64_t position_of(int64_t row) const { return first_position_ + row % task_.count; }
 
-    int64_t oldest_seen(int64_t position) const {
-        if (call_->window != 0) return std::max<int64_t>(0, position + 1 - call_->window);
-        return call_->chunk == 0 ? 0 : position / call_->chunk * call_->chunk;
-    }
-
     // The lanes that vector v of a row of so many elements fills.
     static Lanes some_of(int64_t dim, int v) { return lanes((int)((dim + per_word<T> - 1) / per_word<T>) - 16 * v); }
 
     // Where the keys and values of positions first to first + count - 1 lie; the last one again, up to a whole panel.
     void point_at(int64_t first, int64_t count) {
-        const int64_t size = call_->page_size;
-        const int32_t* table = call_->tables + task_.sequence * call_->table_width;
         for (int64_t i = 0; i < count;) {
-            const int64_t page = table[(first + i) / size], offset = (first + i) % size;
-            const int64_t at = (page * call_->kv_heads + task_.kv_head) * size + offset;
-            const S* key = static_cast<const S*>(call_->keys) + at * call_->key_dim;
-            const S* value = static_cast<const S*>(call_->values) + at * call_->value_dim;
-            const int64_t stop = std::min(count, i + size - offset);
-            for (; i < stop; i++, key += call_->key_dim, value += call_->value_dim) keys_at_[i] = key, values_at_[i] = value;
+            const S *key = live_.at(live_.keys, first + i), *value = live_.at(live_.values, first + i);
+            const int64_t stop = std::min(count, i + live_.page_size - (first + i) % live_.page_size);
+            for (; i < stop; i++, key += live_.keys.row, value += live_.values.row) {
+                keys_at_[i] = key;
+                values_at_[i] = value;
+            }
         }
-        for (int64_t i = count; i % kPanel != 0; i++) keys_at_[i] = keys_at_[count - 1], values_at_[i] = values_at_[count - 1];
+        for (int64_t i = count; i % kPanel != 0; i++) {
+            keys_at_[i] = keys_at_[count - 1];
+            values_at_[i] = values_at_[count - 1];
+        }
     }
 
     // To panels of 32 keys, [words][32]; zeros behind the last key.
@@ -139,7 +144,8 @@ template <class S, class T> class AttendPages {
                 for (int i = 0; i < 2; i++) {
                     const int64_t key = per_word<T> == 2 ? 2 * k + i : k;
                     const int v = per_word<T> == 2 ? panel : 2 * panel + i;
-                    part[i] = key < count ? Load::load(values_at_[key] + v * kStep, some_of(call_->value_dim, v)) : U16{};
+                    const Lanes some = some_of(call_->value_dim, v);
+                    part[i] = key < count ? Load::load(values_at_[key] + v * kStep, some) : U16{};
                 }
                 if (per_word<T> == 2) pair_rows(part[0], part[1], part[0], part[1]);
                 memcpy(&values_[(panel * kKeyWords + k) * kPanel], part, sizeof part);
@@ -153,7 +159,8 @@ template <class S, class T> class AttendPages {
         const int64_t panels = panels_of(std::min(stop - key, count));
         const Word* q = &queries_[row * words_];
         for (int64_t p = 0; p < panels; p++)
-            tiles.run((int)rows, q, words_, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel, kKeys, {q, 0});
+            tiles.run((int)rows, q, words_, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel, kKeys,
+                      {q, 0});
         soften(row, rows, key, panels * kPanel);
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             alignas(64) float fresh[kTileRows][kPanel];
@@ -167,14 +174,14 @@ template <class S, class T> class AttendPages {
         }
     }
 
-    // The keys that some of these rows see: from the oldest to before `second`.
+    // The keys that some of these rows see: from the first number to before the second.
     std::pair<int64_t, int64_t> seen_by(int64_t row, int64_t rows) const {
         int64_t oldest = position_of(row), newest = oldest;
         for (int64_t r = row + 1; r < row + rows; r++) {
             oldest = std::min(oldest, position_of(r));
             newest = std::max(newest, position_of(r));
         }
-        return {oldest_seen(oldest), newest + 1};
+        return {sight_.oldest(oldest), newest + 1};
     }
 
     void read_in_place(int64_t row, int64_t rows, int64_t key, int64_t count) {
@@ -229,13 +236,15 @@ template <class S, class T> class AttendPages {
         F16 acc[H][V][kParts] = {};
         for (int64_t key = 0; key < count; key += kParts) {
             const S *even = values_at_[key] + first * kStep, *odd = values_at_[key + kParts - 1] + first * kStep;
+            const bool paired = key + 1 < count;  // else there is no second key, whose value could be infinite
             U16 weights[H];
 #pragma GCC unroll 4
             for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(chances_[r + h] + key));
 #pragma GCC unroll 16
             for (int v = 0; v < V; v++) {
                 U16 part[2] = {Load::load(even + v * kStep, some[v])};
-                if (kParts == 2) pair_rows(part[0], Load::load(odd + v * kStep, some[v]), part[0], part[1]);
+                if (kParts == 2)
+                    pair_rows(part[0], paired ? Load::load(odd + v * kStep, some[v]) : U16{}, part[0], part[1]);
 #pragma GCC unroll 4
                 for (int h = 0; h < H; h++)
 #pragma GCC unroll 2
@@ -266,7 +275,7 @@ template <class S, class T> class AttendPages {
 
     float soften_row(int64_t row, int64_t key, int64_t width, float* scores, T* chances) {
         const int64_t position = position_of(row);
-        const int64_t first = std::clamp<int64_t>(oldest_seen(position) - key, 0, width);
+        const int64_t first = std::clamp<int64_t>(sight_.oldest(position) - key, 0, width);
         const int64_t stop = std::clamp<int64_t>(position + 1 - key, 0, width);
         scale_scores(scores, width, call_->scale, call_->cap);
         for (int64_t i = 0; i < first; i++) scores[i] = kHidden;
@@ -289,7 +298,9 @@ template <class S, class T> class AttendPages {
 
     const PagesCall* call_ = nullptr;
     PagesTask task_{};
-    int64_t group_ = 0, rows_ = 0, first_position_ = 0, stop_ = 0, words_ = 0, width_ = 0;
+    Sight sight_{};
+    Live<S> live_{};
+    int64_t group_ = 0, rows_ = 0, first_position_ = 0, words_ = 0, width_ = 0;
     int key_vectors_ = 0, value_vectors_ = 0;
     std::vector<float> sums_, most_, total_;
     std::vector<Word> queries_, keys_, values_;

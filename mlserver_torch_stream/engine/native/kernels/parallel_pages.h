@@ -2,6 +2,7 @@
 // a pool of our own would fight for the cores with threads that spin between a model's operators.
 #pragma once
 #include <atomic>
+#include <exception>
 #include <memory>
 #include "attend_pages.h"
 
@@ -101,10 +102,10 @@ inline void write_pages(const WriteCall& call, Parallel parallel, int threads) {
             for (int64_t h = 0; h < call.kv_heads; h++) {
                 const int64_t page = call.slots[t] / call.page_size, offset = call.slots[t] % call.page_size;
                 const int64_t at = (page * call.kv_heads + h) * call.page_size + offset;
-                memcpy(call.key_pages + at * call.key_bytes,
-                       call.keys + t * call.key_token_stride + h * call.key_head_stride, (size_t)call.key_bytes);
-                memcpy(call.value_pages + at * call.value_bytes,
-                       call.values + t * call.value_token_stride + h * call.value_head_stride, (size_t)call.value_bytes);
+                const char* key = call.keys + t * call.key_token_stride + h * call.key_head_stride;
+                const char* value = call.values + t * call.value_token_stride + h * call.value_head_stride;
+                memcpy(call.key_pages + at * call.key_bytes, key, (size_t)call.key_bytes);
+                memcpy(call.value_pages + at * call.value_bytes, value, (size_t)call.value_bytes);
             }
     });
 }
