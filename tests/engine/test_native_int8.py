@@ -13,10 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -26,9 +24,9 @@ from mlserver_torch_stream.engine.native.verify_native import take_int8
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
-from tests.engine.test_families import prompt_of
-from tests.engine.test_native import KNOWN, in_company, known_model, prefilled
-from tests.engine.tiny import load_model, tiny_model
+from tests.engine.page_book import prefilled
+from tests.engine.test_native import KNOWN, in_company, known_model
+from tests.engine.tiny_models import prompt_of, tiny_model
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
@@ -67,9 +65,9 @@ def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> Non
             expected = exact(torch.tensor([ids])).logits[0, -1]
             after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
             for who, forward in forwards.items():
-                logits, cache = prefilled(forward, model, ids, chunk=length)
+                logits, book = prefilled(forward, model, ids, chunk=length)
                 errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
-                logits = forward([[7]], cache)[0].float()
+                logits = book.step(forward, {"row": [7]})["row"][0].float()
                 errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
     assert errors["ours"] <= 1.1 * errors["theirs"]
 
