@@ -22,11 +22,6 @@ from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
 
-# The page size of CPUs in tokens. Up to one page of each sequence is not used: 32 hold 3 % more than the live tokens of
-# a sequence of 500, and 64 6 %. A head's page of 64 bf16 dimensions is 4 KiB, a page of memory, which is as far as the
-# hardware's prefetching goes. The kernels take any size; multiples of 16 are read without a copy.
-PAGE_SIZE = 32
-
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512
 _NO_MEMORY = 1  # of native_step
@@ -60,7 +55,7 @@ class NativeForward:
         self._vocab = int(shape.vocab)
         self._pages = (c.KernelPages * self._layers)()
         self._cache: weakref.ref[PagedCache] | None = None  # whose pools ``_pages`` names
-        self._logits = torch.empty(0)
+        self._logits = self._rows_of_logits(0)
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Tensor:
         cache.prepare(batch)
@@ -69,7 +64,7 @@ class NativeForward:
         packed = PackedBatch(batch, len(cache.groups))
         self._rotary.reach(packed.longest)
         if packed.wanted > self._logits.shape[0]:
-            self._logits = torch.empty(packed.wanted, -(-self._vocab // PANEL) * PANEL)
+            self._logits = self._rows_of_logits(packed.wanted)
         rows = 0
         for part in packed.parts(_MAX_TOKENS):
             self._step(
@@ -80,11 +75,14 @@ class NativeForward:
                     self._pages,
                     cache.page_size,
                     *(self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()),
-                    self._logits.data_ptr() + rows * self._logits.stride(0) * self._logits.element_size(),
+                    self._logits[rows:].data_ptr(),
                 )
             )
             rows += part.wanted
         return self._logits[:rows, : self._vocab]
+
+    def _rows_of_logits(self, rows: int) -> Tensor:
+        return torch.empty(rows, -(-self._vocab // PANEL) * PANEL)
 
     def _step(self, step: c.KernelStep) -> None:
         status = self._run(self._handle, ctypes.byref(step))
