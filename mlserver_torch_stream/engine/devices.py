@@ -24,12 +24,17 @@ def check_devices(devices: Iterable[torch.device]) -> None:
             torch.accelerator.synchronize(device)
 
 
-def from_host(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor of these numbers, however nested. Does not wait for the device's queued work.
 
     The copy goes through pinned memory, which torch reuses only after the copy.
     """
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def write_from_host(target: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Writes a tensor of the host to one of a device, as ``from_host`` does."""
+    target.copy_(numbers.pin_memory() if target.device.type == "cuda" else numbers, non_blocking=True)
 
 
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:

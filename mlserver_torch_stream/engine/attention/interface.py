@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 
@@ -30,33 +31,30 @@ class BatchTensors:
 
 
 def batch_tensors(batch: Batch, page_size: int, groups: int, device: torch.device) -> BatchTensors:
-    """Copies the numbers of a batch to a device."""
+    """Copies the numbers of a batch to a device, without waiting for what that has to do."""
     sequences = batch.sequences
-    starts = torch.tensor([each.start for each in sequences], dtype=torch.int32)
-    lengths = torch.tensor([each.length for each in sequences], dtype=torch.int32)
-    cumulative = torch.tensor([0, *batch.ends], dtype=torch.int32)
-    positions = torch.tensor([position for each in sequences for position in range(each.start, each.length)])
-    tables, slots = [], []
-    for group in range(groups):
-        tables.append(_padded([each.tables[group] for each in sequences]))
-        slots.append(torch.tensor([slot for each in sequences for slot in _slots(each.tables[group], each, page_size)]))
+    small = torch.int32
     return BatchTensors(
         *(batch, page_size),
-        *(tensor.to(device) for tensor in (starts, lengths, cumulative, positions)),
-        tuple(table.to(device) for table in tables),
-        tuple(slot.to(device) for slot in slots),
+        from_host([each.start for each in sequences], device, small),
+        from_host([each.length for each in sequences], device, small),
+        from_host([0, *batch.ends], device, small),
+        from_host([position for each in sequences for position in range(each.start, each.length)], device),
+        tuple(from_host(_padded([each.tables[group] for each in sequences]), device, small) for group in range(groups)),
+        tuple(from_host(_slots(batch, group, page_size), device) for group in range(groups)),
     )
 
 
-def _padded(tables: Sequence[Sequence[int]]) -> torch.Tensor:
+def _padded(tables: Sequence[Sequence[int]]) -> list[list[int]]:
     width = max(map(len, tables), default=0)
-    return torch.tensor([[*(max(0, page) for page in table), *[0] * (width - len(table))] for table in tables]).int()
+    return [[*(max(0, page) for page in table), *[0] * (width - len(table))] for table in tables]
 
 
-def _slots(table: Sequence[int], sequence: object, page_size: int) -> list[int]:
-    start, length = sequence.start, sequence.length  # type: ignore[attr-defined]
+def _slots(batch: Batch, group: int, page_size: int) -> list[int]:
     return [
-        table[position // page_size] * page_size + position % page_size for position in range(start, length)
+        each.tables[group][position // page_size] * page_size + position % page_size
+        for each in batch.sequences
+        for position in range(each.start, each.length)
     ]
 
 

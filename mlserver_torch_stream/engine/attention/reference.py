@@ -24,9 +24,7 @@ def reference_attention(
     return torch.cat(parts)
 
 
-def _attend(
-    query: torch.Tensor, layer: LayerPages, sequence: BatchSequence, options: AttentionOptions
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, layer: LayerPages, sequence: BatchSequence, options: AttentionOptions) -> torch.Tensor:
     seen = torch.arange(sequence.start, sequence.length, device=query.device)[:, None]
     oldest = torch.zeros_like(seen)
     if options.window is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mlserver_torch_stream.engine.attention.interface import (
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.attention.registered import CannotPage, paged, take_attention
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.forward.step_cache import PagesLayer, StepCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
@@ -65,17 +67,33 @@ class ModelForward:
         logits = [self._run(part, cache) for part in parts]
         return logits[0] if len(logits) == 1 else _in_order(batch, parts, logits)
 
+    def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
+        """Returns the logits of tokens, ``[tokens]``, that are on the device with the numbers of their batch.
+
+        It copies nothing from the host and makes no copies of pages, so that a device can record it.
+        """
+        step = _Step(on(self.device).batch, cache, Way.PACKED, self._attention, on)
+        inputs = self._inputs(step)
+        if self._takes_positions:
+            inputs["position_ids"] = on(self.device).positions[None]
+        with paged(step.attend):
+            logits: torch.Tensor = self._forward(ids[None], **inputs).logits
+        return logits[0]
+
+    def _inputs(self, step: _Step) -> dict[str, Any]:
+        return {self._cache_name: step.cache, "use_cache": True, "return_dict": True}
+
     def _run(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         step = _Step(batch, cache, self.way, self._attention)
-        inputs: dict[str, Any] = {self._cache_name: step.cache, "use_cache": True, "return_dict": True}
+        inputs = self._inputs(step)
         packed = self.way is Way.PACKED
         shape = (1, -1) if packed else (len(batch.sequences), -1)
         tensors = step.on(self.device)
-        ids = torch.tensor([token for each in batch.sequences for token in each.token_ids], device=self.device)
-        wanted = torch.tensor(batch.wanted_rows, device=self.device)
+        ids = from_host([token for each in batch.sequences for token in each.token_ids], self.device)
+        wanted = from_host(batch.wanted_rows, self.device, torch.long)
         if self._takes_keep:
             inputs["logits_to_keep"] = wanted if packed else 1 + max(each.wanted for each in batch.sequences)
-        if self._takes_mask:
+        if self._takes_mask and not packed:
             inputs["attention_mask"] = step.mask(self.device)
         if self._takes_positions:
             inputs["position_ids"] = tensors.positions.reshape(shape)
@@ -89,17 +107,24 @@ class ModelForward:
         return torch.cat([row[kept - each.wanted :] for row, each in zip(logits, batch.sequences, strict=True)])
 
 
+TensorsOn = Callable[[torch.device], BatchTensors]
+"""Returns a batch as tensors on a device."""
+
+
 class _Step:
     """One call of a model: its cache, its attention and its masks."""
 
-    def __init__(self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention) -> None:
+    def __init__(
+        self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention, on: TensorsOn | None = None
+    ) -> None:
+        """``on``: the batch's tensors, if they are there already."""
         self._batch = batch
         self._pages = cache
         self._attention = attention
         self._tensors: dict[torch.device, BatchTensors] = {}
+        self.on = on or self._copied
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
-        slots = self.on(torch.device("cpu")).slots
         layers: list[Any] = []
         for index in range(len(cache.layout)):
             pages = cache.layers.get(index)
@@ -110,14 +135,15 @@ class _Step:
             seen = self._gather if way is Way.MASKED_ROWS else _as_given
             start = max(each.start for each in batch.sequences)
             window = cache.groups[pages.group].span
-            layers.append(PagesLayer(pages, slots[pages.group], start, seen, columns, window))
+            layers.append(PagesLayer(pages, partial(self._slots, pages.group), start, seen, columns, window))
         self.cache = StepCache(layers)
 
-    def on(self, device: torch.device) -> BatchTensors:
+    def _slots(self, group: int, device: torch.device) -> torch.Tensor:
+        return self.on(device).slots[group]
+
+    def _copied(self, device: torch.device) -> BatchTensors:
         if device not in self._tensors:
-            self._tensors[device] = batch_tensors(
-                self._batch, self._pages.page_size, len(self._pages.groups), device
-            )
+            self._tensors[device] = batch_tensors(self._batch, self._pages.page_size, len(self._pages.groups), device)
         return self._tensors[device]
 
     # --- states ---
@@ -180,9 +206,7 @@ class _Step:
             return None
         return (torch.arange(self._longest, device=device) >= (self._longest - lengths)[:, None]).long()
 
-    def _gather(
-        self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``[rows, kv_heads, columns, head_dim]`` with zeros where a row is padded."""
         shown, _ = self._columns(self._pages.groups[layer.pages.group].span)
         keys = key.new_zeros((*key.shape[:2], shown, key.shape[3]))

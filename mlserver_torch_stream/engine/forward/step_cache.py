@@ -17,13 +17,17 @@ Seen = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 """Returns the keys and values that a model's attention gets, from those of the new tokens."""
 
 
+Slots = Callable[[torch.device], torch.Tensor]
+"""Returns the slots of the new tokens in a layer's pages, on a device."""
+
+
 class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of the cache of one forward. ``columns`` is what its ``get_mask_sizes`` returns."""
 
     is_compileable = False
 
     def __init__(
-        self, pages: LayerPages, slots: torch.Tensor, start: int, seen: Seen, columns: tuple[int, int], window: int | None
+        self, pages: LayerPages, slots: Slots, start: int, seen: Seen, columns: tuple[int, int], window: int | None
     ) -> None:
         super().__init__()
         self.pages = pages
@@ -41,7 +45,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores ``[rows, kv_heads, tokens, head_dim]``."""
-        slots = self._slots.to(key_states.device)
+        slots = self._slots(key_states.device)
         key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
         self.pages.write(key, value, slots)
         self.given = self._seen(self, key_states, value_states)

@@ -18,9 +18,12 @@ from mlserver_torch_stream.engine.kv_cache.state_slots import StateSlots
 
 @dataclass(slots=True)
 class LayerPages:
-    """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
+    """Keys and values of one layer, ``[pages + 1, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    On a CPU the memory of a page that nobody has written to is not resident.
+    The last page, ``spare``, belongs to no sequence: rows of a captured step that stand for nothing write to it.
+    On a CPU a head's page is one piece of memory, and that of a page that nobody has written to is not resident. On
+    CUDA a token's heads lie together, as torch's varlen attention reads them, and the memory begins with zeros: a
+    kernel may multiply by 0 what lies behind a sequence's end.
     """
 
     group: int
@@ -29,6 +32,10 @@ class LayerPages:
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
+    @property
+    def spare(self) -> int:
+        return self.pages
+
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once."""
         if self.keys is None:
@@ -36,8 +43,11 @@ class LayerPages:
             self.values = self._pool(value)
 
     def _pool(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.pages, like.shape[-3], self.page_size, like.shape[-1])
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        heads, dim = like.shape[-3], like.shape[-1]
+        if like.device.type == "cuda":
+            pool = torch.zeros((self.pages + 1, self.page_size, heads, dim), dtype=like.dtype, device=like.device)
+            return pool.transpose(1, 2)
+        return torch.empty((self.pages + 1, heads, self.page_size, dim), dtype=like.dtype, device=like.device)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores ``[tokens, kv_heads, head_dim]`` at ``slots``, ``page * page_size + offset`` of each token."""
