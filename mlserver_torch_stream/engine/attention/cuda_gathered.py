@@ -63,7 +63,7 @@ def _attend(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """``query`` is ``[rows, count, heads, dim]``, ``positions`` ``[rows, count]``, ``tables`` ``[rows, width]``."""
-    rows, count, heads, _ = query.shape
+    count, heads = query.shape[1:3]
     oldest = oldest_seen(positions, options)
     first, tables = _seen_pages(oldest[:, 0], tables, count, layer.page_size, options)
     key_positions = first[:, None] + torch.arange(tables.shape[1] * layer.page_size, device=query.device)

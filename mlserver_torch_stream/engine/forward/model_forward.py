@@ -60,6 +60,12 @@ class ModelForward:
         self._takes_mask = "attention_mask" in names
         self._takes_keep = "logits_to_keep" in names
         self.device = input_device(model)
+        self._model = model
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the model's weights are."""
+        return {parameter.device for parameter in self._model.parameters()}
 
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
