@@ -32,9 +32,11 @@ def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype |
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def write_from_host(target: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Writes a tensor of the host to one of a device, as ``from_host`` does."""
-    target.copy_(numbers.pin_memory() if target.device.type == "cuda" else numbers, non_blocking=True)
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of the host on a device, as ``from_host`` does; itself where it is there already."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:

@@ -155,18 +155,18 @@ def _errors(
 def _pages(parts: list[tuple[int, int]], like: LayerPages, generator: torch.Generator) -> tuple[LayerPages, Batch]:
     """Returns pages of random numbers that sequences with these starts and new tokens hold, one in turn with the other.
 
-    They lie as on CUDA, and are zeros behind the end of a sequence.
+    They are NaN behind the end of a sequence.
     """
     assert like.keys is not None and like.values is not None
     counts = [-(-(start + count) // like.page_size) for start, count in parts]
     free = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist())
     tables = [[next(free) for _ in range(count)] for count in counts]
-    shape = (sum(counts) + 1, *like.keys.shape[1:3])
-    keys, values = (
-        pool.new_zeros((shape[0], shape[2], shape[1], pool.shape[3])).transpose(1, 2)
-        for pool in (like.keys, like.values)
-    )
-    layer = replace(like, group=0, pages=sum(counts), keys=keys, values=values)
+    layer = replace(like, group=0, pages=sum(counts), keys=None, values=None)
+    layer.reserve(like.keys, like.values)
+    for pool in (layer.keys, layer.values):
+        assert pool is not None
+        pool.fill_(torch.nan)
+        pool[layer.spare] = 0
     for (start, count), table in zip(parts, tables, strict=True):
         key, value = (
             torch.randn(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from mlserver_torch_stream.engine.attention.cuda_gathered import equal_parts, oldest_seen
+from mlserver_torch_stream.engine.attention.cuda_gathered import equal_parts
 from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
@@ -39,6 +39,7 @@ class FlexAttention:
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
     ) -> torch.Tensor:
+        _clear_tails(batch.tables[layer.group], batch.lengths, layer)
         parts = []
         for rows, tokens, count in equal_parts(batch):
             queries = query[tokens].unflatten(0, (-1, count)).transpose(1, 2)
@@ -79,6 +80,15 @@ class FlexAttention:
         return result
 
 
+def _clear_tails(tables: torch.Tensor, lengths: torch.Tensor, layer: LayerPages) -> None:
+    """Clears the values of the last page of each row behind the row's end: NaN times a chance of 0 would be NaN."""
+    assert layer.values is not None
+    last = lengths.long() - 1
+    pages = tables.gather(1, last[:, None] // layer.page_size)[:, 0].long()
+    behind = torch.arange(layer.page_size, device=last.device) > last[:, None] % layer.page_size
+    layer.values[pages] = layer.values[pages].masked_fill(behind[:, None, :, None], 0)
+
+
 def _one_row(pool: torch.Tensor | None) -> torch.Tensor:
     """Returns all pages as one row of keys, ``[1, kv_heads, pages * page_size, dim]``: on CUDA without a copy."""
     assert pool is not None
@@ -98,7 +108,7 @@ def _block_mask(
     pages, page_size, device = layer.keys.shape[0], layer.page_size, positions.device
     block = min(_KEY_BLOCK, page_size)
     ratio = page_size // block
-    oldest = oldest_seen(positions, options)
+    oldest = options.oldest_seen(positions)
     # Where each page of the pool is in a row's sequence; -1: nowhere.
     width = torch.arange(tables.shape[1], device=device)
     held = (width * page_size < lengths[:, None]) & ((width + 1) * page_size > oldest[:, :1])

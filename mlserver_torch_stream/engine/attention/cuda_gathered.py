@@ -46,15 +46,6 @@ def equal_parts(batch: BatchTensors) -> list[tuple[slice, slice, int]]:
     return parts
 
 
-def oldest_seen(positions: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """Returns the position of the oldest key that the query at each position sees."""
-    if options.window is not None:
-        return (positions - options.window + 1).clamp(min=0)
-    if options.chunk is not None:
-        return positions.div(options.chunk, rounding_mode="floor") * options.chunk
-    return torch.zeros_like(positions)
-
-
 def _attend(
     query: torch.Tensor,
     positions: torch.Tensor,
@@ -64,7 +55,7 @@ def _attend(
 ) -> torch.Tensor:
     """``query`` is ``[rows, count, heads, dim]``, ``positions`` ``[rows, count]``, ``tables`` ``[rows, width]``."""
     count, heads = query.shape[1:3]
-    oldest = oldest_seen(positions, options)
+    oldest = options.oldest_seen(positions)
     first, tables = _seen_pages(oldest[:, 0], tables, count, layer.page_size, options)
     key_positions = first[:, None] + torch.arange(tables.shape[1] * layer.page_size, device=query.device)
     seen = (key_positions[:, None] <= positions[..., None]) & (key_positions[:, None] >= oldest[..., None])

@@ -34,7 +34,6 @@ class VarlenAttention:
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
-        self._ends: tuple[BatchTensors | None, torch.Tensor | None] = (None, None)  # of the batch that came last
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
         """Returns why it cannot take such a layer; None if it can."""
@@ -58,7 +57,7 @@ class VarlenAttention:
         keys, values = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)  # [pages, page, kv_heads, dim]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._function(
-            *(output, query, keys, values, batch.cumulative, self._key_ends(batch)),
+            *(output, query, keys, values, batch.cumulative, _key_ends(batch)),
             max(each.count for each in batch.batch.sequences),
             max(each.length for each in batch.batch.sequences),
             scale=options.scale,
@@ -71,13 +70,11 @@ class VarlenAttention:
         )
         return output
 
-    def _key_ends(self, batch: BatchTensors) -> torch.Tensor:
-        """Returns where each sequence's keys would end if they were packed, ``[sequences + 1]``.
 
-        FlashAttention 2 asks for it beside ``seqused_k``. All layers of a step share it.
-        """
-        known, ends = self._ends
-        if known is not batch or ends is None:
-            ends = torch.nn.functional.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-            self._ends = batch, ends
-        return ends
+def _key_ends(batch: BatchTensors) -> torch.Tensor:
+    """Returns where each sequence's keys would end if they were packed, which FlashAttention 2 asks for as well."""
+    key = "ends of keys"
+    if key not in batch.memo:
+        batch.memo[key] = torch.nn.functional.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    ends: torch.Tensor = batch.memo[key]
+    return ends

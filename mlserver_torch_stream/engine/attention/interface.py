@@ -5,20 +5,25 @@ Knows no implementation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.devices import from_host
+from mlserver_torch_stream.engine.devices import sent
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchTensors:
-    """A batch on one device. ``sequences`` is the number of its sequences, ``tokens`` that of its packed tokens."""
+    """A batch on one device. ``sequences`` is the number of its sequences, ``tokens`` that of its packed tokens.
+
+    ``memo`` is for what an attention computes once for all layers of the batch, by keys of its own.
+    """
 
     batch: Batch
     page_size: int
@@ -26,39 +31,57 @@ class BatchTensors:
     lengths: torch.Tensor  # int32 [sequences]: after it
     cumulative: torch.Tensor  # int32 [sequences + 1]: where each sequence's tokens begin among the packed ones
     positions: torch.Tensor  # int64 [tokens]
-    tables: tuple[torch.Tensor, ...]  # int32 [sequences, most pages] of each group; 0 beyond a sequence's pages
+    tables: tuple[torch.Tensor, ...]  # int32 [sequences, most pages] of each group; 0 where there is no page
     slots: tuple[torch.Tensor, ...]  # int64 [tokens] of each group: page * page_size + offset
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def to(self, device: torch.device) -> BatchTensors:
+        """Returns a copy on another device, without waiting for it."""
+        starts, lengths, cumulative, positions = (
+            sent(tensor, device) for tensor in (self.starts, self.lengths, self.cumulative, self.positions)
+        )
+        tables, slots = (tuple(sent(tensor, device) for tensor in tensors) for tensors in (self.tables, self.slots))
+        return BatchTensors(self.batch, self.page_size, starts, lengths, cumulative, positions, tables, slots)
 
 
 def batch_tensors(batch: Batch, page_size: int, groups: int, device: torch.device) -> BatchTensors:
-    """Copies the numbers of a batch to a device, without waiting for what that has to do."""
+    """Copies the numbers of a batch to a device."""
     sequences = batch.sequences
-    small = torch.int32
-    return BatchTensors(
-        *(batch, page_size),
-        from_host([each.start for each in sequences], device, small),
-        from_host([each.length for each in sequences], device, small),
-        from_host([0, *batch.ends], device, small),
-        from_host([position for each in sequences for position in range(each.start, each.length)], device),
-        tuple(from_host(_padded([each.tables[group] for each in sequences]), device, small) for group in range(groups)),
-        tuple(from_host(_slots(batch, group, page_size), device) for group in range(groups)),
+    starts = np.array([each.start for each in sequences], np.int64)
+    counts = np.array([each.count for each in sequences], np.int64)
+    ends = np.cumsum(counts)
+    rows = np.repeat(np.arange(len(sequences)), counts)
+    positions = np.arange(len(rows)) + np.repeat(starts - (ends - counts), counts)
+    entries, offsets = np.divmod(positions, page_size)
+    tables, slots = [], []
+    for group in range(groups):
+        table = _padded([each.tables[group] for each in sequences])
+        pages = table[rows, entries]
+        assert (pages >= 0).all(), "a new token has no page"
+        slots.append(torch.from_numpy(pages * page_size + offsets))
+        tables.append(torch.from_numpy(np.maximum(table, 0).astype(np.int32)))
+    first, last, packed = (torch.from_numpy(each.astype(np.int32)) for each in (starts, starts + counts, ends))
+    cumulative = torch.nn.functional.pad(packed, (1, 0))
+    on_host = BatchTensors(
+        *(batch, page_size, first, last, cumulative, torch.from_numpy(positions), tuple(tables), tuple(slots))
     )
+    return on_host if device.type == "cpu" else on_host.to(device)
 
 
-def _padded(tables: Sequence[Sequence[int]]) -> list[list[int]]:
-    width = max(map(len, tables), default=0)
-    return [[*(max(0, page) for page in table), *[0] * (width - len(table))] for table in tables]
+def packed_ids(batch: Batch, device: torch.device) -> torch.Tensor:
+    """Returns the ids of the new tokens, int64 ``[tokens]``."""
+    ids = chain.from_iterable(each.token_ids for each in batch.sequences)
+    return sent(torch.from_numpy(np.fromiter(ids, np.int64, batch.tokens)), device)
 
 
-def _slots(batch: Batch, group: int, page_size: int) -> list[int]:
-    return [
-        each.tables[group][position // page_size] * page_size + position % page_size
-        for each in batch.sequences
-        for position in range(each.start, each.length)
-    ]
+def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
     """``window`` and ``chunk`` are those of ``LayerGroup``; ``sinks`` is ``[heads]``, a score beside those of keys."""
 
@@ -68,11 +91,20 @@ class AttentionOptions:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    def oldest_seen(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the position of the oldest key that the query at each position sees."""
+        if self.window is not None:
+            return (positions - self.window + 1).clamp(min=0)
+        if self.chunk is not None:
+            return positions // self.chunk * self.chunk
+        return torch.zeros_like(positions)
+
 
 class PagedAttention(Protocol):
     """Attends the packed queries ``[tokens, heads, head_dim]`` of a batch to the pages of one layer, causally.
 
-    The keys and values of the batch's tokens are in the pages already. Returns ``[tokens, heads, value_dim]``.
+    The keys and values of the batch's tokens are in the pages already. All tensors are on one device. What the pages
+    hold beyond a sequence's tokens can be anything, NaN too. Returns ``[tokens, heads, value_dim]``.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Computes paged attention in plain torch, one sequence after the other: what the kernels are compared with.
+"""Computes paged attention in plain torch, one sequence after the other: what the others are compared with.
 
 Knows nothing of speed.
 """
@@ -16,21 +16,14 @@ def reference_attention(
     query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
 ) -> torch.Tensor:
     """A ``PagedAttention``; scores and sums are in float32."""
-    parts, first = [], 0
-    for sequence in batch.batch.sequences:
-        queries = query[first : first + sequence.count]
-        parts.append(_attend(queries, layer, sequence, options))
-        first += sequence.count
-    return torch.cat(parts)
+    parts = query.split([sequence.count for sequence in batch.batch.sequences])
+    pairs = zip(parts, batch.batch.sequences, strict=True)
+    return torch.cat([_attend(part, layer, sequence, options) for part, sequence in pairs])
 
 
 def _attend(query: torch.Tensor, layer: LayerPages, sequence: BatchSequence, options: AttentionOptions) -> torch.Tensor:
     seen = torch.arange(sequence.start, sequence.length, device=query.device)[:, None]
-    oldest = torch.zeros_like(seen)
-    if options.window is not None:
-        oldest = (seen - options.window + 1).clamp(min=0)
-    elif options.chunk is not None:
-        oldest = seen // options.chunk * options.chunk
+    oldest = options.oldest_seen(seen)
     first = int(oldest[0])
     keys, values = (part.float() for part in layer.read(sequence.tables[layer.group], first, sequence.length))
     heads, kv_heads = query.shape[1], keys.shape[0]

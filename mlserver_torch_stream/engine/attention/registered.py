@@ -6,6 +6,7 @@ be called as before.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 SDPA, EAGER = "sdpa", "eager"
 _NAMES = {SDPA: "mlserver_torch_stream_sdpa", EAGER: "mlserver_torch_stream_eager"}
+_OWN = {ours: own for own, ours in _NAMES.items()}
 
 
 class CannotPage(Exception):
@@ -33,17 +35,25 @@ class AttentionCall(Protocol):
     ) -> torch.Tensor: ...
 
 
+# Of the thread: forwards of one model run in several threads at once, each over its own batch.
 _call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=None)
 
 
 def take_attention(model: PreTrainedModel) -> None:
     """Registers our functions as the model's attention. Raises CannotPage."""
     before = model.config._attn_implementation
-    if before in _NAMES.values():
+    if before in _OWN:
         return
     if before not in _NAMES:
         raise CannotPage(f"its attention is {before!r}, not {SDPA!r} or {EAGER!r}")
     model.set_attn_implementation(_NAMES[before])
+
+
+def give_attention_back(model: PreTrainedModel) -> None:
+    """Undoes ``take_attention``."""
+    before = model.config._attn_implementation
+    if before in _OWN:
+        model.set_attn_implementation(_OWN[before])
 
 
 @contextmanager
@@ -77,14 +87,15 @@ def _attend(
 
 
 def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
-    """Returns transformers' function. The eager one is in the model's own file. Raises CannotPage."""
+    """Returns transformers' function. The eager one is in the file that defines the module. Raises CannotPage."""
     if implementation == SDPA:
         attend: Callable[..., Any] = AttentionInterface()[SDPA]
         return attend
-    own: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None:
-        raise CannotPage(f"the attention of {type(module).__name__} is not to be found")
-    return own
+    for known in (inspect.unwrap(type(module).forward).__globals__, vars(sys.modules[type(module).__module__])):
+        own: Callable[..., Any] | None = known.get("eager_attention_forward")
+        if own is not None:
+            return own
+    raise CannotPage(f"the attention of {type(module).__name__} is not to be found")
 
 
 def _mask(implementation: str, *args: Any, **options: Any) -> Any:

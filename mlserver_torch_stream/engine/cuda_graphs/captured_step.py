@@ -12,7 +12,7 @@ import torch
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
-from mlserver_torch_stream.engine.devices import write_from_host
+from mlserver_torch_stream.engine.devices import sent
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 
@@ -52,7 +52,7 @@ class CapturedStep:
             if self.pipeline is not None and segment.stage is not None:
                 self.pipeline.enter(segment.stage)
             if segment.takes_numbers:
-                write_from_host(segment.numbers, numbers)
+                segment.numbers.copy_(sent(numbers, segment.device))
             self._copy_arrivals(segment, copies)
             for work in segment.work:
                 work()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +21,16 @@ from mlserver_torch_stream.engine.attention.interface import (
     BatchTensors,
     PagedAttention,
     batch_tensors,
+    packed_ids,
 )
-from mlserver_torch_stream.engine.attention.reference import reference_attention
-from mlserver_torch_stream.engine.attention.registered import CannotPage, paged, take_attention
+from mlserver_torch_stream.engine.attention.registered import CannotPage, give_attention_back, paged, take_attention
+from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.devices import from_host
-from mlserver_torch_stream.engine.forward.step_cache import PagesLayer, StepCache
+from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+
+_CPU = torch.device("cpu")
 
 
 class Way(str, Enum):
@@ -46,10 +49,12 @@ class ModelForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, way: Way = Way.PACKED, attention: PagedAttention = reference_attention
+        self, model: PreTrainedModel, way: Way = Way.PACKED, attention: PagedAttention = torch_attention
     ) -> None:
-        """Raises CannotPage."""
-        if way is not Way.MASKED_ROWS:
+        """Replaces the model's attention, or gives it back its own for rows with masks. Raises CannotPage."""
+        if way is Way.MASKED_ROWS:
+            give_attention_back(model)
+        else:
             take_attention(model)
         self.way = way
         self._attention = attention
@@ -58,9 +63,12 @@ class ModelForward:
         self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
         self._takes_positions = "position_ids" in names
         self._takes_mask = "attention_mask" in names
-        self._takes_keep = "logits_to_keep" in names
+        keep = names.get("logits_to_keep")
+        self._takes_keep = keep is not None
+        self._takes_rows = keep is not None and "Tensor" in str(keep.annotation)
         self.device = input_device(model)
         self._model = model
+        self._output_device = _device_of(model.get_output_embeddings(), self.device)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -70,47 +78,44 @@ class ModelForward:
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
-        logits = [self._run(part, cache) for part in parts]
+        steps = [_Step(part, cache, self.way, self._attention) for part in parts]
+        logits = [self._run(step) for step in steps]
+        for step in steps:  # after all of them: if one raises, no state has changed
+            step.keep_states()
         return logits[0] if len(logits) == 1 else _in_order(batch, parts, logits)
 
     def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
-        """Returns the logits of tokens, ``[tokens]``, that are on the device with the numbers of their batch.
+        """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.
 
-        It copies nothing from the host and makes no copies of pages, so that a device can record it.
+        It copies nothing from the host, and makes no copies of pages, so that a device can record it.
         """
-        step = _Step(on(self.device).batch, cache, Way.PACKED, self._attention, on)
-        inputs = self._inputs(step)
-        if self._takes_positions:
-            inputs["position_ids"] = on(self.device).positions[None]
-        with paged(step.attend):
-            logits: torch.Tensor = self._forward(ids[None], **inputs).logits
-        return logits[0]
+        return self._call(ids[None], _Step(on(self.device).batch, cache, self.way, self._attention, on))[0]
 
-    def _inputs(self, step: _Step) -> dict[str, Any]:
-        return {self._cache_name: step.cache, "use_cache": True, "return_dict": True}
-
-    def _run(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
-        step = _Step(batch, cache, self.way, self._attention)
-        inputs = self._inputs(step)
-        packed = self.way is Way.PACKED
-        shape = (1, -1) if packed else (len(batch.sequences), -1)
-        tensors = step.on(self.device)
-        ids = from_host([token for each in batch.sequences for token in each.token_ids], self.device)
-        wanted = from_host(batch.wanted_rows, self.device, torch.long)
+    def _run(self, step: _Step) -> torch.Tensor:
+        batch = step.batch
+        ids = packed_ids(batch, self.device)
+        if self.way is Way.PACKED:
+            wanted = from_host(batch.wanted_rows, self._output_device, torch.long)
+            if self._takes_rows:
+                return self._call(ids[None], step, logits_to_keep=wanted)[0]
+            return self._call(ids[None], step)[0, wanted]
+        more: dict[str, Any] = {}
         if self._takes_keep:
-            inputs["logits_to_keep"] = wanted if packed else 1 + max(each.wanted for each in batch.sequences)
-        if self._takes_mask and not packed:
-            inputs["attention_mask"] = step.mask(self.device)
-        if self._takes_positions:
-            inputs["position_ids"] = tensors.positions.reshape(shape)
-        with paged(step.attend):
-            output = self._forward(ids.reshape(shape), **inputs)
-        step.keep_states()
-        logits: torch.Tensor = output.logits
-        if packed:
-            return logits[0] if self._takes_keep else logits[0, wanted.to(logits.device)]
+            more["logits_to_keep"] = max(1, *(each.wanted for each in batch.sequences))
+        if self._takes_mask:
+            more["attention_mask"] = step.mask(self.device)
+        logits = self._call(ids.reshape(len(batch.sequences), -1), step, **more)
         kept = logits.shape[1]
         return torch.cat([row[kept - each.wanted :] for row, each in zip(logits, batch.sequences, strict=True)])
+
+    def _call(self, ids: torch.Tensor, step: _Step, **more: Any) -> torch.Tensor:
+        """Calls the model. ``more``: arguments beside its ids, their positions and its cache."""
+        if self._takes_positions:
+            more["position_ids"] = step.on(self.device).positions.reshape(ids.shape)
+        more[self._cache_name] = step.cache
+        with paged(step.attend) if self.way is not Way.MASKED_ROWS else nullcontext():
+            logits: torch.Tensor = self._forward(ids, use_cache=True, return_dict=True, **more).logits
+        return logits
 
 
 TensorsOn = Callable[[torch.device], BatchTensors]
@@ -123,33 +128,35 @@ class _Step:
     def __init__(
         self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention, on: TensorsOn | None = None
     ) -> None:
-        """``on``: the batch's tensors, if they are there already."""
-        self._batch = batch
+        """``on``: the batch's tensors, where they are there already."""
+        self.batch = batch
         self._pages = cache
+        self._way = way
         self._attention = attention
         self._tensors: dict[torch.device, BatchTensors] = {}
         self.on = on or self._copied
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
-        layers: list[Any] = []
-        for index in range(len(cache.layout)):
-            pages = cache.layers.get(index)
-            if pages is None:
-                layers.append(self._states.get(index) or _NoLayer())
-                continue
-            columns = self._columns(cache.groups[pages.group].span)
-            seen = self._gather if way is Way.MASKED_ROWS else _as_given
-            start = max(each.start for each in batch.sequences)
-            window = cache.groups[pages.group].span
-            layers.append(PagesLayer(pages, partial(self._slots, pages.group), start, seen, columns, window))
-        self.cache = StepCache(layers)
+        self.cache = StepCache(self._layer(index) for index in range(len(cache.layout)))
 
-    def _slots(self, group: int, device: torch.device) -> torch.Tensor:
-        return self.on(device).slots[group]
+    def _layer(self, index: int) -> object:
+        pages, states = self._pages.layers.get(index), self._states.get(index)
+        if pages is None:
+            return _NoLayer() if states is None else states
+        span = self._pages.groups[pages.group].span
+        start = max(each.start for each in self.batch.sequences)
+        store = self._store_and_gather if self._way is Way.MASKED_ROWS else self._store
+        own = (pages, store, start, self._columns(span), span is not None)
+        return PagesLayer(*own) if states is None else HybridLayer(states, *own)
 
     def _copied(self, device: torch.device) -> BatchTensors:
         if device not in self._tensors:
-            self._tensors[device] = batch_tensors(self._batch, self._pages.page_size, len(self._pages.groups), device)
+            if device == _CPU:
+                self._tensors[device] = batch_tensors(
+                    self.batch, self._pages.page_size, len(self._pages.groups), device
+                )
+            else:
+                self._tensors[device] = self._copied(_CPU).to(device)
         return self._tensors[device]
 
     # --- states ---
@@ -157,15 +164,21 @@ class _Step:
     def _take_states(self) -> dict[int, Any]:
         if self._pages.states is None:
             return {}
-        if self._batch.sequences[0].start == 0:
+        if self.batch.sequences[0].start == 0:
             return self._pages.states.fresh()
-        return self._pages.states.take([each.state_slot for each in self._batch.sequences])
+        return self._pages.states.take([each.state_slot for each in self.batch.sequences])
 
     def keep_states(self) -> None:
         if self._pages.states is not None:
-            self._pages.states.put([each.state_slot for each in self._batch.sequences], self._states)
+            states = {index: self.cache.layers[index] for index in self._states}
+            self._pages.states.put([each.state_slot for each in self.batch.sequences], states)
 
     # --- attention over pages ---
+
+    def _store(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self.on(key.device).slots[layer.pages.group]
+        layer.pages.write(key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
+        return key, value
 
     def attend(
         self,
@@ -181,19 +194,20 @@ class _Step:
         **options: Any,
     ) -> torch.Tensor:
         layer = self.cache.layer_of(key)
-        if layer is None:
+        if layer is None or layer.pages.keys is None:
             raise CannotPage("an attention's keys are not those of a cache layer")
         group = self._pages.groups[layer.pages.group]
         rows, heads, tokens, dim = query.shape
+        device = layer.pages.keys.device  # another one than the query's where layers share keys
         given = AttentionOptions(
             scale=dim**-0.5 if scaling is None else scaling,
-            window=sliding_window if sliding_window is not None and group.chunk is None else group.window,
+            window=_narrower(sliding_window, group.window) if group.chunk is None else None,
             chunk=group.chunk,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=None if s_aux is None else s_aux.to(device),
         )
-        packed = query.transpose(1, 2).reshape(rows * tokens, heads, dim)
-        output = self._attention(packed, layer.pages, self.on(query.device), given)
+        packed = query.transpose(1, 2).reshape(rows * tokens, heads, dim).to(device)
+        output = self._attention(packed, layer.pages, self.on(device), given).to(query.device)
         return output.reshape(rows, tokens, heads, -1)
 
     # --- attention by masks ---
@@ -202,34 +216,46 @@ class _Step:
         """Returns how many columns a layer shows, and the first of them, for rows aligned at their newest token."""
         shown = self._longest
         if span is not None:
-            shown = min(shown, span - 1 + max(each.count for each in self._batch.sequences))
+            shown = min(shown, span - 1 + max(each.count for each in self.batch.sequences))
         return shown, self._longest - shown
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
         """Returns ``[rows, columns]``, 0 where a row is padded at its left; None if no row is."""
-        lengths = self.on(device).lengths
-        if all(each.length == self._longest for each in self._batch.sequences):
+        if all(each.length == self._longest for each in self.batch.sequences):
             return None
+        lengths = self.on(device).lengths
         return (torch.arange(self._longest, device=device) >= (self._longest - lengths)[:, None]).long()
 
-    def _gather(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store_and_gather(
+        self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``[rows, kv_heads, columns, head_dim]`` with zeros where a row is padded."""
-        shown, _ = self._columns(self._pages.groups[layer.pages.group].span)
-        keys = key.new_zeros((*key.shape[:2], shown, key.shape[3]))
-        values = value.new_zeros((*value.shape[:2], shown, value.shape[3]))
-        for row, each in enumerate(self._batch.sequences):
-            first = max(0, each.length - shown)
-            part = layer.pages.read(each.tables[layer.pages.group], first, each.length)
-            keys[row, :, shown - (each.length - first) :], values[row, :, shown - (each.length - first) :] = part
-        return keys, values
+        self._store(layer, key, value)
+        group, tensors = layer.pages.group, self.on(key.device)
+        if ("columns", group) not in tensors.memo:
+            tensors.memo["columns", group] = self._shown(group, tensors)
+        slots, hidden = tensors.memo["columns", group]
+        keys, values = layer.pages.gather(slots)
+        return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
+
+    def _shown(self, group: int, tensors: BatchTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the slots of the columns that a group shows, ``[rows, columns]``, and where they are padded."""
+        shown, _ = self._columns(self._pages.groups[group].span)
+        oldest = [self._pages.groups[group].oldest_seen(each.start) for each in self.batch.sequences]
+        first = torch.tensor(oldest, device=tensors.positions.device)[:, None]  # older pages are given back
+        last = tensors.lengths[:, None].long() - 1
+        places = last - torch.arange(shown - 1, -1, -1, device=last.device)
+        held = torch.minimum(torch.maximum(places, first), last)
+        pages = tensors.tables[group].gather(1, held // self._pages.page_size).long()
+        return pages * self._pages.page_size + held % self._pages.page_size, (places < first)[:, None, :, None]
+
+
+def _narrower(window: int | None, other: int | None) -> int | None:
+    return window if other is None else other if window is None else min(window, other)
 
 
 class _NoLayer:
     """Stands for a layer of transformers' cache that holds nothing."""
-
-
-def _as_given(layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return key, value
 
 
 def _rows(batch: Batch) -> list[Batch]:
@@ -261,11 +287,16 @@ def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
-    embedding = model.get_input_embeddings()
-    device: torch.device = embedding.weight.device
-    if device.type != "meta":
-        return device
-    return torch.device(getattr(getattr(embedding, "_hf_hook", None), "execution_device", None) or "cpu")
+    return _device_of(model.get_input_embeddings(), _CPU)
+
+
+def _device_of(module: torch.nn.Module | None, otherwise: torch.device) -> torch.device:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return otherwise
+    if weight.device.type != "meta":
+        return weight.device
+    return torch.device(getattr(getattr(module, "_hf_hook", None), "execution_device", None) or otherwise)
 
 
 def give_contiguous_states(model: PreTrainedModel) -> None:

@@ -5,7 +5,8 @@ Knows nothing of attention: ``update`` writes to the pages, and returns what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,12 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
-Seen = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Returns the keys and values that a model's attention gets, from those of the new tokens."""
-
-
-Slots = Callable[[torch.device], torch.Tensor]
-"""Returns the slots of the new tokens in a layer's pages, on a device."""
+Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Writes the keys and values of the new tokens, and returns those that a model's attention gets."""
 
 
 class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -26,17 +23,14 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_compileable = False
 
-    def __init__(
-        self, pages: LayerPages, slots: Slots, start: int, seen: Seen, columns: tuple[int, int], window: int | None
-    ) -> None:
+    def __init__(self, pages: LayerPages, store: Store, start: int, columns: tuple[int, int], sliding: bool) -> None:
         super().__init__()
         self.pages = pages
-        self.is_sliding = window is not None
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._slots = slots
+        self.is_sliding = sliding
+        self._store = store
         self._start = start
-        self._seen = seen
         self._columns = columns
+        self._given: Callable[[], torch.Tensor | None] = lambda: None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -45,11 +39,13 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores ``[rows, kv_heads, tokens, head_dim]``."""
-        slots = self._slots(key_states.device)
-        key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        self.pages.write(key, value, slots)
-        self.given = self._seen(self, key_states, value_states)
-        return self.given
+        given = self._store(self, key_states, value_states)
+        self._given = weakref.ref(given[0])
+        return given
+
+    def gave(self, key: torch.Tensor) -> bool:
+        """Returns whether ``update`` returned this very tensor."""
+        return self._given() is key
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._columns
@@ -63,15 +59,33 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
 
+class HybridLayer(LinearAttentionLayer, PagesLayer):  # type: ignore[misc]
+    """A layer with states and attention both."""
+
+    is_compileable = False
+
+    def __init__(self, states: LinearAttentionLayer, *pages: Any) -> None:
+        PagesLayer.__init__(self, *pages)
+        self.__dict__.update(vars(states))
+
+
 class StepCache(Cache):  # type: ignore[misc]
     """The cache of one forward."""
 
-    def __init__(self, layers: list[PagesLayer | LinearAttentionLayer]) -> None:
-        super().__init__(layers=layers)
+    def __init__(self, layers: Iterable[object]) -> None:
+        super().__init__(layers=list(layers))
+        self._pages = [layer for layer in self.layers if isinstance(layer, PagesLayer)]
+        self._newest = 0
 
     def layer_of(self, key: torch.Tensor) -> PagesLayer | None:
-        """Returns the layer whose ``update`` returned this very tensor; None if there is none."""
-        for layer in self.layers:
-            if isinstance(layer, PagesLayer) and layer.given is not None and layer.given[0] is key:
-                return layer
+        """Returns the layer whose ``update`` returned this very tensor; None if there is none.
+
+        Layers follow each other, so the search begins at the one found last and the one after it.
+        """
+        count = len(self._pages)
+        for step in range(count):
+            number = (self._newest + step) % count
+            if self._pages[number].gave(key):
+                self._newest = number
+                return self._pages[number]
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -19,13 +19,21 @@ from transformers.cache_utils import (
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
 
+# Layers with states and attention both. transformers has had the sliding ones since 5.20.
+_HYBRID = tuple(
+    getattr(cache_utils, name)
+    for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+    if hasattr(cache_utils, name)
+)
+_KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *_HYBRID)
+
 
 class UnsupportedCache(Exception):
     """A layer keeps a state that cannot be batched here; the serial batcher serves such models."""
 
 
 class CacheLayout:
-    """Knows for each layer of the cache whether it has keys and values of all tokens, of a window, or states."""
+    """Knows for each layer of the cache whether it has keys and values, of all tokens or of a window, and states."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._layers = DynamicCache(config=config).layers
@@ -33,8 +41,7 @@ class CacheLayout:
         self._kinds = list(getattr(text, "layer_types", None) or ())
         self._chunk = getattr(text, "attention_chunk_size", None)
         for layer in self._layers:
-            known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-            if not known and isinstance(layer, CacheLayerMixin | LinearAttentionLayer):
+            if type(layer) not in _KNOWN and isinstance(layer, CacheLayerMixin | LinearAttentionLayer):
                 raise UnsupportedCache(f"cache layers of type {type(layer).__name__} cannot be batched")
 
     def __len__(self) -> int:
@@ -55,10 +62,11 @@ class CacheLayout:
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 
     def state_layers(self) -> Iterator[tuple[int, LinearAttentionLayer]]:
-        """Yields the index and an empty copy of each layer that keeps states."""
+        """Yields the index and an empty layer of states for each layer that keeps states."""
         for index, layer in enumerate(self._layers):
             if isinstance(layer, LinearAttentionLayer):
-                yield index, copy.deepcopy(layer)
+                plain = type(layer) is LinearAttentionLayer
+                yield index, copy.deepcopy(layer) if plain else LinearAttentionLayer(layer.number_of_states)
 
     def spec(self, page_size: int) -> CacheSpec:
         """Returns the groups of the attention layers, whose bytes only a forward can tell."""

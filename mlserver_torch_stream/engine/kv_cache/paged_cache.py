@@ -5,11 +5,13 @@ Knows nothing of sequences: a batch's block tables say which page holds what, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
@@ -22,8 +24,7 @@ class LayerPages:
 
     The last page, ``spare``, belongs to no sequence: rows of a captured step that stand for nothing write to it.
     On a CPU a head's page is one piece of memory, and that of a page that nobody has written to is not resident. On
-    CUDA a token's heads lie together, as torch's varlen attention reads them, and the memory begins with zeros: a
-    kernel may multiply by 0 what lies behind a sequence's end.
+    CUDA (``tokens_first``) the heads of a token lie together, as torch's varlen attention reads them.
     """
 
     group: int
@@ -31,23 +32,38 @@ class LayerPages:
     page_size: int
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    tokens_first: bool | None = None  # None: as the device asks for it
 
     @property
     def spare(self) -> int:
         return self.pages
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once."""
+        """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once.
+
+        Raises MemoryError or torch.OutOfMemoryError, and leaves the layer as it was.
+        """
         if self.keys is None:
-            self.keys = self._pool(key)
-            self.values = self._pool(value)
+            if self.tokens_first is None:
+                self.tokens_first = key.device.type == "cuda"
+            keys, values = self._pool(key), self._pool(value)
+            self.keys, self.values = keys, values
 
     def _pool(self, like: torch.Tensor) -> torch.Tensor:
-        heads, dim = like.shape[-3], like.shape[-1]
-        if like.device.type == "cuda":
-            pool = torch.zeros((self.pages + 1, self.page_size, heads, dim), dtype=like.dtype, device=like.device)
-            return pool.transpose(1, 2)
-        return torch.empty((self.pages + 1, heads, self.page_size, dim), dtype=like.dtype, device=like.device)
+        shape = [self.pages + 1, like.shape[-3], self.page_size, like.shape[-1]]
+        if self.tokens_first:
+            shape[1:3] = reversed(shape[1:3])
+        try:
+            pool = torch.empty(shape, dtype=like.dtype, device=like.device)
+            return pool.transpose(1, 2) if self.tokens_first else pool
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._no_memory(shape, like)) from error
+        except RuntimeError as error:  # the CPU's allocator has no error of its own
+            raise MemoryError(self._no_memory(shape, like)) from error
+
+    def _no_memory(self, shape: Sequence[int], like: torch.Tensor) -> str:
+        size = format_bytes(math.prod(shape) * like.element_size())
+        return f"{size} for {self.pages} pages of a layer's KV cache cannot be allocated on {like.device}"
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores ``[tokens, kv_heads, head_dim]`` at ``slots``, ``page * page_size + offset`` of each token."""
@@ -56,6 +72,22 @@ class LayerPages:
         pages, offsets = slots // self.page_size, slots % self.page_size
         self.keys[pages, :, offsets] = key
         self.values[pages, :, offsets] = value
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of the keys and values at ``slots`` ``[rows, n]``, ``[rows, kv_heads, n, head_dim]``."""
+        assert self.keys is not None and self.values is not None
+        if self.tokens_first:
+            tokens = (pool.transpose(1, 2).flatten(0, 1) for pool in (self.keys, self.values))
+            keys, values = (pool[slots].transpose(1, 2) for pool in tokens)
+            return keys, values
+        heads = torch.arange(self.keys.shape[1], device=slots.device)[:, None]
+        pages, offsets = slots[:, None] // self.page_size, slots[:, None] % self.page_size
+        rows = (pages * len(heads) + heads) * self.page_size + offsets
+        keys, values = (
+            pool.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+            for pool in (self.keys, self.values)
+        )
+        return keys, values
 
     def read(self, table: Sequence[int], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns copies of the keys and values of the positions ``first`` to ``stop - 1``, ``[kv_heads, n, dim]``."""

@@ -6,7 +6,7 @@ Knows nothing of pages. Every state tensor of a layer is ``[slots, ...]``; a seq
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,32 +31,60 @@ class StateSlots:
 
     def take(self, slots: Sequence[int]) -> dict[int, LinearAttentionLayer]:
         """Returns layers with copies of these slots as their rows."""
+        index = _Index(slots)
         return {
-            index: _mapped(layer, lambda state: state.index_select(0, _index(slots, state)))
-            for index, layer in self._held.items()
+            number: _mapped(layer, lambda state: state.index_select(0, index.on(state.device)))
+            for number, layer in self._held.items()
         }
 
-    def put(self, slots: Sequence[int], layers: dict[int, LinearAttentionLayer]) -> None:
-        """Stores the rows of ``layers`` in these slots."""
-        for index, layer in layers.items():
-            if index not in self._held:
-                self._held[index] = _mapped(layer, self._room)
-            for (held, name), (given, _) in zip(_tensors(self._held[index]), _tensors(layer), strict=True):
-                held[name].index_copy_(0, _index(slots, held[name]), given[name])
+    def put(self, slots: Sequence[int], layers: Mapping[int, LinearAttentionLayer]) -> None:
+        """Stores the rows of ``layers`` in these slots.
+
+        Raises MemoryError or torch.OutOfMemoryError, and leaves all slots as they were.
+        """
+        for number in layers.keys() - self._held.keys():
+            self._held[number] = _mapped(self._own(number, layers[number]), self._room)
+        index = _Index(slots)
+        for number, layer in layers.items():
+            for (held, name), (given, _) in zip(_tensors(self._held[number]), _tensors(layer), strict=True):
+                held[name].index_copy_(0, index.on(held[name].device), given[name])
 
     def copy(self, source: int, target: int) -> None:
         self.put([target], self.take([source]))
 
+    def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
+        """Returns the states of a layer that may hold more than states."""
+        own = copy.copy(self._empty[number])
+        for name in vars(own):
+            setattr(own, name, getattr(layer, name))
+        return own
+
     def _room(self, state: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((self._slots, *state.shape[1:]), dtype=state.dtype, device=state.device)
+        shape = (self._slots, *state.shape[1:])
+        try:
+            return torch.zeros(shape, dtype=state.dtype, device=state.device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the CPU's allocator has no error of its own
+            raise MemoryError(f"the states of {self._slots} sequences cannot be allocated on {state.device}") from error
 
     @property
     def bytes_per_slot(self) -> int:
+        """0 before the first forward."""
         return sum(states[name][0].nbytes for layer in self._held.values() for states, name in _tensors(layer))
 
 
-def _index(slots: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(slots), dtype=torch.long, device=like.device)
+class _Index:
+    """Numbers of slots as a tensor on each device that asks for them."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self._slots = torch.tensor(list(slots), dtype=torch.long)
+        self._copies: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._copies:
+            self._copies[device] = self._slots.to(device)
+        return self._copies[device]
 
 
 def _tensors(layer: LinearAttentionLayer) -> Iterator[tuple[dict[int, Any], int]]:

@@ -1,0 +1,129 @@
+"""Computes paged attention with torch's own operators, for devices that have no kernels of pages.
+
+Sequences with one new token are computed together, chunks of prompts one after the other. Knows no model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+
+_SHORT = 6  # sequences of up to 2 ** 6 keys are computed together whatever their lengths
+_QUERIES = 256  # of a chunk whose scores are held in float32 at a time
+
+
+def torch_attention(
+    query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+) -> torch.Tensor:
+    """A ``PagedAttention``; scores with a softcap or sinks are in float32."""
+    assert layer.values is not None
+    rows, chunks = _parts(batch, options)
+    output = query.new_empty((*query.shape[:2], layer.values.shape[-1]))
+    for sequences, places in rows:
+        output[places] = _attend_rows(query[places], layer, batch, options, sequences)
+    for sequence, first, stop in chunks:
+        output[first:stop] = _attend_chunk(query[first:stop], layer, batch, options, sequence)
+    return output
+
+
+Rows = list[tuple[torch.Tensor, torch.Tensor]]  # sequences of similar lengths, and their places among the tokens
+Chunks = list[tuple[int, int, int]]  # a sequence, where its tokens begin and where they end
+
+
+def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
+    """Returns the sequences with one new token, those that see about as many keys together, and the others.
+
+    A gather is as wide as its longest row: lengths within a power of two waste less than half of it.
+    """
+    key = ("parts", options.window, options.chunk)
+    if key not in batch.memo:
+        similar: dict[int, list[tuple[int, int]]] = {}
+        chunks: Chunks = []
+        for index, (each, end) in enumerate(zip(batch.batch.sequences, batch.batch.ends, strict=True)):
+            if each.count == 1:
+                seen = each.length if options.window is None else min(each.length, options.window)
+                seen = seen if options.chunk is None else each.start % options.chunk + 1
+                similar.setdefault(max(_SHORT, (seen - 1).bit_length()), []).append((index, end - 1))
+            else:
+                chunks.append((index, end - each.count, end))
+        device = batch.starts.device
+        both = (torch.tensor(pairs, device=device) for pairs in similar.values())
+        rows = [(pairs[:, 0], pairs[:, 1]) for pairs in both]
+        batch.memo[key] = rows, chunks
+    parts: tuple[Rows, Chunks] = batch.memo[key]
+    return parts
+
+
+def _attend_rows(
+    query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions, sequences: torch.Tensor
+) -> torch.Tensor:
+    """Attends ``[rows, heads, head_dim]``."""
+    key = ("keys of rows", layer.group, options.window, options.chunk, id(sequences))
+    if key not in batch.memo:
+        last = batch.lengths[sequences].long() - 1
+        oldest = options.oldest_seen(last)
+        places = oldest[:, None] + torch.arange(int((last - oldest).max()) + 1, device=last.device)
+        valid = places <= last[:, None]
+        # Rows that are shorter read their newest key again: what a page holds beyond it may be NaN.
+        places = torch.minimum(places, last[:, None])
+        batch.memo[key] = _slots(batch, layer, sequences, places), valid[:, None, None]
+    slots, valid = batch.memo[key]
+    keys, values = layer.gather(slots)
+    grouped = query.unflatten(1, (keys.shape[1], -1))  # [rows, kv_heads, heads of each, head_dim]
+    sinks = None if options.sinks is None else options.sinks.reshape(1, keys.shape[1], -1, 1)
+    return _weigh(grouped, keys, values, valid, options, sinks).flatten(1, 2)
+
+
+def _attend_chunk(
+    query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions, sequence: int
+) -> torch.Tensor:
+    """Attends the ``[tokens, heads, head_dim]`` of one sequence."""
+    key = ("keys of a chunk", layer.group, options.window, options.chunk, sequence)
+    if key not in batch.memo:
+        each = batch.batch.sequences[sequence]
+        seen = torch.arange(each.start, each.length, device=query.device)[:, None]
+        oldest = options.oldest_seen(seen)
+        places = torch.arange(int(oldest[0]), each.length, device=query.device)
+        slots = _slots(batch, layer, torch.tensor([sequence], device=query.device), places[None])
+        batch.memo[key] = slots, (places <= seen) & (places >= oldest)
+    slots, valid = batch.memo[key]
+    keys, values = (part.squeeze(0).unsqueeze(1) for part in layer.gather(slots))
+    grouped = query.transpose(0, 1).unflatten(0, (keys.shape[0], -1))  # [kv_heads, heads of each, tokens, head_dim]
+    keys, values = (part.expand(-1, grouped.shape[1], -1, -1) for part in (keys, values))
+    if options.softcap is None and options.sinks is None:
+        return _weigh(grouped, keys, values, valid, options, None).flatten(0, 1).transpose(0, 1)
+    sinks = None if options.sinks is None else options.sinks.reshape(*grouped.shape[:2], 1, 1)
+    pairs = zip(grouped.split(_QUERIES, 2), valid.split(_QUERIES), strict=True)
+    parts = [_weigh(part, keys, values, shown, options, sinks) for part, shown in pairs]
+    return torch.cat(parts, 2).flatten(0, 1).transpose(0, 1)
+
+
+def _slots(batch: BatchTensors, layer: LayerPages, sequences: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns the slots of the positions ``places`` ``[rows, n]`` of these sequences."""
+    table = batch.tables[layer.group][sequences]
+    return table.gather(1, places // batch.page_size).long() * batch.page_size + places % batch.page_size
+
+
+def _weigh(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``."""
+    if options.softcap is None and sinks is None:
+        output: torch.Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=valid, scale=options.scale)
+        return output
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~valid, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
+    chances = torch.softmax(scores, -1)[..., : keys.shape[-2]]
+    return (chances @ values.float()).to(query.dtype)
