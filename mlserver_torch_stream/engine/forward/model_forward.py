@@ -110,6 +110,8 @@ class ModelForward:
 
     def _call(self, ids: torch.Tensor, step: _Step, **more: Any) -> torch.Tensor:
         """Calls the model. ``more``: arguments beside its ids, their positions and its cache."""
+        if self._takes_mask and self.way is Way.PACKED:  # without one, GPT-2 waits for the ids to look for padding
+            more["attention_mask"] = torch.ones_like(ids)
         if self._takes_positions:
             more["position_ids"] = step.on(self.device).positions.reshape(ids.shape)
         more[self._cache_name] = step.cache
