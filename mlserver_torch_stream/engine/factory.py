@@ -279,7 +279,7 @@ def _batch_continuously(
     context = longest_sequence(spec, limits, loaded.max_model_len)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        why = no_room(prepared.placement, findings.specs, budget, free_bytes(findings.specs, host))
+        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
         raise LoadFailed(f"parameters.extra.{key}: {why}")
     forward = prepared.forward or ModelForward(loaded.model, findings.way)
     slots = limits.max_num_seqs if spec.state_bytes else 0
