@@ -37,7 +37,13 @@ LOOP.close()
 
 
 def request_of(
-    prompt: Sequence[int], max_tokens: int, n: int = 1, *, is_open: bool = False, priority: int = 0, context: int = CONTEXT
+    prompt: Sequence[int],
+    max_tokens: int,
+    n: int = 1,
+    *,
+    is_open: bool = False,
+    priority: int = 0,
+    context: int = CONTEXT,
 ) -> RequestState:
     sampling = SamplingParameters(max_tokens=max_tokens, n=n)
     given = EngineRequest(tuple(prompt), sampling, open=is_open, priority=priority)
@@ -87,9 +93,7 @@ class ModelledForward:
             assert keys is None or self._sees(part, ids, part.start, part.length)
         return found
 
-    def _run(
-        self, part: BatchSequence, ids: Sequence[int], written: Counter[tuple[int, int, int]]
-    ) -> list[int] | None:
+    def _run(self, part: BatchSequence, ids: Sequence[int], written: Counter[tuple[int, int, int]]) -> list[int] | None:
         assert list(ids) == list(part.token_ids) or len(ids) == part.length
         right = self._sees(part, ids, part.start, part.start)
         if self.spec.state_bytes:

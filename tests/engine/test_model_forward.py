@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
-from tests.engine.families import prompt_of, reference, tiny_model
 from tests.engine.page_driver import PageDriver
+from tests.engine.tiny_models import prompt_of, reference, tiny_model
 
 PROMPTS = [prompt_of(5), prompt_of(12, 3), prompt_of(9, 5)]
 

@@ -12,7 +12,7 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
-from tests.engine.families import prompt_of, reference, tiny_model
+from tests.engine.tiny_models import prompt_of, reference, tiny_model
 
 _RESIDENT = """
 import torch

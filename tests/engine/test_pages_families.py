@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_forward import Way
-from tests.engine.families import FAMILIES, SERIAL_FAMILIES, prompt_of, reference, tiny_model
 from tests.engine.page_driver import Driven, PageDriver
+from tests.engine.tiny_models import FAMILIES, SERIAL_FAMILIES, prompt_of, reference, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COMMON = 34  # tokens at the beginning of two prompts

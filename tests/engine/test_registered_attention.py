@@ -10,8 +10,8 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from tests.engine.families import prompt_of, reference, tiny_model
 from tests.engine.page_driver import PageDriver, Way
+from tests.engine.tiny_models import prompt_of, reference, tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "llama4_chunked", "gpt2"])

@@ -207,7 +207,7 @@ class SequencePages:
 
     def clear(self) -> None:
         """Gives all pages back, the last tokens first: a beginning is found for longer than what follows it."""
-        for index in reversed(range(max(map(len, self.tables)))):
+        for index in reversed(range(max(map(len, self.tables), default=0))):
             for group, table in enumerate(self.tables):
                 if index < len(table) and table[index] != GIVEN_BACK:
                     self._pool.give_back(group, table[index])

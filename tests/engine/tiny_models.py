@@ -1,4 +1,4 @@
-"""Tiny random models of many families, and transformers' own answers. Knows nothing of engines."""
+"""Tiny random models of many families, a byte-level tokenizer, and transformers' own answers. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # models of this size only lose time to a second core
 EOS = 258
@@ -154,6 +155,15 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
                 parameter.normal_(std=0.15)
     model.generation_config.eos_token_id = None
     return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 byte tokens and three special ones: every text has tokens, most token sequences are no valid UTF-8."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
