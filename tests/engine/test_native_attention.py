@@ -293,15 +293,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "gpt2": {},
     "gpt_neox": {},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 4,
-        "head_dim": 4,
-        "qk_nope_head_dim": 8,
+    "mimo_v2_flash": {
+        "head_dim": 12,
         "v_head_dim": 6,
-        "first_k_dense_replace": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense"] * 3,
     },
 }
 REQUESTS = [(5, 9), (17, 6), (30, 8)]  # lengths of prompts and answers; the second begins beside the first one's answer
@@ -350,8 +347,11 @@ def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -
         tiny_model("llama4_text", attention_chunk_size=8, layer_types=["chunked_attention"] * 3)
     )
     assert chunked.chunk == 8
-    (latent,) = attention_shapes(tiny_model("deepseek_v3", **FAMILIES["deepseek_v3"]))
-    assert (latent.key_dim, latent.value_dim) == (12, 6)
+    unlike = attention_shapes(tiny_model("mimo_v2_flash", **FAMILIES["mimo_v2_flash"]))
+    assert {(each.key_dim, each.value_dim, each.kv_heads, each.has_sinks) for each in unlike} == {
+        (12, 6, 4, True),
+        (12, 6, 2, False),
+    }
 
 
 def plainly(choice: AttentionChoice) -> bool:
