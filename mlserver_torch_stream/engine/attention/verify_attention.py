@@ -167,9 +167,8 @@ def _fill(layer: LayerPages, batch: Batch, shape: AttentionShape, numbers: Calla
     """Writes random keys and values of all tokens of the sequences, and NaN behind them."""
     layer.keys = torch.full((layer.pages, shape.kv_heads, layer.page_size, shape.key_dim), torch.nan, dtype=shape.dtype)
     layer.values = layer.keys.new_full((*layer.keys.shape[:3], shape.value_dim), torch.nan)
+    size = layer.page_size
     for each in batch.sequences:
-        slots = [
-            each.tables[0][i // layer.page_size] * layer.page_size + i % layer.page_size for i in range(each.length)
-        ]
-        parts = (numbers(each.length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
-        layer.write(*parts, torch.tensor(slots))
+        slots = [each.tables[0][position // size] * size + position % size for position in range(each.length)]
+        keys, values = (numbers(each.length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+        layer.write(keys, values, torch.tensor(slots))
