@@ -1,75 +1,93 @@
 """Milliseconds of a decode step and of a prefill: our kernels, transformers' forward, and that with linear layers laid
 out for the CPU, in turn in one run.
 
-    python benchmarks/forwards.py [MODEL] [--context 160] [--threads N] [--rounds 3] [--ours-only]
+    python benchmarks/forwards.py [MODEL] [--contexts 160] [--rows 1 4 16 32] [--page-sizes 16] [--rounds 3]
+        [--threads N] [--ours-only]
 
-Drives the forwards alone: no scheduler, no sampling, no server.
+Drives the forwards alone: no scheduler, no sampling, no server. Several page sizes are columns of their own. A
+sequence's pages lie in no order, as they do after hours of service.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import load_weights, locate
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
-ROWS = (1, 4, 16, 32)
-PROMPTS = (128, 512, 2000)
 DECODE_STEPS = 12
 PREFILL_CHUNK = 512
 
-Forward = Callable[[Any, RowCache], torch.Tensor]
 
+@dataclass(frozen=True)
+class Column:
+    """A forward, and the pages that it works on."""
 
-def prefilled(forward: Forward, layout: CacheLayout, length: int, spare: int) -> RowCache:
-    cache = RowCache(layout, capacity=length + spare)
-    cache.begin_row()
-    ids = [(7 * i) % 1000 + 5 for i in range(length)]
-    for first in range(0, length, PREFILL_CHUNK):
-        forward([ids[first : first + PREFILL_CHUNK]], cache)
-    return cache
+    forward: Forward
+    layout: CacheLayout
+    page_size: int
 
+    def tables(self, rows: int, length: int) -> tuple[PagedCache, list[tuple[list[int], ...]]]:
+        """A cache for so many sequences of one length, and the block tables of each."""
+        groups = self.layout.spec(self.page_size).groups
+        each = -(-length // self.page_size)
+        cache = PagedCache(self.layout, self.page_size, [rows * each] * len(groups), state_slots=0)
+        order = [random.Random(0).sample(range(rows * each), rows * each) for _ in groups]
+        return cache, [tuple(pages[row * each : (row + 1) * each] for pages in order) for row in range(rows)]
 
-def batch_of(forward: Forward, layout: CacheLayout, rows: int, context: int, spare: int) -> RowCache:
-    """Rows of one length: the slab's worst case for bandwidth, and no padding that only one side would pay for."""
-    batch = RowCache(layout, rows=rows, capacity=context + spare)
-    batch.join(prefilled(forward, layout, context, 0), rows)
-    return batch
+    def decode_ms(self, rows: int, context: int) -> float:
+        """The fastest of a few steps: the machine may be shared. Keys and values are zeros, which take as long."""
+        cache, tables = self.tables(rows, context + 1)
+        batch = Batch(tuple(BatchSequence((11 + row,), context, table) for row, table in enumerate(tables)))
+        self.forward(batch, cache)
+        for layer in cache.layers.values():
+            for pool in (layer.keys, layer.values):
+                assert pool is not None
+                pool.zero_()
+        return self.least_ms(lambda: self.forward(batch, cache), DECODE_STEPS)
 
+    def prefill_ms(self, length: int) -> float:
+        cache, (table,) = self.tables(1, length)
+        ids = [(7 * i) % 1000 + 5 for i in range(length)]
+        chunks = [
+            BatchSequence(ids[first : first + PREFILL_CHUNK], first, table, wanted=int(first + PREFILL_CHUNK >= length))
+            for first in range(0, length, PREFILL_CHUNK)
+        ]
+        return self.least_ms(lambda: [self.forward(Batch((chunk,)), cache) for chunk in chunks], 1)
 
-def decode_ms(forward: Forward, cache: RowCache) -> float:
-    """The fastest of a few steps: the machine may be shared."""
-    tokens = [[11 + row] for row in range(len(cache.lengths))]
-    times = []
-    for _ in range(DECODE_STEPS):
-        began = time.perf_counter()
-        forward(tokens, cache)
-        times.append(time.perf_counter() - began)
-    return 1000 * min(times)
-
-
-def prefill_ms(forward: Forward, layout: CacheLayout, length: int) -> float:
-    began = time.perf_counter()
-    prefilled(forward, layout, length, 0)
-    return 1000 * (time.perf_counter() - began)
+    @staticmethod
+    def least_ms(work: Callable[[], object], times: int) -> float:
+        least = float("inf")
+        for _ in range(times):
+            began = time.perf_counter()
+            work()
+            least = min(least, time.perf_counter() - began)
+        return 1000 * least
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="embedded://smollm2-135m-instruct")
-    parser.add_argument("--context", type=int, default=160)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[160])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2000])
+    parser.add_argument("--page-sizes", type=int, nargs="+", default=[16])
     parser.add_argument("--threads", type=int, default=read_host().threads)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
@@ -80,36 +98,39 @@ def main() -> None:
     with torch.inference_mode():
         model = load_weights(locate(settings), settings).model
         layout = CacheLayout(model.config)
-        forwards: dict[str, Forward] = {"ours": NativeForward(model, options.threads, Path(settings.cache_dir))}
+        ours = NativeForward(model, options.threads, Path(settings.cache_dir))
+        columns = {f"ours, {size}": Column(ours, layout, size) for size in options.page_sizes}
         if not options.ours_only:
-            forwards["transformers"] = ModelForward(model)
             packed = copy.deepcopy(model)
+            columns["transformers"] = Column(ModelForward(model), layout, options.page_sizes[0])
             if pack_linears(packed):
-                forwards["laid out"] = ModelForward(packed)
-        report(forwards, layout, options)
+                columns["laid out"] = Column(ModelForward(packed), layout, options.page_sizes[0])
+        report(columns, options)
 
 
-def report(forwards: dict[str, Forward], layout: CacheLayout, options: argparse.Namespace) -> None:
-    print(f"{'':24}" + "".join(f"{name:>16}" for name in forwards) + f"{'ratio':>8}")
-    spare = options.rounds * DECODE_STEPS
-    for rows in ROWS:
-        caches = {name: batch_of(one, layout, rows, options.context, spare) for name, one in forwards.items()}
-        best = dict.fromkeys(forwards, float("inf"))
-        for _ in range(options.rounds):
-            for name, one in forwards.items():
-                best[name] = min(best[name], decode_ms(one, caches[name]))
-        line(f"decode, {rows} rows", best, f"{1000 * rows / best['ours']:8.0f} tokens/s")
-    for length in PROMPTS:
-        best = dict.fromkeys(forwards, float("inf"))
-        for _ in range(options.rounds):
-            for name, one in forwards.items():
-                best[name] = min(best[name], prefill_ms(one, layout, length))
+def report(columns: dict[str, Column], options: argparse.Namespace) -> None:
+    print(f"{'':32}" + "".join(f"{name:>16}" for name in columns) + f"{'ratio':>8}")
+    for context in options.contexts:
+        for rows in options.rows:
+            best = least(columns, options.rounds, lambda column: column.decode_ms(rows, context))  # noqa: B023
+            line(f"decode, {rows} rows of {context}", best, f"{1000 * rows / min(best.values()):8.0f} tokens/s")
+    for length in options.prompts:
+        best = least(columns, options.rounds, lambda column: column.prefill_ms(length))  # noqa: B023
         line(f"prefill, {length} tokens", best, "")
 
 
+def least(columns: dict[str, Column], rounds: int, measure: Callable[[Column], float]) -> dict[str, float]:
+    best = dict.fromkeys(columns, float("inf"))
+    for _ in range(rounds):
+        for name, column in columns.items():
+            best[name] = min(best[name], measure(column))
+    return best
+
+
 def line(what: str, best: dict[str, float], more: str) -> None:
-    ratio = best["transformers"] / best["ours"] if "transformers" in best else float("nan")
-    print(f"{what:24}" + "".join(f"{ms:13.2f} ms" for ms in best.values()) + f"{ratio:8.2f}  {more}", flush=True)
+    ours = min(ms for name, ms in best.items() if name.startswith("ours"))
+    ratio = best.get("transformers", float("nan")) / ours
+    print(f"{what:32}" + "".join(f"{ms:13.2f} ms" for ms in best.values()) + f"{ratio:8.2f}  {more}", flush=True)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
     model.get_input_embeddings().weight.data[9] = float("nan")
     with torch.inference_mode():
         forward, book = NativeForward(model, 2, folder), PageBook(model)
-        book.step(forward, dict.fromkeys("abc", [3, 4, 5]))
+        book.step(forward, {name: [3, 4, 5] for name in "abc"})
         found = book.step(forward, {"a": [1], "b": [9], "c": [2], "d": [8, 9, 8], "e": [8, 8, 8]})
     assert [bool(logits.isnan().any()) for logits in found.values()] == [False, True, False, True, False]
     assert not found["b"].isfinite().any()

@@ -42,7 +42,7 @@ class PackedBatch:
         self._counts = array(_LONG, [len(each.token_ids) for each in sequences])
         self._wants = array(_LONG, [each.wanted for each in sequences])
         self._held = [_as_array(each.tables[group]) for group in range(groups) for each in sequences]
-        self._tables = array(_POINTER, [table.buffer_info()[0] for table in self._held])
+        self._tables = array(_POINTER, map(_address, self._held))
         self.table_stride = len(sequences)
         self.wanted = sum(self._wants)
         self.longest = max(map(sum, zip(self._starts, self._counts, strict=True)))
@@ -52,41 +52,38 @@ class PackedBatch:
         total = len(self._ids)
         count = -(-total // most)
         if count == 1:
-            yield self._part(0, len(self._counts), 0, total, self._starts, self._counts, self._wants)
+            yield self._part(0, 0, self._starts, self._counts, self._wants)
             return
-        sequence = done = 0  # tokens of it that are in the parts so far
+        sequence = done = 0  # tokens of the sequence that are in the parts so far
         for part in range(count):
-            first, left = part * total // count, (part + 1) * total // count - part * total // count
-            begin, starts, counts, wants = sequence, array(_LONG), array(_LONG), array(_LONG)
-            tokens = left
-            while left:
-                whole = self._counts[sequence]
-                some = min(left, whole - done)
-                behind = whole - done - some
+            token, stop = part * total // count, (part + 1) * total // count
+            first, at, starts, counts, wants = sequence, token, array(_LONG), array(_LONG), array(_LONG)
+            while at < stop:
+                left = self._counts[sequence] - done
+                some = min(left, stop - at)
                 starts.append(self._starts[sequence] + done)
                 counts.append(some)
-                wants.append(min(some, max(0, self._wants[sequence] - behind)))
-                left -= some
-                sequence, done = (sequence, done + some) if behind else (sequence + 1, 0)
-            yield self._part(begin, len(counts), first, tokens, starts, counts, wants)
+                wants.append(min(some, max(0, self._wants[sequence] - (left - some))))
+                sequence, done = (sequence + 1, 0) if some == left else (sequence, done + some)
+                at += some
+            yield self._part(first, token, starts, counts, wants)
 
-    def _part(
-        self,
-        sequence: int,
-        sequences: int,
-        token: int,
-        tokens: int,
-        starts: array[int],
-        counts: array[int],
-        wants: array[int],
-    ) -> BatchPart:
+    def _part(self, sequence: int, token: int, starts: array[int], counts: array[int], wants: array[int]) -> BatchPart:
         return BatchPart(
-            *(sequences, tokens, sum(wants)),
-            self._ids.buffer_info()[0] + token * _BYTES,
-            *(numbers.buffer_info()[0] for numbers in (starts, counts, wants)),
-            self._tables.buffer_info()[0] + sequence * _BYTES,
+            sequences=len(counts),
+            tokens=sum(counts),
+            wanted=sum(wants),
+            ids=_address(self._ids) + token * _BYTES,
+            starts=_address(starts),
+            counts=_address(counts),
+            wants=_address(wants),
+            tables=_address(self._tables) + sequence * _BYTES,
             kept=(starts, counts, wants),
         )
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
 
 
 def _as_array(table: Sequence[int]) -> array[int]:
