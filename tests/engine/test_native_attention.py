@@ -28,7 +28,7 @@ from mlserver_torch_stream.engine.attention.verify_attention import (
     take_attention_kernels,
 )
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from tests.engine.page_book import PageBook
 from tests.engine.tiny_models import prompt_of, reference, tiny_model
@@ -333,7 +333,7 @@ def test_families_give_the_tokens_of_generate(family: str, folder: Path) -> None
     assert isinstance(choice.attention, NativeAttention), choice.name
     assert "attention kernels" in choice.name and "OpenMP" in choice.name
     with torch.inference_mode():
-        assert answers(model, ModelForward(model, attention=choice.attention)) == expected
+        assert answers(model, ModelForward(model, attention=choice.attention, write=choice.write)) == expected
 
 
 def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -> None:
@@ -355,7 +355,8 @@ def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -
 
 
 def plainly(choice: AttentionChoice) -> bool:
-    return choice.attention is reference_attention and "torch's attention" in choice.name
+    plain = choice.attention is reference_attention and choice.write is LayerPages.write
+    return plain and "torch's attention" in choice.name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -383,9 +384,25 @@ def test_kernels_that_attend_to_something_else_are_found_out(
     assert "no attention kernels" in caplog.text and "differ" in caplog.text
 
 
+def test_kernels_that_write_elsewhere_are_found_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(NativeAttention):
+        def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+            super().write(layer, key, value, slots.roll(1))
+
+    monkeypatch.setattr(verify_attention, "NativeAttention", Wrong)
+    choice = take_attention_kernels(tiny_model(), reference_attention, folder)
+    assert plainly(choice) and "elsewhere" in choice.name
+
+
 def test_a_model_whose_attention_cannot_be_replaced_keeps_its_own(folder: Path) -> None:
-    choice = take_attention_kernels(tiny_model("bloom"), reference_attention, folder)
-    assert plainly(choice)
+    for way in (Way.PACKED, Way.MASKED_ROWS):
+        assert plainly(take_attention_kernels(tiny_model("bloom"), reference_attention, folder, way))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_models_with_states_take_the_kernels_in_their_attention_layers(family: str, folder: Path) -> None:
+    choice = take_attention_kernels(tiny_model(family), reference_attention, folder, Way.ROWS)
+    assert isinstance(choice.attention, NativeAttention), choice.name
 
 
 def test_without_a_compiler_torch_attends_and_the_summary_says_why(

@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.attention.interface import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
+    PageWriter,
     batch_tensors,
     packed_ids,
 )
@@ -27,7 +28,7 @@ from mlserver_torch_stream.engine.attention.registered import CannotPage, give_a
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 
 _CPU = torch.device("cpu")
 
@@ -48,7 +49,11 @@ class ModelForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, way: Way = Way.PACKED, attention: PagedAttention = torch_attention
+        self,
+        model: PreTrainedModel,
+        way: Way = Way.PACKED,
+        attention: PagedAttention = torch_attention,
+        write: PageWriter = LayerPages.write,
     ) -> None:
         """Replaces the model's attention, or gives it back its own for rows with masks. Raises CannotPage."""
         if way is Way.MASKED_ROWS:
@@ -57,6 +62,7 @@ class ModelForward:
             take_attention(model)
         self.way = way
         self._attention = attention
+        self._write = write
         self._forward = plain_forward(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
@@ -71,7 +77,7 @@ class ModelForward:
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
-        steps = [_Step(part, cache, self.way, self._attention) for part in parts]
+        steps = [_Step(part, cache, self.way, self._attention, self._write) for part in parts]
         logits = [self._run(step) for step in steps]
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
@@ -101,11 +107,12 @@ class ModelForward:
 class _Step:
     """One call of a model: its cache, its attention and its masks."""
 
-    def __init__(self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention) -> None:
+    def __init__(self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention, write: PageWriter) -> None:
         self.batch = batch
         self._pages = cache
         self._way = way
         self._attention = attention
+        self._write = write
         self._tensors: dict[torch.device, BatchTensors] = {}
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
@@ -149,7 +156,7 @@ class _Step:
 
     def _store(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self.on(key.device).slots[layer.pages.group]
-        layer.pages.write(key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
+        self._write(layer.pages, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
         return key, value
 
     def attend(
