@@ -28,7 +28,7 @@ from mlserver_torch_stream.engine.attention.verify_attention import (
     take_attention_kernels,
 )
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from tests.engine.page_book import PageBook
 from tests.engine.tiny_models import prompt_of, reference, tiny_model
@@ -293,15 +293,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "gpt2": {},
     "gpt_neox": {},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 4,
-        "head_dim": 4,
-        "qk_nope_head_dim": 8,
+    "mimo_v2_flash": {
+        "head_dim": 12,
         "v_head_dim": 6,
-        "first_k_dense_replace": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense"] * 3,
     },
 }
 REQUESTS = [(5, 9), (17, 6), (30, 8)]  # lengths of prompts and answers; the second begins beside the first one's answer
@@ -336,7 +333,7 @@ def test_families_give_the_tokens_of_generate(family: str, folder: Path) -> None
     assert isinstance(choice.attention, NativeAttention), choice.name
     assert "attention kernels" in choice.name and "OpenMP" in choice.name
     with torch.inference_mode():
-        assert answers(model, ModelForward(model, attention=choice.attention)) == expected
+        assert answers(model, ModelForward(model, attention=choice.attention, write=choice.write)) == expected
 
 
 def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -> None:
@@ -350,12 +347,16 @@ def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -
         tiny_model("llama4_text", attention_chunk_size=8, layer_types=["chunked_attention"] * 3)
     )
     assert chunked.chunk == 8
-    (latent,) = attention_shapes(tiny_model("deepseek_v3", **FAMILIES["deepseek_v3"]))
-    assert (latent.key_dim, latent.value_dim) == (12, 6)
+    unlike = attention_shapes(tiny_model("mimo_v2_flash", **FAMILIES["mimo_v2_flash"]))
+    assert {(each.key_dim, each.value_dim, each.kv_heads, each.has_sinks) for each in unlike} == {
+        (12, 6, 4, True),
+        (12, 6, 2, False),
+    }
 
 
 def plainly(choice: AttentionChoice) -> bool:
-    return choice.attention is reference_attention and "torch's attention" in choice.name
+    plain = choice.attention is reference_attention and choice.write is LayerPages.write
+    return plain and "torch's attention" in choice.name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -383,9 +384,25 @@ def test_kernels_that_attend_to_something_else_are_found_out(
     assert "no attention kernels" in caplog.text and "differ" in caplog.text
 
 
+def test_kernels_that_write_elsewhere_are_found_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(NativeAttention):
+        def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+            super().write(layer, key, value, slots.roll(1))
+
+    monkeypatch.setattr(verify_attention, "NativeAttention", Wrong)
+    choice = take_attention_kernels(tiny_model(), reference_attention, folder)
+    assert plainly(choice) and "elsewhere" in choice.name
+
+
 def test_a_model_whose_attention_cannot_be_replaced_keeps_its_own(folder: Path) -> None:
-    choice = take_attention_kernels(tiny_model("bloom"), reference_attention, folder)
-    assert plainly(choice)
+    for way in (Way.PACKED, Way.MASKED_ROWS):
+        assert plainly(take_attention_kernels(tiny_model("bloom"), reference_attention, folder, way))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_models_with_states_take_the_kernels_in_their_attention_layers(family: str, folder: Path) -> None:
+    choice = take_attention_kernels(tiny_model(family), reference_attention, folder, Way.ROWS)
+    assert isinstance(choice.attention, NativeAttention), choice.name
 
 
 def test_without_a_compiler_torch_attends_and_the_summary_says_why(

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.reference import reference_attention
+from mlserver_torch_stream.engine.attention.verify_attention import TOLERANCE, AttentionShape, farthest
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
@@ -58,3 +61,7 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
         forward = NativeForward(model, 2, tmp_path, int8=True)
         round_weights(read_decoder(model))
         assert check_forward(model, forward) is None
+    native = NativeAttention(tmp_path, reference_attention)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for shape in (AttentionShape(4, 2, 20, 12, dtype, 0.2, 40), AttentionShape(8, 1, 5, 7, dtype, 0.2)):
+            assert farthest(native, shape) < TOLERANCE[dtype]

@@ -5,7 +5,7 @@ Knows no implementation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -110,3 +110,7 @@ class PagedAttention(Protocol):
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
     ) -> torch.Tensor: ...
+
+
+PageWriter = Callable[[LayerPages, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Does what ``LayerPages.write`` does."""

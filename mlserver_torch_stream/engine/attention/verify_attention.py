@@ -17,6 +17,7 @@ from mlserver_torch_stream.engine.attention.interface import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
+    PageWriter,
     batch_tensors,
 )
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
@@ -38,7 +39,7 @@ _FAR = 300  # a wider window or chunk is compared as one of this width, which th
 _CAP = 3.0  # a higher softcap is compared as this one, near which the random scores are
 _PAGE_SIZE = 16
 # Of a query's and a head's output, against its size: twice to four times what rounding makes of random values.
-_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class AttentionChoice:
     """``name`` is for the summary of a load: what attends, and on which threads or for which reason."""
 
     attention: PagedAttention
+    write: PageWriter
     name: str
 
 
@@ -54,8 +56,8 @@ def take_attention_kernels(
 ) -> AttentionChoice:
     """Returns our kernels if they are right on the shapes of the model's own attentions, else ``plain``.
 
-    ``way`` is one in which the model's attention can be replaced. Raises LoadFailed if the environment names kernels
-    that this CPU does not run.
+    ``way`` is that in which the model takes batches. Raises LoadFailed if the environment names kernels that this CPU
+    does not run.
     """
     try:
         kernels = NativeAttention(cache_dir, plain)
@@ -69,18 +71,22 @@ def take_attention_kernels(
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem is not None:
         logger.warning("no attention kernels, torch attends: %s", problem)
-        return AttentionChoice(plain, f"torch's attention ({problem})")
-    return AttentionChoice(kernels, f"attention kernels ({kernels.variant}, {kernels.threads})")
+        return AttentionChoice(plain, LayerPages.write, f"torch's attention ({problem})")
+    return AttentionChoice(kernels, kernels.write, f"attention kernels ({kernels.variant}, {kernels.threads})")
 
 
-def _problem(model: PreTrainedModel, attention: PagedAttention, way: Way, page_size: int) -> str | None:
+def _problem(model: PreTrainedModel, attention: NativeAttention, way: Way, page_size: int) -> str | None:
     """Returns what is wrong, or None."""
+    if way is Way.MASKED_ROWS:
+        return "its attention cannot be replaced"
     shapes = attention_shapes(model, way)
     if not shapes:
         return "the model has no attention on a CPU"
+    if not _writes_alike(attention, shapes[0], page_size):
+        return "the kernels write keys and values elsewhere than torch"
     for shape in shapes:
         difference = farthest(attention, shape, page_size)
-        if not difference <= _TOLERANCE.get(shape.dtype, 0.0):
+        if not difference <= TOLERANCE.get(shape.dtype, 0.0):
             return f"the kernels' results differ from torch's by {difference:.1g} for {shape}"
     return None
 
@@ -152,6 +158,25 @@ def farthest(attention: PagedAttention, shape: AttentionShape, page_size: int = 
     return float(error.max())
 
 
+def _writes_alike(attention: NativeAttention, shape: AttentionShape, page_size: int) -> bool:
+    """Returns whether keys and values that lie by heads, as a model's do, come to the same places of pages."""
+    tokens, pages = 3 * page_size, 4
+    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(2))[:tokens]
+    layers = [LayerPages(0, pages, page_size) for _ in range(2)]
+    heads = shape.kv_heads
+    key, value = (
+        (torch.arange(heads * tokens * dim) % 251).reshape(heads, tokens, dim).to(shape.dtype).transpose(0, 1)
+        for dim in (shape.key_dim, shape.value_dim)
+    )
+    for layer, write in zip(layers, (LayerPages.write, attention.write), strict=True):
+        layer.reserve(key.transpose(0, 1), value.transpose(0, 1))
+        assert layer.keys is not None and layer.values is not None
+        layer.keys.zero_()
+        layer.values.zero_()
+        write(layer, key, value, slots)
+    return all(torch.equal(getattr(layers[0], pool), getattr(layers[1], pool)) for pool in ("keys", "values"))
+
+
 def _batch(page_size: int) -> tuple[Batch, int]:
     """Returns the sequences that are compared, on pages in no order, and the number of the pages."""
     counts = [-(-(start + count) // page_size) for start, count in _SEQUENCES]
@@ -167,9 +192,8 @@ def _fill(layer: LayerPages, batch: Batch, shape: AttentionShape, numbers: Calla
     """Writes random keys and values of all tokens of the sequences, and NaN behind them."""
     layer.keys = torch.full((layer.pages, shape.kv_heads, layer.page_size, shape.key_dim), torch.nan, dtype=shape.dtype)
     layer.values = layer.keys.new_full((*layer.keys.shape[:3], shape.value_dim), torch.nan)
+    size = layer.page_size
     for each in batch.sequences:
-        slots = [
-            each.tables[0][i // layer.page_size] * layer.page_size + i % layer.page_size for i in range(each.length)
-        ]
-        parts = (numbers(each.length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
-        layer.write(*parts, torch.tensor(slots))
+        slots = [each.tables[0][position // size] * size + position % size for position in range(each.length)]
+        keys, values = (numbers(each.length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+        layer.write(keys, values, torch.tensor(slots))

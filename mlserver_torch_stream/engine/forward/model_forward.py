@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.attention.interface import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
+    PageWriter,
     batch_tensors,
     packed_ids,
 )
@@ -29,7 +30,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.forward.latent_pages import expanded, has_latents
 from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 
 _CPU = torch.device("cpu")
 
@@ -50,7 +51,11 @@ class ModelForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, way: Way = Way.PACKED, attention: PagedAttention = torch_attention
+        self,
+        model: PreTrainedModel,
+        way: Way = Way.PACKED,
+        attention: PagedAttention = torch_attention,
+        write: PageWriter = LayerPages.write,
     ) -> None:
         """Replaces the model's attention, or gives it back its own for rows with masks. Raises CannotPage."""
         if way is Way.MASKED_ROWS:
@@ -59,6 +64,7 @@ class ModelForward:
             take_attention(model)
         self.way = way
         self._attention = attention
+        self._write = write
         self._forward = plain_forward(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
@@ -79,7 +85,7 @@ class ModelForward:
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
-        steps = [_Step(part, cache, self.way, self._attention) for part in parts]
+        steps = [_Step(part, cache, self.way, self._attention, self._write) for part in parts]
         logits = [self._run(step) for step in steps]
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
@@ -90,7 +96,7 @@ class ModelForward:
 
         It copies nothing from the host, and makes no copies of pages, so that a device can record it.
         """
-        return self._call(ids[None], _Step(on(self.device).batch, cache, self.way, self._attention, on))[0]
+        return self._call(ids[None], _Step(on(self.device).batch, cache, self.way, self._attention, self._write, on))[0]
 
     def _run(self, step: _Step) -> torch.Tensor:
         batch = step.batch
@@ -129,13 +135,20 @@ class _Step:
     """One call of a model: its cache, its attention and its masks."""
 
     def __init__(
-        self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention, on: TensorsOn | None = None
+        self,
+        batch: Batch,
+        cache: PagedCache,
+        way: Way,
+        attention: PagedAttention,
+        write: PageWriter,
+        on: TensorsOn | None = None,
     ) -> None:
         """``on``: the batch's tensors, where they are there already."""
         self.batch = batch
         self._pages = cache
         self._way = way
         self._attention = attention
+        self._write = write
         self._tensors: dict[torch.device, BatchTensors] = {}
         self.on = on or self._copied
         self._longest = max(each.length for each in batch.sequences)
@@ -180,7 +193,7 @@ class _Step:
 
     def _store(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self.on(key.device).slots[layer.pages.group]
-        layer.pages.write(key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
+        self._write(layer.pages, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
         return key, value
 
     def attend(
