@@ -70,7 +70,6 @@ class StateSlots:
 
     @property
     def bytes_per_slot(self) -> int:
-        """0 before the first forward."""
         return sum(self.bytes_by_device().values())
 
     def bytes_by_device(self) -> dict[torch.device, int]:
