@@ -2,8 +2,7 @@
 
     python benchmarks/perplexity.py [MODEL] [--text english.txt] [--window 512] [--threads N]
 
-Each window of the text is a row of its own. Our kernels take the text token by token, as if they had written it, for
-they return the logits of a row's last token alone. The text shipped is out of copyright: the first chapter of Austen's
+Each window of the text is a sequence of its own. The text shipped is out of copyright: the first chapter of Austen's
 "Pride and Prejudice", the beginning of Darwin's "On the Origin of Species", Lincoln's address at Gettysburg.
 """
 
@@ -18,8 +17,10 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -27,6 +28,7 @@ from mlserver_torch_stream.settings import parse_settings
 
 TEXT = Path(__file__).parent / "english.txt"
 Windows = Sequence[Sequence[int]]
+_PAGE, _STEP = 16, 64  # tokens
 
 
 def windows(loaded: LoadedModel, text: str, length: int) -> list[list[int]]:
@@ -45,18 +47,17 @@ def perplexity_of_model(model: Any, rows: Windows) -> float:
 
 
 def perplexity_of_forward(forward: Forward, layout: CacheLayout, rows: Windows) -> float:
-    length = len(rows[0]) - 1
-    batch = RowCache(layout, rows=len(rows), capacity=length)
+    """Takes the logits of all tokens, so many at a time."""
     losses = []
+    pages = range(-(-len(rows[0]) // _PAGE))
+    cache = PagedCache(layout, _PAGE, [len(pages)] * len(layout.spec(_PAGE).groups), state_slots=0)
     for row in rows:
-        single = RowCache(layout, capacity=1)
-        single.begin_row()
-        losses.append(cross_entropy(forward([row[:1]], single), torch.tensor(row[1:2])))
-        batch.join(single)
-    for at in range(1, length):
-        logits = forward([[row[at]] for row in rows], batch)
-        losses += [cross_entropy(logits, torch.tensor([row[at + 1] for row in rows]))] * len(rows)
-    return math.exp(torch.stack(losses).mean().item())
+        for first in range(0, len(row) - 1, _STEP):
+            ids = row[first : min(first + _STEP, len(row) - 1)]
+            tables = tuple(list(pages) for _ in cache.groups)
+            logits = forward(Batch((BatchSequence(ids, first, tables, wanted=len(ids)),)), cache)
+            losses.append(cross_entropy(logits, torch.tensor(row[first + 1 : first + 1 + len(ids)]), reduction="sum"))
+    return math.exp(torch.stack(losses).sum().item() / sum(len(row) - 1 for row in rows))
 
 
 def main() -> None:

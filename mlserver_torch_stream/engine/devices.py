@@ -24,12 +24,19 @@ def check_devices(devices: Iterable[torch.device]) -> None:
             torch.accelerator.synchronize(device)
 
 
-def from_host(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor of these numbers, however nested. Does not wait for the device's queued work.
 
     The copy goes through pinned memory, which torch reuses only after the copy.
     """
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of the host on a device, as ``from_host`` does; itself where it is there already."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:

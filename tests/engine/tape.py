@@ -50,7 +50,7 @@ class TapeRecorder:
         self.replays = 0
         self._part: _Part | None = None
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, device: torch.device, pool: object = None) -> None:
         self._part = _Part()
         self._part.__enter__()
 

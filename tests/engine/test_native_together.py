@@ -1,124 +1,214 @@
-"""Batches of unlike lengths share a step of our kernels: the weights are read once, the logits stay the same."""
+"""A packed step of our kernels: each sequence gets the bits that it gets alone, whatever the others are and however
+prompts are cut and pages are large."""
 
 from __future__ import annotations
 
-import logging
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from tests.engine.test_native import KNOWN, known_model, prefilled
-from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tiny_model
+from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
+from tests.engine.page_book import PageBook, prefilled
+from tests.engine.test_native import KNOWN, known_model
+from tests.engine.tiny_models import prompt_of, tiny_model
 
 _NAMES = ["llama, tied, biases everywhere", "llama, odd sizes", "mistral, window of 6", "phi3"]
-_LENGTHS = ((3, 5, 4), (60, 70), (200,))
+_DTYPES = [torch.float32, torch.bfloat16]
+_LENGTHS = {"a": 3, "b": 5, "c": 60, "d": 130}
 
 
-def caches_of(model: PreTrainedModel, forward: NativeForward) -> list[RowCache]:
-    made = []
-    for lengths in _LENGTHS:
-        batch = RowCache(CacheLayout(model.config), rows=len(lengths), capacity=max(lengths) + 8)
-        for length in lengths:
-            batch.join(prefilled(forward, model, list(prompt_of(length, length)), 32)[1])
-        made.append(batch)
-    return made
+def expected_of(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    return model(torch.tensor([list(ids)]), use_cache=False).logits[0]
 
 
-def tokens_for(cache: RowCache, step: int) -> list[list[int]]:
-    return [[(7 * row + 11 * step) % 250] for row in range(len(cache.lengths))]
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(found, expected)
+
+
+def alone(forward: Forward, model: PreTrainedModel, prompt: Sequence[int], more: Sequence[int] = ()) -> torch.Tensor:
+    """The logits of a prompt's last token and of more tokens, each of which takes a step."""
+    book = PageBook(model, pages=32 + (len(prompt) + len(more)) // 16)
+    steps = [prompt, *([token] for token in more)]
+    return torch.cat([book.step(forward, {"row": ids})["row"] for ids in steps])
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("name", _NAMES)
-def test_each_batch_gets_the_bits_that_it_gets_alone(name: str, dtype: torch.dtype, folder: Path) -> None:
+def test_in_mixed_steps_each_sequence_gets_the_bits_that_it_gets_alone(
+    name: str, dtype: torch.dtype, folder: Path
+) -> None:
+    """Decode rows, chunks of prompts of unlike lengths, drafts, and prompts that begin: all in one step."""
     assert name in KNOWN
     model = known_model(name).to(dtype)
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
-        alone, shared = caches_of(model, forward), caches_of(model, forward)
-        for step in range(3):
-            expected = [forward(tokens_for(cache, step), cache).clone() for cache in alone]
-            found = forward.together([(tokens_for(cache, step), cache) for cache in shared])
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert [cache.lengths for cache in shared] == [cache.lengths for cache in alone]
+        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        long, late = prompt_of(300, 9), prompt_of(40, 8)
+        book.step(forward, {who: prompt_of(length, length) for who, length in _LENGTHS.items()})
+        book.step(forward, {"long": long[:100], "a": [11], "d": [12]}, {"long": 0})
+        found = book.step(
+            forward, {"b": [13], "long": long[100:170], "c": [14, 15, 16], "late": late, "a": [17]}, {"long": 0, "c": 3}
+        )
+        last = book.step(forward, {"late": [18], "long": long[170:], "d": [19], "b": [20]})
+        same(found["a"], alone(forward, model, prompt_of(3, 3), (11, 17))[-1:])
+        same(found["b"], alone(forward, model, prompt_of(5, 5), (13,))[-1:])
+        same(found["c"], alone(forward, model, prompt_of(60, 60), (14, 15, 16))[1:])
+        same(found["late"], alone(forward, model, late))
+        same(last["late"], alone(forward, model, late, (18,))[-1:])
+        same(last["d"], alone(forward, model, prompt_of(130, 130), (12, 19))[-1:])
+        same(last["long"], alone(forward, model, long))
+        if dtype == torch.float32:
+            close(last["long"], expected_of(model, long)[-1:])
 
 
-def test_where_one_batch_has_no_memory_none_has_moved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = known_model("qwen2")
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("window", [None, 6, 16, 33, 300])
+def test_pages_of_any_size_and_prompts_cut_anyhow_give_the_same_bits(
+    window: int | None, dtype: torch.dtype, folder: Path
+) -> None:
+    """Pages that a window has passed hold NaN. 350 tokens: past a block of 256 keys, and some of 64 queries."""
+    changes = {"sliding_window": window} if window else {}
+    model = tiny_model("mistral" if window else "llama", max_position_embeddings=1024, **changes).to(dtype)
+    ids, seen = prompt_of(350, 1), set[bytes]()
     with torch.inference_mode():
         forward = NativeForward(model, 2, folder)
-        caches = caches_of(model, forward)
-        parts = [(tokens_for(cache, 0), cache) for cache in caches]
-        expected = [
-            forward(tokens, cache).clone() for (tokens, _), cache in zip(parts, caches_of(model, forward), strict=True)
-        ]
-
-        def no_memory(queries: int) -> int:
-            raise MemoryError("none")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(caches[2].slabs[-1], "extend", no_memory)
-            with pytest.raises(MemoryError):
-                forward.together(parts)
-        assert [cache.lengths for cache in caches] == [list(lengths) for lengths in _LENGTHS]
-        found = forward.together(parts)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        for page_size, chunk in ((16, 350), (1, 90), (256, 1), (16, 349), (33, 60), (7, 7), (32, 257), (64, 64)):
+            logits, book = prefilled(forward, model, ids, chunk, page_size)
+            after = book.step(forward, {"row": [5]})["row"]
+            seen.add(logits.numpy().tobytes() + after.numpy().tobytes())
+        if dtype == torch.float32:
+            close(torch.cat([logits[None], after]), expected_of(model, [*ids, 5])[-2:])
+    assert len(seen) == 1
 
 
-class _Spied(NativeForward):
-    """Counts the batches of each step, and fails when told."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.batches: list[int] = []
-        self.fails = False
-
-    def together(self, parts: Any) -> Any:
-        self.batches.append(len(parts))
-        if self.fails:
-            raise RuntimeError("together is too much")
-        return super().together(parts)
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("window", [1, 4, 5, 16, 17])
+def test_a_window_may_begin_anywhere_in_a_page(window: int, page_size: int, folder: Path) -> None:
+    model, ids = tiny_model("mistral", sliding_window=window), prompt_of(60, 1)
+    with torch.inference_mode():
+        forward, book = NativeForward(model, 2, folder), PageBook(model, page_size)
+        found = [book.step(forward, {"row": ids[:15]}, 0), *(book.step(forward, {"row": [t]}) for t in ids[15:])]
+        close(torch.cat([each["row"] for each in found]), expected_of(model, ids)[15:])
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_short_and_long_rows_take_steps_together_or_if_that_fails_alone(
-    fails: bool, folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize("computed", [0, 7, 15])
+def test_a_page_may_be_read_by_others_in_the_step_that_fills_it(
+    computed: int, wanted: int, dtype: torch.dtype, folder: Path
 ) -> None:
-    caplog.set_level(logging.WARNING)
+    """With 15 of its 16 tokens computed a single token fills the page, which elsewhere writes its key as it attends."""
+    model, prompt = known_model("qwen2").to(dtype), prompt_of(16, 3)
+
+    def expected(token: int) -> torch.Tensor:
+        book = PageBook(model)
+        book.step(forward, {"row": prompt[:15]}, 0)
+        book.step(forward, {"row": prompt[15:]}, wanted)
+        return book.step(forward, {"row": [token]})["row"]
+
+    with torch.inference_mode():
+        forward, book = NativeForward(model, 4, folder), PageBook(model)
+        if computed:
+            book.step(forward, {"first": prompt[:computed]}, 0)
+        own = book.batch({"first": prompt[computed:]}, wanted).sequences[0]
+        for token in range(20):
+            book.share(str(token), "first", 16)
+        others = book.batch({str(token): [token] for token in range(20)}).sequences
+        for _ in range(3):  # the same step again is what a retry does
+            found = forward(Batch((*others, own)), book.cache)[:20].clone()
+            same(found, torch.cat([expected(token) for token in range(20)]))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_drafts_get_the_bits_of_steps_of_one_token(dtype: torch.dtype, folder: Path) -> None:
+    """So a verified draft changes no answer. The last two are rejected, and their places written again."""
+    model, prompt = known_model("qwen3").to(dtype), prompt_of(30, 3)
+    with torch.inference_mode():
+        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        book.step(forward, {"row": prompt})
+        found = book.step(forward, {"row": [4, 5, 6, 7, 8]}, 5)["row"]
+        same(found, alone(forward, model, prompt, (4, 5, 6, 7, 8))[1:])
+        book.held["row"].computed -= 2
+        same(book.step(forward, {"row": [9, 1]}, 2)["row"], alone(forward, model, prompt, (4, 5, 6, 9, 1))[-2:])
+
+
+def test_128_sequences_and_a_step_of_several_calls(folder: Path) -> None:
+    """More tokens than one call takes: prompts are cut between calls, and the bits are those of whole ones."""
     model = tiny_model("llama", max_position_embeddings=2048)
-    prompts = [prompt_of(length, length) for length in (4, 1100, 9, 30)]
-    forward = _Spied(model, 2, folder)
-    forward.fails = fails
-    with running(model, forward=forward, prefill_tokens=512, context=2048) as engine:
-        requests = [EngineRequest(prompt, greedy(12), first_index=index) for index, prompt in enumerate(prompts)]
-        sequences = run(collect(engine, requests))
-    for index, prompt in enumerate(prompts):
-        assert list(sequences[index].token_ids) == reference(model, prompt, 12)
-    assert max(forward.batches) >= 2
-    assert ("tried alone" in caplog.text) == fails
+    with torch.inference_mode():
+        forward, book = NativeForward(model, 2, folder), PageBook(model, pages=400)
+        prompts = {str(n): prompt_of(1 + n % 23, n) for n in range(128)}
+        first = book.step(forward, prompts)
+        long = {"long": prompt_of(700, 2), "longer": prompt_of(900, 3)}
+        second = book.step(forward, {**{name: [int(name)] for name in prompts}, **long}, {"0": 0})
+        assert not len(second["0"])
+        for name in ("0", "1", "22", "77", "127"):
+            both = alone(forward, model, prompts[name], [int(name)])
+            same(torch.cat([first[name], second[name]]), both[: 1 + len(second[name])])
+        for name, prompt in long.items():
+            same(second[name], alone(forward, model, prompt))
 
 
-def test_a_step_of_several_batches_counts_as_one(folder: Path) -> None:
-    model = tiny_model("llama")
-    forward = _Spied(model, 2, folder)
+def test_a_prompt_of_one_token(folder: Path) -> None:
+    model = known_model("phi3")
+    with torch.inference_mode():
+        forward = NativeForward(model, 2, folder)
+        close(alone(forward, model, [7], [3, 9]), expected_of(model, [7, 3, 9]))
 
-    async def scenario(engine: EngineCore) -> None:
-        streams = []
-        for index in range(4):  # one after another, so that each finds no room in the batches before
-            streams.append(engine.submit([EngineRequest(prompt_of(5, index), greedy(60))]))
-            await anext(streams[-1])
-        for stream in streams:
-            async for _ in stream:
-                pass
 
-    with running(model, forward=forward) as engine:
-        run(scenario(engine))
-        assert max(forward.batches) >= 2
-        assert engine.stats().decode_steps < 120
+def test_pages_are_copied_before_they_are_written_to(folder: Path) -> None:
+    """Two sequences part in the middle of a page: one takes a copy of it."""
+    model, prompt = known_model("mistral, window of 6"), prompt_of(20, 2)
+    with torch.inference_mode():
+        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        book.step(forward, {"one": prompt})
+        book.share("two", "one", 0)
+        twin = book.batch({"two": prompt}).sequences[0]
+        copies = tuple(
+            (group, book.held["one"].tables[group][entry], twin.tables[group][entry])
+            for group in range(len(twin.tables))
+            for entry in range(len(twin.tables[group]))
+            if book.held["one"].tables[group][entry] >= 0
+        )
+        book.held["two"].computed = len(prompt)
+        parts = book.batch({"one": [5], "two": [6]}).sequences
+        found = forward(Batch(parts, copies), book.cache)
+        expected = [expected_of(model, [*prompt, token])[-1] for token in (5, 6)]
+        close(found, torch.stack(expected))
+
+
+def test_block_tables_are_read_where_they_are(folder: Path) -> None:
+    """An array of int32 is not copied; lists and other arrays give the same logits."""
+    table = array("i", [3, 0, 2])
+    parts = PackedBatch(Batch((BatchSequence([1, 2], 0, (table,)),)), 1)
+    assert parts._tables[0] == table.buffer_info()[0]
+    model, prompt = known_model("llama"), prompt_of(40, 1)
+    found = []
+    with torch.inference_mode():
+        forward = NativeForward(model, 2, folder)
+        for given in (table, list(table), tuple(table), array("q", table)):
+            book = PageBook(model)
+            found.append(forward(Batch((BatchSequence(prompt, 0, (given,)),)), book.cache).clone())
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+def test_a_forward_takes_one_cache_after_another(folder: Path) -> None:
+    model, prompt = known_model("llama"), prompt_of(20, 1)
+    with torch.inference_mode():
+        forward = NativeForward(model, 2, folder)
+        expected = alone(forward, model, prompt, [4])[-1:]
+        books = [PageBook(model, page_size) for page_size in (16, 4)]
+        for book in books:
+            book.step(forward, {"row": prompt})
+        for book in books:
+            same(book.step(forward, {"row": [4]})["row"], expected)

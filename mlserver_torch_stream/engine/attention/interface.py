@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.devices import sent
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 
@@ -35,11 +36,11 @@ class BatchTensors:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> BatchTensors:
-        """Returns a copy on another device."""
+        """Returns a copy on another device, without waiting for it."""
         starts, lengths, cumulative, positions = (
-            tensor.to(device) for tensor in (self.starts, self.lengths, self.cumulative, self.positions)
+            sent(tensor, device) for tensor in (self.starts, self.lengths, self.cumulative, self.positions)
         )
-        tables, slots = (tuple(tensor.to(device) for tensor in tensors) for tensors in (self.tables, self.slots))
+        tables, slots = (tuple(sent(tensor, device) for tensor in tensors) for tensors in (self.tables, self.slots))
         return BatchTensors(self.batch, self.page_size, starts, lengths, cumulative, positions, tables, slots)
 
 
@@ -70,7 +71,7 @@ def batch_tensors(batch: Batch, page_size: int, groups: int, device: torch.devic
 def packed_ids(batch: Batch, device: torch.device) -> torch.Tensor:
     """Returns the ids of the new tokens, int64 ``[tokens]``."""
     ids = chain.from_iterable(each.token_ids for each in batch.sequences)
-    return torch.from_numpy(np.fromiter(ids, np.int64, batch.tokens)).to(device)
+    return sent(torch.from_numpy(np.fromiter(ids, np.int64, batch.tokens)), device)
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -38,7 +38,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler import Drafts, Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduling.step_plan import StepPlan
+from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -60,8 +60,8 @@ class _Step:
 class ContinuousBatcher(Batcher):
     """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
 
-    With a ``pipeline`` as many steps are in a forward as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``check_devices`` raises if a device is lost. No request is to blame for that, so the
+    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
+    ``step`` waits for one of them. ``check_devices`` raises if a device is lost: no request is to blame, so the
     error ends the thread.
     """
 
@@ -140,18 +140,22 @@ class ContinuousBatcher(Batcher):
 
     def _complete(self, step: _Step, forward: Future[torch.Tensor], deliver: Deliver) -> None:
         result = self._fresh(self._result(step.plan, forward))
+        result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
         with self._aside(result.logits.device):
             chosen = self._choice.choose(result)
-        void = self._release(chosen.spoiled, forget=True)
-        for computed in result.computed:
-            if computed.part.sequence not in (*chosen.spoiled, *void):
-                self._scheduler.advance(computed.part, chosen.computed[computed])
+        for part, tokens in chosen.verified.items():
+            self._scheduler.advance(part, tokens)
+        self._release(chosen.spoiled, forget=True)
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
         self._release(sequence for sequence in sequences if sequence.finish_reason is not None)
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
+
+    def _advance(self, part: ScheduledSequence) -> bool:
+        """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
+        return bool(part.drafts) or self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
         """Returns what came of a step's forward, and ends the sequences that failed."""

@@ -1,1 +1,1 @@
-"""Captures decode steps as CUDA graphs, cut at the attentions, and replays them."""
+"""Captures decode steps as CUDA graphs, one for each number of sequences, and replays them."""

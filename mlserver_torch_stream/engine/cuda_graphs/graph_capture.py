@@ -20,7 +20,8 @@ from mlserver_torch_stream.engine.device_sync import no_waits
 class GraphCapture(Protocol):
     """Captures the work between ``begin`` and ``end``; other work only runs."""
 
-    def begin(self, device: torch.device) -> None: ...
+    def begin(self, device: torch.device, pool: object = None) -> None:
+        """Work with one ``pool`` shares memory, and must not run at the same time."""
 
     def end(self) -> Callable[[], None]:
         """Returns a function that repeats the work since ``begin``, on the same tensors."""
@@ -39,7 +40,7 @@ class DryRun:
     def __init__(self) -> None:
         self._part = ExitStack()
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, device: torch.device, pool: object = None) -> None:
         self._part.enter_context(no_waits())
 
     def end(self) -> Callable[[], None]:
@@ -53,28 +54,28 @@ class DryRun:
 
 
 class CudaGraphCapture:
-    """All graphs of a device share a pool of memory: steps are replayed whole, one after the other.
+    """All graphs of a stage share a pool of memory: a stage replays them one after the other.
 
     A capture computes nothing: the tensors of a step are valid from its first replay on. torch allows one capture at a
     time in a process, which the caller ensures.
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, Any] = {}
+        self._pools: dict[tuple[torch.device, object], Any] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._part = ExitStack()
 
-    def begin(self, device: torch.device) -> None:
-        if device not in self._pools:
-            self._pools[device] = torch.cuda.graph_pool_handle()
+    def begin(self, device: torch.device, pool: object = None) -> None:
+        if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
+        memory = self._pools.setdefault((device, pool), torch.cuda.graph_pool_handle())
         # The default stream cannot be captured.
         self._part.enter_context(torch.cuda.stream(self._streams[device]))
-        self._part.push(partial(self._clean_up, device))
+        self._part.push(partial(self._clean_up, device, memory))
         self._graph = torch.cuda.CUDAGraph()
         # "thread_local": other models of this process generate and allocate during the capture.
-        self._graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=memory, capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], None]:
         graph, self._graph = self._graph, None
@@ -84,11 +85,11 @@ class CudaGraphCapture:
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _clean_up(self, device: torch.device, kind: type[BaseException] | None, *_: object) -> None:
+    def _clean_up(self, device: torch.device, memory: Any, kind: type[BaseException] | None, *_: object) -> None:
         """Closes a capture that failed; otherwise torch regards it as running and frees no memory."""
         if kind is not None:
             with suppress(RuntimeError):  # newer versions of torch have closed it
-                torch._C._cuda_endAllocateToPool(device.index, self._pools[device])
+                torch._C._cuda_endAllocateToPool(device.index, memory)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Replays captured decode steps as a ``Forward``; all other calls run transformers' forward.
+"""Replays captured decode steps as a ``Forward``; all other batches run the model's own forward.
 
 Knows nothing of requests.
 """
@@ -8,74 +8,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import CannotCut
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep, Part
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun, GraphCapture
+from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.devices import from_host
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 
 
-class GraphForward:
-    """Replays calls with one token for each of up to ``max_batch_size`` rows, of one cache or several.
+class CannotCapture(Exception):
+    """The steps of this model cannot be captured."""
 
-    Steps are captured for 1, 2, 4, … rows. A batch takes the smallest step that holds it; unused rows are ignored.
-    One call runs at a time, or with a ``pipeline`` one in each of its stages.
+
+class GraphForward:
+    """Replays batches of one new token for each of up to ``max_sequences`` sequences, over the pages of one cache.
+
+    Steps are captured for 1, 2, 4, … sequences. A batch takes the smallest step that holds it; the other rows write to
+    pages of nobody. One call runs at a time, or with a ``pipeline`` one in each of its stages.
     """
 
     def __init__(
-        self, model: PreTrainedModel, capture: GraphCapture, max_batch_size: int, pipeline: Pipeline | None = None
+        self,
+        forward: ModelForward,
+        cache: PagedCache,
+        capture: GraphCapture,
+        max_sequences: int,
+        widths: Sequence[int],
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """Raises CannotCut, or the errors of the model and the device."""
-        self._model_forward = ModelForward(model)
-        layout = CacheLayout(model.config)
-        if layout.has_states:
-            raise CannotCut("some of its layers keep states, whose addresses a graph would hold")
-        if _sees_chunks(model):
-            raise CannotCut("some of its layers see the tokens of a chunk, which no cache layer tells from a window")
-        windows = layout.windows
-        sizes = [1 << power for power in range((max_batch_size - 1).bit_length() + 1)]
-        self._steps: list[CapturedStep] = []
+        """``widths``: numbers of pages for whose block tables steps are captured, in ascending order.
+
+        Raises CannotCapture, or the errors of the model and the device.
+        """
+        if forward.way is not Way.PACKED:
+            raise CannotCapture(f"the model takes its batches as {forward.way.value}")
+        if cache.states is not None:
+            raise CannotCapture("some of its layers keep states, whose addresses a graph would hold")
+        self.forward = forward
+        self.cache = cache
+        spares = tuple(cache.layers[group.layers[0]].spare for group in cache.groups)
+        _touch(forward, cache, spares)
+        sizes = [1 << power for power in range((max_sequences - 1).bit_length())]
+        shapes = [
+            StepShape(rows, width, cache.page_size, spares) for rows in (*sizes, max_sequences) for width in widths
+        ]
+        steps: list[CapturedStep] = []
         # The largest first: the others fit into its memory in the pool.
-        for rows in reversed(sizes):
-            capture_step(model, DryRun(), rows, windows, pipeline)  # kernels load and tune at their first call
-            self._steps.insert(0, capture_step(model, capture, rows, windows, pipeline))
+        for shape in reversed(shapes):
+            capture_step(forward, cache, DryRun(), shape, pipeline)  # kernels load and tune at their first call
+            steps.insert(0, capture_step(forward, cache, capture, shape, pipeline))
+        self._steps = steps
 
     @property
-    def batch_sizes(self) -> list[int]:
-        """The numbers of rows for which a step is captured, in ascending order."""
-        return [step.rows for step in self._steps]
+    def shapes(self) -> list[StepShape]:
+        """What is captured, in ascending order."""
+        return [step.shape for step in self._steps]
 
-    @property
-    def max_batch_size(self) -> int:
-        return self._steps[-1].rows
-
-    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        if len(tokens[0]) != 1 or len(tokens) > self.max_batch_size:
-            return self._model_forward(tokens, cache)
-        return self.together([(tokens, cache)])[0]
-
-    def together(self, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Raises ValueError for more rows than ``max_batch_size``."""
-        rows = [len(tokens) for tokens, _ in parts]
-        step = next((step for step in self._steps if step.rows >= sum(rows)), None)
-        if step is None:
-            raise ValueError(f"{sum(rows)} rows are more than the {self.max_batch_size} that were captured")
-        try:
-            logits = step.run(parts)
-        except BaseException:
-            for _, cache in parts:
-                cache.rollback()
-            raise
-        for _, cache in parts:
-            cache.commit(1)
-        return list(logits.split(rows))
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        step = next((step for step in self._steps if step.shape.holds(batch)), None)
+        if step is None or cache is not self.cache:
+            return self.forward(batch, cache)
+        cache.prepare(batch)
+        logits = step.run(batch)
+        wanted = batch.wanted_rows
+        return logits if len(wanted) == len(logits) else logits[from_host(wanted, logits.device, torch.long)]
 
 
-def _sees_chunks(model: PreTrainedModel) -> bool:
-    config = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or ()
-    return "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None) is not None
+def _touch(forward: ModelForward, cache: PagedCache, spares: Sequence[int]) -> None:
+    """Runs a token on the pages of nobody, so that all pools are there and each layer's attention is chosen."""
+    forward(Batch((BatchSequence((0,), 0, tuple((spare,) for spare in spares)),)), cache)

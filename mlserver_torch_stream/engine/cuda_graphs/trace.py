@@ -1,11 +1,11 @@
-"""Captures a decode step: the model's own forward, cut at every attention and at every change of the stage.
+"""Captures a decode step: the model's own packed forward, cut where it enters another stage.
 
 Knows nothing of batches, nor of the device that captures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,98 +13,70 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.cuda_graphs.attention_cuts import (
-    EAGER,
-    CannotCut,
-    PassingCache,
-    attention_of,
-    cut_at_attention,
-)
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention, CapturedStep, StageSegment
+from mlserver_torch_stream.engine.attention.interface import BatchTensors
+from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep, StageSegment
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
-from mlserver_torch_stream.engine.forward.model_forward import input_device, plain_forward
+from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 
 
 def capture_step(
-    model: PreTrainedModel,
+    forward: ModelForward,
+    cache: PagedCache,
     capture: GraphCapture,
-    rows: int,
-    windows: Sequence[int | None],
+    shape: StepShape,
     pipeline: Pipeline | None = None,
 ) -> CapturedStep:
-    """``windows`` are those of the cache's layers. Raises CannotCut, or the errors of the model and the device."""
-    device = input_device(model)
-    inputs = torch.zeros((2, rows, 1), dtype=torch.long, device=device)
-    implementation = model.config._attn_implementation
-    trace = _Trace(capture, implementation, device, windows)
-    with cut_at_attention(model, trace.attention), trace.follow(pipeline), capture.recording():
-        logits = trace.run(plain_forward(model), inputs)
-    return CapturedStep(
-        rows=rows,
-        inputs=inputs,
-        segments=tuple(trace.segments),
-        logits=logits,
-        pipeline=pipeline,
-        added=logits.dtype if implementation == EAGER else None,
-    )
+    """The pools of ``cache`` must be there. Raises the errors of the model and the device."""
+    trace = _Trace(capture, shape, forward.device)
+    with trace.follow(pipeline), capture.recording():
+        logits = trace.run(forward, cache)
+    return CapturedStep(shape, tuple(trace.segments), logits, pipeline)
 
 
 class _Trace:
     """Follows one forward. A capture is open whenever the model's code runs."""
 
-    def __init__(
-        self, capture: GraphCapture, implementation: str, device: torch.device, windows: Sequence[int | None]
-    ) -> None:
+    def __init__(self, capture: GraphCapture, shape: StepShape, device: torch.device) -> None:
         self._capture = capture
-        self._implementation = implementation
-        self._passing = PassingCache(list(windows))
-        self._windows = windows
-        self.segments = [StageSegment(None, device)]
+        self._shape = shape
+        self.segments = [StageSegment(None, device, shape.empty(device))]
+        # What the current segment has made of its numbers.
+        self._made: tuple[torch.Tensor, BatchTensors] | None = None
         # The current segment's copies of tensors of earlier segments, by the id of the original.
         self._local: dict[int, torch.Tensor] = {}
         # Arguments and results of the stages' modules, each with the segment that made it.
         self._origins: dict[int, tuple[torch.Tensor, StageSegment]] = {}
 
-    def run(self, forward: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, forward: ModelForward, cache: PagedCache) -> torch.Tensor:
         self._begin()
-        output = forward(
-            input_ids=inputs[0], position_ids=inputs[1], past_key_values=self._passing, use_cache=True, return_dict=True
-        )
-        logits: torch.Tensor = output.logits[:, -1]
+        ids, _ = self._inputs()
+        logits = forward.packed_tokens(ids, self._on, cache)
         self._end()
-        layers = sorted(
-            work.layer for segment in self.segments for work in segment.work if isinstance(work, CapturedAttention)
-        )
-        if layers != list(range(len(self._windows))):
-            raise CannotCut(f"{len(layers)} attentions over {len(self._windows)} cache layers")
         return logits
 
+    def _inputs(self) -> tuple[torch.Tensor, BatchTensors]:
+        """Returns the token ids and the batch of the current segment."""
+        segment = self.segments[-1]
+        if self._made is None:
+            segment.takes_numbers = True
+            self._made = self._shape.tensors(segment.numbers)
+        return self._made
+
+    def _on(self, device: torch.device) -> BatchTensors:
+        if device != self.segments[-1].device:
+            raise RuntimeError(f"a layer on {device} computes in the stage of {self.segments[-1].device}")
+        return self._inputs()[1]
+
     def _begin(self) -> None:
-        self._capture.begin(self.segments[-1].device)
+        self._capture.begin(self.segments[-1].device, self.segments[-1].stage)
 
     def _end(self) -> None:
         self.segments[-1].work.append(self._capture.end())
-
-    # --- attentions ---
-
-    def attention(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
-    ) -> tuple[torch.Tensor, None]:
-        layer = self._passing.layer_of(key, value)
-        if mask is not None or more.get("position_bias") is not None:
-            raise CannotCut("its code makes masks of its own")
-        self._end()
-        attend = attention_of(self._implementation, module)
-        # Zeros, as a model may reduce over all rows, and unused memory could hold NaN.
-        shape = attend(module, query, key, value, None, **more)[0]
-        output = torch.zeros_like(shape, memory_format=torch.contiguous_format)
-        self.segments[-1].work.append(CapturedAttention(attend, module, layer, query, key, value, output, more))
-        self._begin()
-        return output, None
 
     # --- stages ---
 
@@ -131,8 +103,8 @@ class _Trace:
         if arrives or foreign:
             self._end()
             if arrives:
-                self._local = {}
-                self.segments.append(StageSegment(stage, stage.device))
+                self._local, self._made = {}, None
+                self.segments.append(StageSegment(stage, stage.device, self._shape.empty(stage.device)))
             for each in foreign:
                 self._copy_in(each)
             self._begin()

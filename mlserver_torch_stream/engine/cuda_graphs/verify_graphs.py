@@ -1,80 +1,131 @@
-"""Decides at load whether a model's decode steps are replayed: they must be capturable and give the model's logits.
+"""Decides at load whether decode steps are replayed: they must be capturable and give the forward's own logits.
 
-Knows nothing of engines. If anything fails here, transformers' forward runs.
+Knows nothing of engines. The forward itself has been compared with the model's before. If anything fails here, it runs.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
+from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.kv_cache.cache_spec import LayerGroup
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison, in_deviations
-from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
-from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = [1, 2, 3, 4, 5]
+Check = Callable[[Forward], "str | None"]
+"""Returns why a forward must not be used; None if it may."""
 
 
-def take_graphs(model: PreTrainedModel, max_batch_size: int, pipeline: Pipeline | None) -> GraphForward | None:
-    """Returns the verified forward of a model on CUDA devices, or None; then the log has the reason in one line.
+def take_graphs(
+    forward: ModelForward,
+    cache: PagedCache,
+    max_sequences: int,
+    longest: int,
+    *,
+    copies_keys: bool = False,
+    pipeline: Pipeline | None = None,
+    check: Check | None = None,
+) -> GraphForward | None:
+    """Returns the verified forward over an engine's cache on CUDA devices, or None; the log has the reason in one line.
 
-    Several devices need a ``pipeline``, which knows the modules of each.
+    ``cache`` must hold no sequences. ``longest``: tokens of the longest sequence. ``copies_keys``: as in
+    ``CudaAttention``. Several devices need a ``pipeline``, which knows the modules of each, and a ``check`` of forwards
+    that overlap.
     """
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = forward.devices
     if not any(device.type == "cuda" for device in devices):
         return None
     if {device.type for device in devices} != {"cuda"} or (len(devices) > 1 and pipeline is None):
         logger.info("no CUDA graphs: weights are moved, or devices work one after another")
         return None
-    forward = verified(model, CudaGraphCapture(), max_batch_size, pipeline)
-    if forward is None:
+    widths = table_widths(-(-longest // cache.page_size), copies_keys)
+    taken = verified(forward, cache, CudaGraphCapture(), max_sequences, widths, pipeline, check)
+    if taken is None:
         torch.cuda.empty_cache()  # otherwise the memory of its pools counts as used
-    return forward
+    return taken
+
+
+def table_widths(most: int, copies_keys: bool) -> list[int]:
+    """Returns the widths of block tables to capture: ``most`` pages, and fewer where attention copies whole tables."""
+    narrow = (4**power for power in range(1, 16)) if copies_keys else ()
+    return [*(width for width in narrow if width < most), most]
 
 
 def verified(
-    model: PreTrainedModel, capture: GraphCapture, max_batch_size: int, pipeline: Pipeline | None = None
+    forward: ModelForward,
+    cache: PagedCache,
+    capture: GraphCapture,
+    max_sequences: int,
+    widths: list[int],
+    pipeline: Pipeline | None = None,
+    check: Check | None = None,
 ) -> GraphForward | None:
-    """Returns None if the model's code raises or gives other logits."""
+    """Returns None if the model's code raises or replays give other logits."""
     try:
-        forward = GraphForward(model, capture, max_batch_size, pipeline)
-        problem = check_forward(model, forward) or _check_batch_sizes(model, forward)
-        if problem is None and pipeline is not None:
-            problem = check_pipeline(model, pipeline, forward)
+        graphs = GraphForward(forward, cache, capture, max_sequences, widths, pipeline)
+        problem = _compare(graphs) or (None if check is None else check(graphs))
     except Exception as error:  # a model's code can raise any error during a capture
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem is None:
-        return forward
-    logger.info("no CUDA graphs, transformers' forward runs: %s", problem)
+        return graphs
+    logger.info("no CUDA graphs, the plain forward runs: %s", problem)
     return None
 
 
-def _check_batch_sizes(model: PreTrainedModel, forward: GraphForward) -> str | None:
-    """Fills each captured step with equal rows; ``check_forward`` has few rows."""
-    layout, plain = CacheLayout(model.config), ModelForward(model)
-    prompt = layout.cache(capacity=len(_PROMPT))
-    prompt.begin_row()
-    plain([_PROMPT], prompt)
-    expected = _next_logits(plain, layout, prompt, 1)
-    for rows in forward.batch_sizes:
-        comparison = Comparison()
-        comparison.add(expected.expand(rows, -1), _next_logits(forward, layout, prompt, rows))
-        if (error := comparison.error) is not None:
-            return f"logits of {rows} rows differ from the model's by {in_deviations(error)}"
+def _compare(graphs: GraphForward) -> str | None:
+    """Compares each captured step with the forward, on the same pages: full and with unused rows, near and far."""
+    _fill(graphs.cache)
+    for shape in graphs.shapes:
+        for trial, rows in enumerate((shape.rows, shape.rows // 2 + 1)):
+            batch = _batch(graphs.cache, shape, rows, trial)
+            comparison = Comparison()
+            for expected, got in zip(graphs.forward(batch, graphs.cache), graphs(batch, graphs.cache), strict=True):
+                comparison.add(expected, got)
+            if (error := comparison.error) is not None:
+                by = f"by {in_deviations(error)}"
+                return f"logits of {rows} sequences, one at position {batch.sequences[0].start}, differ {by}"
     return None
 
 
-def _next_logits(forward: Forward, layout: CacheLayout, prompt: RowCache, rows: int) -> torch.Tensor:
-    batch = layout.cache(rows, len(_PROMPT) + 1)
-    batch.join(prompt, rows)
-    return forward([_PROMPT[:1]] * rows, batch)
+def _fill(cache: PagedCache) -> None:
+    """Writes random keys and values to all pages: what a pool's memory holds need not be numbers."""
+    for layer in cache.layers.values():
+        if layer.keys is not None and layer.values is not None:
+            layer.keys.normal_()
+            layer.values.normal_()
+
+
+def _batch(cache: PagedCache, shape: StepShape, rows: int, trial: int) -> Batch:
+    """Returns sequences on pages of their own: the first as long as they allow, the others around a page's end."""
+    size = shape.page_size
+    pages = min(layer.pages for layer in cache.layers.values())
+    rows = min(rows, pages)
+    each = 2 if shape.width > 1 and pages >= 2 * rows else 1  # pages of all but the first
+    sequences, first = [], 0
+    for row in range(rows):
+        if row == 0:
+            length = min(shape.width, pages - each * (rows - 1)) * size - trial
+        else:
+            length = (1, each * size, (each - 1) * size + 1, each * size - 1)[(row + trial) % 4]
+        length = max(1, length)
+        count = -(-length // size)
+        tables = tuple(_table(group, range(first, first + count), length, size) for group in cache.groups)
+        sequences.append(BatchSequence(((row + 7 * trial) % 5,), length - 1, tables))
+        first += count
+    return Batch(tuple(sequences))
+
+
+def _table(group: LayerGroup, pages: range, length: int, size: int) -> tuple[int, ...]:
+    passed = group.oldest_seen(length - 1) // size
+    return tuple(-1 if index < passed else page for index, page in enumerate(pages))

@@ -27,6 +27,7 @@ from mlserver_torch_stream.engine.attention.interface import (
 from mlserver_torch_stream.engine.attention.registered import CannotPage, give_attention_back, paged, take_attention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
@@ -67,7 +68,13 @@ class ModelForward:
         self._takes_keep = keep is not None
         self._takes_rows = keep is not None and "Tensor" in str(keep.annotation)
         self.device = input_device(model)
+        self._model = model
         self._output_device = _device_of(model.get_output_embeddings(), self.device)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the model's weights are."""
+        return {parameter.device for parameter in self._model.parameters()}
 
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
@@ -78,36 +85,59 @@ class ModelForward:
             step.keep_states()
         return logits[0] if len(logits) == 1 else _in_order(batch, parts, logits)
 
+    def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
+        """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.
+
+        It copies nothing from the host, and makes no copies of pages, so that a device can record it.
+        """
+        return self._call(ids[None], _Step(on(self.device).batch, cache, self.way, self._attention, on))[0]
+
     def _run(self, step: _Step) -> torch.Tensor:
-        batch, packed = step.batch, self.way is Way.PACKED
-        shape = (1, -1) if packed else (len(batch.sequences), -1)
-        inputs: dict[str, Any] = {self._cache_name: step.cache, "use_cache": True, "return_dict": True}
-        if packed and self._takes_rows:
-            inputs["logits_to_keep"] = torch.tensor(batch.wanted_rows, dtype=torch.long, device=self._output_device)
-        elif not packed and self._takes_keep:
-            inputs["logits_to_keep"] = max(1, *(each.wanted for each in batch.sequences))
+        batch = step.batch
+        ids = packed_ids(batch, self.device)
+        if self.way is Way.PACKED:
+            wanted = from_host(batch.wanted_rows, self._output_device, torch.long)
+            if self._takes_rows:
+                return self._call(ids[None], step, logits_to_keep=wanted)[0]
+            return self._call(ids[None], step)[0, wanted]
+        more: dict[str, Any] = {}
+        if self._takes_keep:
+            more["logits_to_keep"] = max(1, *(each.wanted for each in batch.sequences))
         if self._takes_mask:
-            inputs["attention_mask"] = step.mask(self.device)
-        if self._takes_positions:
-            inputs["position_ids"] = step.on(self.device).positions.reshape(shape)
-        with paged(step.attend) if self.way is not Way.MASKED_ROWS else nullcontext():
-            output = self._forward(packed_ids(batch, self.device).reshape(shape), **inputs)
-        logits: torch.Tensor = output.logits
-        if packed:
-            return logits[0] if self._takes_rows else logits[0, batch.wanted_rows]
+            more["attention_mask"] = step.mask(self.device)
+        logits = self._call(ids.reshape(len(batch.sequences), -1), step, **more)
         kept = logits.shape[1]
         return torch.cat([row[kept - each.wanted :] for row, each in zip(logits, batch.sequences, strict=True)])
+
+    def _call(self, ids: torch.Tensor, step: _Step, **more: Any) -> torch.Tensor:
+        """Calls the model. ``more``: arguments beside its ids, their positions and its cache."""
+        if self._takes_mask and self.way is Way.PACKED:  # without one, GPT-2 waits for the ids to look for padding
+            more["attention_mask"] = torch.ones_like(ids)
+        if self._takes_positions:
+            more["position_ids"] = step.on(self.device).positions.reshape(ids.shape)
+        more[self._cache_name] = step.cache
+        with paged(step.attend) if self.way is not Way.MASKED_ROWS else nullcontext():
+            logits: torch.Tensor = self._forward(ids, use_cache=True, return_dict=True, **more).logits
+        return logits
+
+
+TensorsOn = Callable[[torch.device], BatchTensors]
+"""Returns a batch as tensors on a device."""
 
 
 class _Step:
     """One call of a model: its cache, its attention and its masks."""
 
-    def __init__(self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention) -> None:
+    def __init__(
+        self, batch: Batch, cache: PagedCache, way: Way, attention: PagedAttention, on: TensorsOn | None = None
+    ) -> None:
+        """``on``: the batch's tensors, where they are there already."""
         self.batch = batch
         self._pages = cache
         self._way = way
         self._attention = attention
         self._tensors: dict[torch.device, BatchTensors] = {}
+        self.on = on or self._copied
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
         self.cache = StepCache(self._layer(index) for index in range(len(cache.layout)))
@@ -122,14 +152,14 @@ class _Step:
         own = (pages, store, start, self._columns(span), span is not None)
         return PagesLayer(*own) if states is None else HybridLayer(states, *own)
 
-    def on(self, device: torch.device) -> BatchTensors:
+    def _copied(self, device: torch.device) -> BatchTensors:
         if device not in self._tensors:
             if device == _CPU:
                 self._tensors[device] = batch_tensors(
                     self.batch, self._pages.page_size, len(self._pages.groups), device
                 )
             else:
-                self._tensors[device] = self.on(_CPU).to(device)
+                self._tensors[device] = self._copied(_CPU).to(device)
         return self._tensors[device]
 
     # --- states ---

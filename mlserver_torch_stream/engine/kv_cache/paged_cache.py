@@ -20,9 +20,11 @@ from mlserver_torch_stream.engine.kv_cache.state_slots import StateSlots
 
 @dataclass(slots=True)
 class LayerPages:
-    """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
+    """Keys and values of one layer, ``[pages + 1, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    On a CPU the memory of a page that nobody has written to is not resident.
+    The last page, ``spare``, belongs to no sequence: rows of a captured step that stand for nothing write to it.
+    On a CPU a head's page is one piece of memory, and that of a page that nobody has written to is not resident. On
+    CUDA (``tokens_first``) the heads of a token lie together, as torch's varlen attention reads them.
     """
 
     group: int
@@ -30,6 +32,11 @@ class LayerPages:
     page_size: int
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    tokens_first: bool | None = None  # None: as the device asks for it
+
+    @property
+    def spare(self) -> int:
+        return self.pages
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once.
@@ -37,13 +44,18 @@ class LayerPages:
         Raises MemoryError or torch.OutOfMemoryError, and leaves the layer as it was.
         """
         if self.keys is None:
+            if self.tokens_first is None:
+                self.tokens_first = key.device.type == "cuda"
             keys, values = self._pool(key), self._pool(value)
             self.keys, self.values = keys, values
 
     def _pool(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.pages, like.shape[-3], self.page_size, like.shape[-1])
+        shape = [self.pages + 1, like.shape[-3], self.page_size, like.shape[-1]]
+        if self.tokens_first:
+            shape[1:3] = reversed(shape[1:3])
         try:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+            pool = torch.empty(shape, dtype=like.dtype, device=like.device)
+            return pool.transpose(1, 2) if self.tokens_first else pool
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._no_memory(shape, like)) from error
         except RuntimeError as error:  # the CPU's allocator has no error of its own
@@ -64,6 +76,10 @@ class LayerPages:
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns copies of the keys and values at ``slots`` ``[rows, n]``, ``[rows, kv_heads, n, head_dim]``."""
         assert self.keys is not None and self.values is not None
+        if self.tokens_first:
+            tokens = (pool.transpose(1, 2).flatten(0, 1) for pool in (self.keys, self.values))
+            keys, values = (pool[slots].transpose(1, 2) for pool in tokens)
+            return keys, values
         heads = torch.arange(self.keys.shape[1], device=slots.device)[:, None]
         pages, offsets = slots[:, None] // self.page_size, slots[:, None] % self.page_size
         rows = (pages * len(heads) + heads) * self.page_size + offsets

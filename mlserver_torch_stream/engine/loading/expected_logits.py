@@ -28,6 +28,7 @@ class ExpectedLogits:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.dtype: torch.dtype = model.dtype
         self._device = input_device(model)
         self._near: dict[tuple[int, ...], torch.Tensor] = {}
         self._far: dict[tuple[int, ...], torch.Tensor] = {}

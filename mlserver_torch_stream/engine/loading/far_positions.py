@@ -83,7 +83,7 @@ def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int
         near_end = beside.computed + end
         batch = Batch((far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end)))
         got = trial.forward(batch, far.cache)
-        compared[first + end - 1] = comparison = Comparison()
+        compared[first + end - 1] = comparison = Comparison(trial.expected.dtype)
         comparison.add(expected[end - 1], got[0])
     comparison.add(alone[near_end - 1], got[1])
     return compared

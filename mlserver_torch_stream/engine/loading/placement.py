@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.devices import computing_device, device_name
 from mlserver_torch_stream.engine.forward.model_forward import input_device
-from typing import Any as CacheCost
-
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize
 from mlserver_torch_stream.errors import LoadFailed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
@@ -134,35 +134,32 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
 
 
 def describe_placement(
-    placement: Sequence[DeviceShare],
-    costs: Mapping[torch.device, CacheCost],
-    parts: Mapping[torch.device, float],
-    budget: int,
+    placement: Sequence[DeviceShare], specs: Mapping[torch.device, CacheSpec], size: CacheSize
 ) -> str:
-    """Describes each place, with its share of a KV cache of ``budget`` bytes, and the bytes of a token in it."""
+    """Describes each place, with its part of the KV cache, and the bytes of a token in it."""
     caches = [
-        f"{device}: {format_bytes(int(budget * parts[device]))}, "
-        f"{format_bytes(cost.of(1, 1))} for the first token of a sequence"
-        for device, cost in costs.items()
+        f"{device}: {format_bytes(size.bytes_of(spec))}, {format_bytes(spec.token_bytes)} a token"
+        + (f" and {format_bytes(spec.state_bytes)} a sequence" if spec.state_bytes else "")
+        for device, spec in specs.items()
     ]
     return f"{'; '.join(map(str, placement))}; KV cache on {'; '.join(caches)}"
 
 
 def no_room(
     placement: Sequence[DeviceShare],
-    costs: Mapping[torch.device, CacheCost],
-    left: int,
+    specs: Mapping[torch.device, CacheSpec],
+    asked: int | None,
     free: Mapping[torch.device, int],
 ) -> str:
-    """Describes, in numbers, why ``left`` bytes of cache have no room for a sequence of two tokens."""
+    """Describes, in numbers, why ``asked`` bytes of cache, or what is free, have no room for a sequence of a page."""
     needs = [
-        f"on {device} a sequence of two tokens takes {format_bytes(bytes_alone(cost.of, 1, 2, 2))} "
+        f"on {device} the first page of a sequence takes {format_bytes(spec.sequence_bytes(1))} "
         f"and {format_bytes(free[device])} are free"
-        for device, cost in costs.items()
+        for device, spec in specs.items()
     ]
     beside = f", beside the weights: {'; '.join(map(str, placement))}" if placement else ""
-    cache = f"{format_bytes(left)} of KV cache beside the prefix cache"
-    return f"{cache} hold no sequence of this model: {'; '.join(needs)}{beside}"
+    cache = "what is free holds" if asked is None else f"{format_bytes(asked)} of KV cache hold"
+    return f"{cache} no sequence of this model: {'; '.join(needs)}{beside}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -71,7 +71,8 @@ def check_batching(
     for way, chunked in ((way, chunked) for way in Way for chunked in (True, False)):
         try:
             trial = _trial(expected, layout, ModelForward(model, way), _SMALL_PAGE, chunked)
-            differing = _differing(trial, page_size, _same_operations, room, early=True)
+            error_of = _same_operations if way is Way.MASKED_ROWS else _other_operations
+            differing = _differing(trial, page_size, error_of, room)
         except CannotPage as error:
             problem = str(error)
             continue
@@ -115,7 +116,7 @@ def check_forward(
     ``small_page`` is the size of pages near the beginning, for forwards that cannot have them as small.
     """
     trial = _trial(expected or ExpectedLogits(model), CacheLayout(model.config), forward, small_page, chunked)
-    differing = _differing(trial, page_size, _other_operations, None, early=False, lengths=_KERNEL_LENGTHS)
+    differing = _differing(trial, page_size, _other_operations, None, _KERNEL_LENGTHS)
     return None if differing is None else f"its logits differ from the model's by {differing}"
 
 
@@ -139,10 +140,10 @@ def _trial(
 
 
 def _differing(
-    trial: Trial, page_size: int, error_of: ErrorOf, room: int | None, *, early: bool, lengths: Sequence[int] = ()
+    trial: Trial, page_size: int, error_of: ErrorOf, room: int | None, lengths: Sequence[int] = ()
 ) -> str | None:
     """Returns by how much logits differ and where."""
-    error, short = trial.run(error_of, early=early)
+    error, short = trial.run(error_of)
     if error is not None:
         return in_deviations(error)
     specs = specs_by_device(trial.cache)

@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 LONGEST = 70
 _LONGEST_CHUNK = 65
 AFTER = 12  # tokens that each sequence can take after its prompt
+_SPARE_SLOT = 7
 _STALE = 1000.0  # finite: a kernel may multiply it with the chance 0 of a key that is not seen
 
 
@@ -56,13 +57,13 @@ class Trial:
     def __post_init__(self) -> None:
         groups = len(self.layout.spec(self.page_size).groups)
         pages = 4 * (self.longest + AFTER) // self.page_size + 17
-        self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=8)
-        self.comparison = Comparison()
+        self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=_SPARE_SLOT + 1)
+        self.comparison = Comparison(self.expected.dtype)
         self._free = [[*range(1, pages, 2), *range(0, pages, 2)] for _ in range(groups)]
         self._users = [Counter() for _ in range(groups)]
 
-    def run(self, error_of: ErrorOf, *, early: bool) -> tuple[float | None, TrialSequence]:
-        """Returns the error, and a short sequence that is in the cache. ``early``: the first error ends the trial."""
+    def run(self, error_of: ErrorOf) -> tuple[float | None, TrialSequence]:
+        """Returns the error, and a short sequence that is in the cache. The first error of full precision ends it."""
         a, b, c = self._new(6), self._new(self.longest), self._new(3)
         d = e = None
         for number, parts in enumerate(self._plan(a, b)):
@@ -75,9 +76,34 @@ class Trial:
                 e = self._forked(c)
             named = zip((a, b, c, d, e), parts, strict=True)
             self._step([(sequence, count) for sequence, count in named if count and sequence is not None])
-            if early and (error := error_of(self.comparison)) is not None:
+            if self.comparison.is_exact and (error := error_of(self.comparison)) is not None:
                 return error, c
-        return error_of(self.comparison), c
+        hidden = None if self.comparison.is_exact else self._disturbed(b, c)
+        return error_of(self.comparison) or hidden, c
+
+    def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> float | None:
+        """Returns how far the same step of a sequence is off after one of another; None where it is the same step.
+
+        A state that a model hides in its modules can be too weak to show in logits of half precision otherwise.
+        """
+        first = self._tried(sequence)
+        self._tried(other)
+        comparison = Comparison(torch.float32)
+        comparison.add(first, self._tried(sequence))
+        return comparison.error
+
+    def _tried(self, sequence: TrialSequence) -> torch.Tensor:
+        """Returns the logits of the next token of a sequence, alone; the sequence stays as it is."""
+        start = sequence.computed
+        self._make_room(sequence, start + 1)
+        copies = ((sequence.slot, _SPARE_SLOT),) if sequence.slot >= 0 else ()
+        part = BatchSequence(
+            sequence.ids[start : start + 1],
+            start,
+            tuple(map(tuple, sequence.tables)),
+            state_slot=_SPARE_SLOT if copies else -1,
+        )
+        return self.forward(Batch((part,), state_copies=copies), self.cache)[0].clone()
 
     @property
     def _goes_on(self) -> bool:
@@ -121,7 +147,7 @@ class Trial:
         rows = iter(logits)
         for sequence, end, wanted in ends:
             for position in range(end - wanted, end):
-                self.comparison.add(self.expected.near(sequence.ids)[position], next(rows))
+                self.comparison.add(self.expected.near(sequence.ids)[position], next(rows), id(sequence))
             # Drafts are taken for rejected: they are computed again.
             sequence.computed = end if wanted <= 1 else end - wanted + 1
 

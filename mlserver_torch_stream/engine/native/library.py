@@ -51,27 +51,18 @@ class KernelWeights(Structure):
     ]
 
 
-class KernelSlab(Structure):
-    _fields_ = [
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("capacity", c_int64),
-        ("start", c_int64),
-        ("window", c_int64),
-    ]
+class KernelPages(Structure):
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("group", c_int64), ("window", c_int64)]
 
 
 class KernelStep(Structure):
     _fields_ = [
-        ("rows", c_int64),
-        ("queries", c_int64),
-        ("tokens", c_void_p),
-        ("lengths", c_void_p),
-        ("places", c_void_p),
-        ("slabs", POINTER(KernelSlab)),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("logits", c_void_p),
+        *((name, c_int64) for name in ("sequences", "tokens", "wanted")),
+        *((name, c_void_p) for name in ("ids", "starts", "counts", "wants", "tables")),
+        ("table_stride", c_int64),
+        ("pages", POINTER(KernelPages)),
+        ("page_size", c_int64),
+        *((name, c_void_p) for name in ("cos", "sin", "logits")),
     ]
 
 

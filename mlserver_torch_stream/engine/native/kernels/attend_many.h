@@ -1,5 +1,6 @@
-// Attention of many new tokens of one row, as in a prefill: blocks of queries against blocks of keys, both products
-// through the tiles of gemm.h, with a running softmax. Causal, and windowed where a layer is.
+// Attention of many new tokens of one sequence, as in a prefill: blocks of queries against blocks of keys, both products
+// through the tiles of gemm.h, with a running softmax. Causal, and within a window or chunk where a layer has one.
+// Blocks of keys begin at multiples of their size, so that a query's sums are the same however a prompt is cut.
 #pragma once
 #include "gemm.h"
 #include "attend_one.h"
@@ -23,23 +24,23 @@ inline void transpose(U16 (&x)[16]) {
 
 template <class T> class AttendMany {
   public:
-    // q: [queries][stride], this group's heads first; the newest key of query i is live.keys[first_key + i].
+    // q: [queries][stride], this group's heads first, of the tokens at `position` and after.
     struct Task {
         const T* q;
         T* out;
         int64_t stride;
         int64_t queries;
-        int64_t first_key;
-        int64_t window;  // keys that a query sees, its own included; 0: all
+        int64_t position;
+        Sight sight;
         Live<T> live;
     };
 
     void run(const Task& task, const AttentionShape& shape) {
         begin(shape);
         Tiles<T> tiles;
-        const int64_t stop = task.first_key + task.queries;
-        for (int64_t key = oldest(task, 0); key < stop; key += kKeys) {
-            pack(task.live, key, std::min<int64_t>(kKeys, stop - key), shape);
+        const int64_t stop = task.position + task.queries;
+        for (int64_t key = oldest(task, 0) / kKeys * kKeys; key < stop; key += kKeys) {
+            pack(task, key, std::min<int64_t>(kKeys, stop - key));
             for (int g = 0; g < shape.group; g++) {
                 const Tiling tiling(task.queries, tiles.rows(words_));
                 for (int64_t t = 0; t < tiling.count; t++)
@@ -55,9 +56,7 @@ template <class T> class AttendMany {
   private:
     static constexpr int kKeyWords = kKeys / per_word<T>;
 
-    static int64_t oldest(const Task& task, int64_t query) {
-        return task.window == 0 ? 0 : std::max<int64_t>(0, task.first_key + query + 1 - task.window);
-    }
+    static int64_t oldest(const Task& task, int64_t query) { return task.sight.oldest(task.position + query); }
 
     float* sums(int g, int64_t query) { return &sums_[(g * kQueries + query) * width_]; }
 
@@ -70,40 +69,47 @@ template <class T> class AttendMany {
         total_.assign(rows, 0.0f);
         keys_.resize((size_t)kKeys * words_);
         values_.resize((size_t)kKeyWords * width_);
+        rows_.resize((size_t)kRows * shape.head_dim);
     }
 
-    void pack(const Live<T>& live, int64_t first, int64_t count, const AttentionShape& shape) {
-        pack_keys(reinterpret_cast<const Word*>(live.keys + first * shape.head_dim), count);
-        const int64_t used = (count + kPanel - 1) / kPanel * kPanel / per_word<T>;
-        const Word* values = reinterpret_cast<const Word*>(live.values + first * shape.head_dim);
-        for (int64_t k = 0; k < used; k++) pack_values(values, k, count);
+    // Keys and values of the positions first..first + count - 1, zeros where none is seen.
+    void pack(const Task& task, int64_t first, int64_t count) {
+        const int64_t from = std::max<int64_t>(0, oldest(task, 0) - first);
+        const int64_t end = (count + kPanel - 1) / kPanel * kPanel;
+        for (int64_t key = from / kPanel * kPanel; key < end; key += kRows) {
+            const int low = (int)std::min<int64_t>(kRows, std::max<int64_t>(0, from - key));
+            const int high = (int)std::min<int64_t>(kRows, std::max<int64_t>(low, count - key));
+            const T* rows = low < high ? task.live.rows(task.live.keys, first + key, rows_.data()) : nullptr;
+            pack_keys(reinterpret_cast<const Word*>(rows), key, low, high);
+            rows = low < high ? task.live.rows(task.live.values, first + key, rows_.data()) : nullptr;
+            for (int k = 0; k < kRows; k += per_word<T>)
+                pack_values(reinterpret_cast<const Word*>(rows), (key + k) / per_word<T>, k, low, high);
+        }
     }
 
-    // To panels of 32 keys, [words][32]; zeros behind the last key.
-    void pack_keys(const Word* keys, int64_t count) {
-        for (int64_t key = 0; key < (count + kPanel - 1) / kPanel * kPanel; key += 16)
-            for (int word = 0; word < words_; word += 16) {
-                U16 x[16];
-                const int n = std::min(16, words_ - word);
-                const Lanes some = lanes(n);
-                for (int i = 0; i < 16; i++)
-                    x[i] = key + i < count ? load_part(keys + (key + i) * words_ + word, some) : U16{};
-                transpose(x);
-                Word* to = &keys_[key / kPanel * kPanel * words_ + word * kPanel + key % kPanel];
-                for (int i = 0; i < n; i++) memcpy(to + i * kPanel, &x[i], sizeof x[i]);
-            }
+    // Sixteen rows from `key` on, of which low..high - 1 are seen, to panels of 32 keys, [words][32].
+    void pack_keys(const Word* rows, int64_t key, int low, int high) {
+        for (int word = 0; word < words_; word += 16) {
+            U16 x[16];
+            const int n = std::min(16, words_ - word);
+            const Lanes some = lanes(n);
+            for (int i = 0; i < 16; i++)
+                x[i] = low <= i && i < high ? load_part(rows + i * words_ + word, some) : U16{};
+            transpose(x);
+            Word* to = &keys_[key / kPanel * kPanel * words_ + word * kPanel + key % kPanel];
+            for (int i = 0; i < n; i++) memcpy(to + i * kPanel, &x[i], sizeof x[i]);
+        }
     }
 
-    // Word k (one key, or two) of every panel of 32 dimensions, [kKeyWords][32].
-    void pack_values(const Word* values, int64_t k, int64_t count) {
+    // Row `row` of sixteen (or it and the next) to word k of every panel of 32 dimensions, [kKeyWords][32].
+    void pack_values(const Word* rows, int64_t k, int row, int low, int high) {
         constexpr int kWordsAPanel = kPanel / per_word<T>;
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             const int word = panel * kWordsAPanel;
             U16 part[2];
             for (int i = 0; i < 2; i++) {
-                const int64_t key = per_word<T> == 2 ? 2 * k + i : k;
-                const int at = per_word<T> == 2 ? word : word + 16 * i;
-                part[i] = key < count ? load_part(values + key * words_ + at, lanes(words_ - at)) : U16{};
+                const int at = row + (per_word<T> == 2 ? i : 0), from = word + (per_word<T> == 2 ? 0 : 16 * i);
+                part[i] = low <= at && at < high ? load_part(rows + at * words_ + from, lanes(words_ - from)) : U16{};
             }
             if (per_word<T> == 2) pair_rows(part[0], part[1], part[0], part[1]);
             memcpy(&values_[(panel * kKeyWords + k) * kPanel], part, sizeof part);
@@ -113,20 +119,21 @@ template <class T> class AttendMany {
     // A tile of queries of head g meets the packed keys.
     void advance(Tiles<T>& tiles, const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t stop,
                  int64_t key) {
-        const int64_t newest = task.first_key + stop - key;  // keys of this block that the last query sees
+        const int64_t newest = task.position + stop - key;  // keys of this block that the last query sees
         if (newest <= 0 || oldest(task, query) >= key + kKeys) return;
-        const int64_t panels = panels_of(std::min<int64_t>(newest, kKeys));
+        const int64_t begin = std::max<int64_t>(0, oldest(task, query) - key) / kPanel * kPanel;
+        const int64_t end = panels_of(std::min<int64_t>(newest, kKeys)) * kPanel;
         const int rows = (int)(stop - query);
         const Word* q = reinterpret_cast<const Word*>(task.q + query * task.stride + g * shape.head_dim);
-        for (int64_t p = 0; p < panels; p++)
-            tiles.run(rows, q, task.stride / per_word<T>, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel,
-                      kKeys, {q, 0});
+        for (int64_t i = begin; i < end; i += kPanel)
+            tiles.run(rows, q, task.stride / per_word<T>, &keys_[i * words_], words_, scores_[0] + i, kKeys, {q, 0});
         float fading[kTileRows];
-        for (int r = 0; r < rows; r++) fading[r] = soften(task, shape, g, query + r, key, panels * kPanel, r);
+        for (int r = 0; r < rows; r++) fading[r] = soften(task, shape, g, query + r, key, begin, end, r);
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             alignas(64) float fresh[kTileRows][kPanel];
-            tiles.run(rows, reinterpret_cast<const Word*>(chances_[0]), kKeyWords,
-                      &values_[panel * kKeyWords * kPanel], panels * kPanel / per_word<T>, fresh[0], kPanel, {q, 0});
+            const Word* values = &values_[(panel * kKeyWords + begin / per_word<T>) * kPanel];
+            tiles.run(rows, reinterpret_cast<const Word*>(chances_[0] + begin), kKeyWords, values,
+                      (end - begin) / per_word<T>, fresh[0], kPanel, {q, 0});
             for (int r = 0; r < rows; r++) {
                 float* to = sums(g, query + r) + panel * kPanel;
                 store(to, load_f(to) * fading[r] + load_f(fresh[r]));
@@ -135,29 +142,32 @@ template <class T> class AttendMany {
         }
     }
 
-    // Row r of the scores to probabilities; returns the factor by which the sums so far shrink.
-    float soften(const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t key, int64_t width, int r) {
-        const int64_t first = std::max<int64_t>(0, oldest(task, query) - key);
-        const int64_t stop = std::max<int64_t>(0, std::min(width, task.first_key + query + 1 - key));
+    // Keys begin..end - 1 of the block: row r of the scores to probabilities. Returns the factor by which the sums so far
+    // shrink.
+    float soften(const Task& task, const AttentionShape& shape, int g, int64_t query, int64_t key, int64_t begin,
+                 int64_t end, int r) {
+        const int64_t first = std::min(end, std::max(begin, oldest(task, query) - key));
+        const int64_t stop = std::min(end, std::max(begin, task.position + query + 1 - key));
         const float hidden = -std::numeric_limits<float>::infinity();
         float* scores = scores_[r];
-        scale_scores(scores, width, shape.scale, shape.cap);
-        for (int64_t i = 0; i < std::min(first, width); i++) scores[i] = hidden;
-        for (int64_t i = stop; i < width; i++) scores[i] = hidden;
+        scale_scores(scores + begin, end - begin, shape.scale, shape.cap);
+        std::fill(scores + begin, scores + first, hidden);
+        std::fill(scores + stop, scores + end, hidden);
         float& most = most_[g * kQueries + query];
         float& total = total_[g * kQueries + query];
         F16 peak = broadcast_f(most);
-        for (int64_t i = 0; i < width; i += 16) peak = larger(load_f(scores + i), peak);
+        for (int64_t i = begin; i < end; i += 16) peak = larger(load_f(scores + i), peak);
         const float highest = max(peak);
         const float fading = std::exp(most - highest);
         most = highest;
-        total = total * fading + exponentials(scores, width, highest, chances_[r]);
+        total = total * fading + exponentials(scores + begin, end - begin, highest, chances_[r] + begin);
         return fading;
     }
 
     int words_ = 0, width_ = 0;
     std::vector<float> sums_, most_, total_;
     std::vector<Word> keys_, values_;
+    std::vector<T> rows_;  // room for 16 keys or values
     alignas(64) float scores_[kTileRows][kKeys];
     alignas(64) T chances_[kTileRows][kKeys];
 };

@@ -1,34 +1,39 @@
-// Attention of one new token of one row: the query heads of one group over that row's live keys and values.
-// Reads each key and value once per few heads; knows nothing of other rows, so nobody pays for their length.
+// Attention of one new token of one sequence: the query heads of one group over the keys and values that it sees.
+// Reads each key and value once per few heads; knows nothing of other sequences, so nobody pays for their length.
 #pragma once
 #include <limits>
 #include <vector>
 #include "heads.h"
+#include "pages.h"
 
 namespace native {
 
-template <class T> struct Live {  // [count][head_dim], contiguous
-    const T* keys;
-    const T* values;
-    int64_t count;
-};
-
 // Fetches the next task's keys while this one computes, for the hardware's prefetching starts anew with each row and
-// head: 32 rows of 160 tokens took 4.5 ms a step instead of 5.5. (Fetching the values too: 4.9.)
+// head, and with each page: 32 rows of 160 tokens took 4.5 ms a step instead of 5.5. (Fetching the values too: 4.9.)
 template <class T> class Ahead {
   public:
-    Ahead(const Live<T>& next, int head_dim, int64_t calls)
-        : keys_(reinterpret_cast<const char*>(next.keys)), bytes_(next.count * head_dim * (int64_t)sizeof(T)),
-          each_((bytes_ / calls / 64 + 1) * 64) {}
+    Ahead(const Live<T>& next, int64_t calls)
+        : next_(next), position_(next.first),
+          lines_((next.stop - next.first) * next.keys.row * (int64_t)sizeof(T) / calls / 64 + 1) {}
 
     void fetch() {
-        const int64_t stop = std::min(done_ + each_, bytes_);
-        for (; done_ < stop; done_ += 64) __builtin_prefetch(keys_ + done_);
+        for (int64_t i = 0; i < lines_ && (line_ < end_ || turn()); i++, line_ += 64) __builtin_prefetch(line_);
     }
 
   private:
-    const char* keys_;
-    int64_t bytes_, each_, done_ = 0;
+    // To the next page; false behind the last one.
+    bool turn() {
+        if (position_ >= next_.stop) return false;
+        const int64_t end = std::min(next_.stop, (position_ / next_.page_size + 1) * next_.page_size);
+        line_ = reinterpret_cast<const char*>(next_.at(next_.keys, position_));
+        end_ = line_ + (end - position_) * next_.keys.row * (int64_t)sizeof(T);
+        position_ = end;
+        return true;
+    }
+
+    const Live<T> next_;
+    int64_t position_, lines_;
+    const char *line_ = nullptr, *end_ = nullptr;
 };
 
 struct AttentionShape {
@@ -39,7 +44,8 @@ struct AttentionShape {
 
 template <class T> struct OneScratch {
     std::vector<float> scores;
-    std::vector<T> chances;  // [group][padded count]
+    std::vector<T> chances;  // [group][seen positions, padded to whole rows of 16]
+    std::vector<T> rows;     // room for 16 keys or values
 };
 
 // V: vectors of 16 words that hold a head; the last may be partly filled.
@@ -48,22 +54,24 @@ template <class T, int V> class AttendOne {
     // q [group][V * 16 words], zero padded; out [group][head_dim].
     static void run(const Word* q, const Live<T>& live, const Live<T>& next, const AttentionShape& shape,
                     OneScratch<T>& scratch, T* out) {
-        const int64_t padded = (live.count + 15) / 16 * 16;
+        const int64_t padded = ceil_rows(live.stop) - floor_rows(live.first);
         scratch.scores.resize(padded);
         scratch.chances.resize(padded * shape.group);
+        scratch.rows.resize(kRows * shape.head_dim);
         float sums[64];
-        Ahead<T> ahead(next, shape.head_dim, shape.group * (padded / 16));
+        Ahead<T> ahead(next, shape.group * (padded / kRows));
         for (int first = 0; first < shape.group; first += 64) {
             const int heads = std::min(64, shape.group - first);
             for (int g = 0; g < heads; g++) {
                 const Word* query = q + (first + g) * V * 16;
                 T* to = &scratch.chances[padded * (first + g)];
-                sums[g] = chances(query, live, shape, scratch.scores.data(), to, ahead);
+                sums[g] = chances(query, live, shape, scratch, to, ahead);
             }
             for (int g = 0; g < heads;) {
                 const int count = std::min(kHeads, heads - g);
                 const T* p = &scratch.chances[padded * (first + g)];
-                mix_some(count, p, padded, live, shape.head_dim, sums + g, out + (first + g) * shape.head_dim);
+                mix_some(count, p, padded, live, scratch.rows.data(), shape.head_dim, sums + g,
+                         out + (first + g) * shape.head_dim);
                 g += count;
             }
         }
@@ -80,35 +88,41 @@ template <class T, int V> class AttendOne {
         Lanes of[V];
     };
 
-    static float chances(const Word* q, const Live<T>& live, const AttentionShape& shape, float* scores, T* to,
+    static float chances(const Word* q, const Live<T>& live, const AttentionShape& shape, OneScratch<T>& scratch, T* to,
                          Ahead<T>& ahead) {
         const Filled filled(shape.head_dim / per_word<T>);
+        const int64_t base = floor_rows(live.first), padded = ceil_rows(live.stop) - base;
+        float* scores = scratch.scores.data();
         U16 query[V];
         for (int v = 0; v < V; v++) query[v] = load(q + 16 * v);
-        for (int64_t first = 0; first < live.count; first += 16) {
+        for (int64_t at = base; at < live.stop; at += kRows) {
             ahead.fetch();
+            const T* rows = live.rows(live.keys, at, scratch.rows.data());
+            const int64_t low = live.first - at, high = live.stop - 1 - at;
             F16 x[16];
 #pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) {
-                const int64_t key = std::min(first + i, live.count - 1);
-                const Word* k = reinterpret_cast<const Word*>(live.keys + key * shape.head_dim);
+            for (int64_t i = 0; i < kRows; i++) {
+                const int64_t key = std::min(std::max(i, low), high);
+                const Word* k = reinterpret_cast<const Word*>(rows + key * shape.head_dim);
                 x[i] = F16{};
 #pragma GCC unroll 8
                 for (int v = 0; v < V; v++) x[i] = dot<T>(x[i], load_part(k + 16 * v, filled.of[v]), query[v]);
             }
-            store(scores + first, native::sums(x));
+            store(scores + at - base, native::sums(x));
         }
-        const int64_t padded = (live.count + 15) / 16 * 16;
         const float most = scale_scores(scores, padded, shape.scale, shape.cap);
-        for (int64_t i = live.count; i < padded; i++) scores[i] = -std::numeric_limits<float>::infinity();
+        const float hidden = -std::numeric_limits<float>::infinity();
+        std::fill(scores, scores + (live.first - base), hidden);
+        std::fill(scores + (live.stop - base), scores + padded, hidden);
         return exponentials(scores, padded, most, to);
     }
 
-    static void mix_some(int heads, const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums, T* out) {
-        if (heads == 4) return mix<std::min(4, kHeads)>(p, lp, live, dim, sums, out);
-        if (heads == 3) return mix<std::min(3, kHeads)>(p, lp, live, dim, sums, out);
-        if (heads == 2) return mix<std::min(2, kHeads)>(p, lp, live, dim, sums, out);
-        mix<1>(p, lp, live, dim, sums, out);
+    static void mix_some(int heads, const T* p, int64_t lp, const Live<T>& live, T* copy, int dim, const float* sums,
+                         T* out) {
+        if (heads == 4) return mix<std::min(4, kHeads)>(p, lp, live, copy, dim, sums, out);
+        if (heads == 3) return mix<std::min(3, kHeads)>(p, lp, live, copy, dim, sums, out);
+        if (heads == 2) return mix<std::min(2, kHeads)>(p, lp, live, copy, dim, sums, out);
+        mix<1>(p, lp, live, copy, dim, sums, out);
     }
 
     static Word word_at(const T* from) {
@@ -118,24 +132,29 @@ template <class T, int V> class AttendOne {
     }
 
     template <int H>
-    static void mix(const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums, T* out) {
+    static void mix(const T* p, int64_t lp, const Live<T>& live, T* copy, int dim, const float* sums, T* out) {
         constexpr int kParts = per_word<T>;
         const Filled filled(dim / kParts);
+        const int64_t base = floor_rows(live.first);
         F16 acc[H][V][kParts] = {};
-        for (int64_t key = 0; key < live.count; key += kParts) {
-            const Word* first = reinterpret_cast<const Word*>(live.values + key * dim);
-            const Word* second = reinterpret_cast<const Word*>(live.values + std::min(key + 1, live.count - 1) * dim);
-            U16 weights[H];
+        for (int64_t at = base; at < live.stop; at += kRows) {
+            const T* rows = live.rows(live.values, at, copy);
+            const int64_t low = std::max<int64_t>(0, live.first - at), high = std::min<int64_t>(kRows, live.stop - at) - 1;
+            for (int64_t key = low / kParts * kParts; key <= high; key += kParts) {
+                const Word* first = reinterpret_cast<const Word*>(rows + std::max(key, low) * dim);
+                const Word* second = reinterpret_cast<const Word*>(rows + std::min(key + 1, high) * dim);
+                U16 weights[H];
 #pragma GCC unroll 4
-            for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(p + h * lp + key));
+                for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(p + h * lp + at - base + key));
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                U16 part[2] = {load_part(first + 16 * v, filled.of[v])};
-                if (kParts == 2) pair_rows(part[0], load_part(second + 16 * v, filled.of[v]), part[0], part[1]);
+                for (int v = 0; v < V; v++) {
+                    U16 part[2] = {load_part(first + 16 * v, filled.of[v])};
+                    if (kParts == 2) pair_rows(part[0], load_part(second + 16 * v, filled.of[v]), part[0], part[1]);
 #pragma GCC unroll 4
-                for (int h = 0; h < H; h++)
+                    for (int h = 0; h < H; h++)
 #pragma GCC unroll 2
-                    for (int i = 0; i < kParts; i++) acc[h][v][i] = dot<T>(acc[h][v][i], part[i], weights[h]);
+                        for (int i = 0; i < kParts; i++) acc[h][v][i] = dot<T>(acc[h][v][i], part[i], weights[h]);
+                }
             }
         }
 #pragma GCC unroll 4

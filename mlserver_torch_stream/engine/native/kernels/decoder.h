@@ -1,8 +1,8 @@
-// A decoder of the Llama layout: one call takes all rows through all layers.
+// A decoder of the Llama layout: one call takes all tokens of a step through all layers.
 // Knows nothing of families: a norm, a bias or a scale is there or it is not.
 #pragma once
 #include "attend_many.h"
-#include "model.h"
+#include "packed_step.h"
 
 namespace native {
 
@@ -10,7 +10,7 @@ template <class T> class Decoder {
   public:
     Decoder(const Shape& shape, const Weights& weights, int threads)
         : shape_(shape), weights_(weights), layers_(weights.layers, weights.layers + shape.layers), scratch_(threads),
-          team_(threads, [this](Member& me, const Step& step) { forward(me, step); }) {
+          team_(threads, [this](Member& me, const Job& job) { forward(me, job); }) {
         attention_ = {(int)(shape.heads / shape.kv_heads), (int)shape.head_dim, shape.attention_scale,
                       shape.attention_cap};
         hidden_ = padded(shape.hidden);
@@ -24,13 +24,18 @@ template <class T> class Decoder {
     }
 
     void run(const Step& step) {
-        step_ = &step;
-        tokens_ = step.rows * step.queries;
-        reserve();
-        team_.run(step);
+        packed_.read(step, kQueries);
+        reserve(step.tokens);
+        step_ = step;
+        team_.run({step.tokens, step.wanted, (int64_t)packed_.early.size(), (int64_t)packed_.blocks.size(),
+                   (int64_t)packed_.singles.size()});
     }
 
   private:
+    // How long a step's lists are. The rest of a step lies in the decoder, which a late thread does not read.
+    struct Job {
+        int64_t tokens, wanted, early, blocks, singles;
+    };
     struct alignas(64) Line {
         Word words[16];
     };
@@ -44,23 +49,22 @@ template <class T> class Decoder {
     Word* panel(Member& me) { return reinterpret_cast<Word*>(scratch_[me.id].panel.data()); }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-    void reserve() {
-        grow(stream_, tokens_ * hidden_);
-        grow(branch_, tokens_ * hidden_);
-        grow(normed_, tokens_ * hidden_);
-        grow(projected_, tokens_ * qkv_);
-        grow(queries_, tokens_ * attended_);
-        grow(mixed_, tokens_ * attended_);
-        grow(gated_, tokens_ * inner_);
+    void reserve(int64_t tokens) {
+        grow(stream_, tokens * hidden_);
+        grow(branch_, tokens * hidden_);
+        grow(normed_, tokens * hidden_);
+        grow(projected_, tokens * qkv_);
+        grow(queries_, tokens * attended_);
+        grow(mixed_, tokens * attended_);
+        grow(gated_, tokens * inner_);
     }
     template <class V> static void grow(std::vector<V>& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
     }
 
-    // A late thread may be here with the step before: what it does up to a list's pieces depends on its own copy.
-    void forward(Member& me, const Step& step) {
-        const auto* slabs = static_cast<const Slab<T>*>(step.slabs);
-        const int64_t tokens = step.rows * step.queries;
+    // A late thread may be here with the job before: what it does up to a list's pieces depends on its own copy.
+    void forward(Member& me, const Job& job) {
+        const int64_t tokens = job.tokens;
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++) embed(t);
         });
@@ -70,7 +74,7 @@ template <class T> class Decoder {
             multiply(me, normed_.data(), hidden_, tokens, layer.qkv, panel(me), [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
-            attend(me, step, layer, slabs + i);
+            attend(me, job, i);
             add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
@@ -79,11 +83,11 @@ template <class T> class Decoder {
             });
             add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
         }
-        if (step.logits != nullptr) head(me, step);
+        if (job.wanted > 0) head(me, job);
     }
 
     void embed(int64_t t) {
-        const int64_t id = step_->tokens[t];
+        const int64_t id = step_.ids[t];
         const T* row = static_cast<const T*>(weights_.embedding);
         float* to = &stream_[t * hidden_];
         for (int64_t i = 0; i < shape_.hidden; i++) {
@@ -160,52 +164,51 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
     }
 
-    // `slabs`: of this layer, the first cache's; the other caches' lie `layers` apart.
-    void attend(Member& me, const Step& step, const Layer& layer, const Slab<T>* slabs) {
-        const int64_t kv = shape_.kv_heads, tokens = step.rows * step.queries;
-        Scratch& scratch = scratch_[me.id];
-        if (step.queries == 1) {
-            const int64_t tasks = tokens * kv, piece = std::max<int64_t>(1, tasks / (4 * me.team));
-            me.each(tasks, piece, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; i++) attend_one(layer, slabs, scratch, i, i + 1 < last);
-            });
-            return;
-        }
-        me.each(tokens, 1, [&](int64_t first, int64_t last) {
-            for (int64_t t = first; t < last; t++)
-                for (int64_t h = 0; h < kv; h++) finish(layer, slabs, t, h, &queries_[t * attended_] + own(h), 0);
+    void attend(Member& me, const Job& job, int64_t layer) {
+        const int64_t kv = shape_.kv_heads;
+        me.each(job.early, 1, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                const int64_t t = packed_.early[i];
+                for (int64_t h = 0; h < kv; h++) finish(layer, t, h, &queries_[t * attended_] + own(h), 0);
+            }
         });
-        const int64_t blocks = (step.queries + kQueries - 1) / kQueries, pairs = step.rows * kv;
-        me.each(pairs * blocks, 1, [&](int64_t first, int64_t last) {
-            // The last blocks see the most keys: they go first, so that nobody waits for a long one at the end.
-            for (int64_t i = first; i < last; i++)
-                attend_many(slabs, scratch, i % pairs, blocks - 1 - i / pairs);
+        const int64_t blocks = job.blocks * kv, singles = job.singles * kv;
+        const int64_t piece = std::max<int64_t>(1, singles / (4 * me.team));
+        me.each(blocks + (singles + piece - 1) / piece, 1, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                if (i < blocks) {
+                    attend_many(layer, scratch_[me.id], i);
+                } else {
+                    const int64_t from = (i - blocks) * piece, stop = std::min(from + piece, singles);
+                    for (int64_t j = from; j < stop; j++) attend_one(layer, scratch_[me.id], j, j + 1 < stop);
+                }
+            }
         });
     }
 
     int64_t own(int64_t kv_head) const { return kv_head * attention_.group * shape_.head_dim; }
 
     // Norms and rotates the group's queries (to `queries`, apart by `stride` elements, 0: by a head) and its key, and
-    // puts key and value into the slab.
-    void finish(const Layer& layer, const Slab<T>* slabs, int64_t t, int64_t kv_head, T* queries, int64_t stride) {
+    // puts key and value into their page.
+    void finish(int64_t layer, int64_t t, int64_t kv_head, T* queries, int64_t stride) {
+        const Layer& weights = layers_[layer];
         const int dim = (int)shape_.head_dim, group = attention_.group;
-        const int half = layer.rotates ? (int)shape_.rotated_half : 0;
-        const int64_t row = t / step_->queries, query = t % step_->queries;
-        const int64_t position = step_->lengths[row] + query;
+        const int half = weights.rotates ? (int)shape_.rotated_half : 0;
+        const int64_t position = packed_.positions[t];
         const float* all = &projected_[t * qkv_];
         const float* keys = all + shape_.heads * dim;
-        const float *cos = step_->cos + position * half, *sin = step_->sin + position * half;
+        const float *cos = step_.cos + position * half, *sin = step_.sin + position * half;
         for (int g = 0; g < group; g++) {
             const int64_t head = kv_head * group + g;
             T* to = queries + g * (stride == 0 ? dim : stride);
-            finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(layer.norms.query, head), cos, sin,
-                        half, dim, to);
+            finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(weights.norms.query, head), cos,
+                        sin, half, dim, to);
         }
-        const Slab<T>& slab = holding(slabs, row);
-        const int64_t at = first_column(slab, row, kv_head) + slab.start + query;
-        finish_head(keys + kv_head * dim, scale_of(keys, kv_head, shape_.kv_heads), norm_of(layer.norms.key, kv_head),
-                    cos, sin, half, dim, slab.keys + at * dim);
-        convert(keys + (shape_.kv_heads + kv_head) * dim, dim, slab.values + at * dim);
+        const Live<T> live = seen(layer, packed_.owners[t], kv_head, position);
+        finish_head(keys + kv_head * dim, scale_of(keys, kv_head, shape_.kv_heads),
+                    norm_of(weights.norms.key, kv_head), cos, sin, half, dim,
+                    const_cast<T*>(live.at(live.keys, position)));
+        convert(keys + (shape_.kv_heads + kv_head) * dim, dim, const_cast<T*>(live.at(live.values, position)));
     }
     float scale_of(const float* all, int64_t head, int64_t heads) const {
         if (shape_.qk_norm == kPerHead) return inverse_rms(all + head * shape_.head_dim, shape_.head_dim, shape_.eps);
@@ -216,61 +219,73 @@ template <class T> class Decoder {
         return norm == nullptr ? nullptr : norm + (shape_.qk_norm == kWhole ? head * shape_.head_dim : 0);
     }
 
-    const Slab<T>& holding(const Slab<T>* slabs, int64_t row) const {
-        return slabs[step_->places[2 * row] * shape_.layers];
-    }
-    int64_t first_column(const Slab<T>& slab, int64_t row, int64_t kv_head) const {
-        return (step_->places[2 * row + 1] * shape_.kv_heads + kv_head) * slab.capacity;
+    Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
+
+    // Keys and values of a sequence and head that the token at `position` sees, its own included.
+    Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position) const {
+        const Pages& pages = step_.pages[layer];
+        const int64_t head = step_.page_size * shape_.head_dim, stride = shape_.kv_heads * head;
+        return {{static_cast<const T*>(pages.keys) + kv_head * head, stride, shape_.head_dim},
+                {static_cast<const T*>(pages.values) + kv_head * head, stride, shape_.head_dim},
+                step_.tables[pages.group * step_.table_stride + sequence],
+                step_.page_size,
+                sight(layer).oldest(position),
+                position + 1};
     }
 
-    // Keys and values of a row and head, from the oldest that its first new token sees.
-    Live<T> live(const Slab<T>* slabs, int64_t row, int64_t kv_head, int64_t stop) const {
-        const Slab<T>& slab = holding(slabs, row);
-        int64_t seen = step_->lengths[row];
-        if (slab.window != 0) seen = std::min(seen, slab.window - 1);
-        const int64_t first = first_column(slab, row, kv_head) + slab.start - seen;
-        return {slab.keys + first * shape_.head_dim, slab.values + first * shape_.head_dim, seen + stop};
-    }
-
-    // Task i is a row and a key head; `more`: the next one will be this thread's too.
-    void attend_one(const Layer& layer, const Slab<T>* slabs, Scratch& scratch, int64_t i, bool more) {
-        const int64_t kv = shape_.kv_heads, row = i / kv, kv_head = i % kv;
-        const int64_t stride = vectors() * 16;
-        scratch.queries.assign(attention_.group * stride, 0);
-        finish(layer, slabs, row, kv_head, reinterpret_cast<T*>(scratch.queries.data()), stride * per_word<T>);
-        const Live<T> seen = live(slabs, row, kv_head, 1);
-        const Live<T> next = more ? live(slabs, (i + 1) / kv, (i + 1) % kv, 0) : Live<T>{nullptr, nullptr, 0};
-        T* out = &mixed_[row * attended_] + own(kv_head);
+    // Task i is a token that attends alone and a key head; `more`: the next one will be this thread's too.
+    void attend_one(int64_t layer, Scratch& scratch, int64_t i, bool more) {
+        const int64_t kv = shape_.kv_heads, kv_head = i % kv;
+        const Single& single = packed_.singles[i / kv];
+        const int64_t t = single.token, stride = vectors() * 16 * per_word<T>;
+        scratch.queries.assign(attention_.group * vectors() * 16, 0);
+        T* queries = reinterpret_cast<T*>(scratch.queries.data());
+        if (single.written) {
+            const T* ready = &queries_[t * attended_] + own(kv_head);
+            for (int g = 0; g < attention_.group; g++)
+                std::copy_n(ready + g * shape_.head_dim, shape_.head_dim, queries + g * stride);
+        } else {
+            finish(layer, t, kv_head, queries, stride);
+        }
+        const Live<T> live = seen(layer, single.sequence, kv_head, packed_.positions[t]);
+        const Live<T> next = more ? seen_by(layer, i + 1) : Live<T>{};
+        T* out = &mixed_[t * attended_] + own(kv_head);
         const Word* q = scratch.queries.data();
         switch (vectors()) {
-            case 1: return AttendOne<T, 1>::run(q, seen, next, attention_, scratch.one, out);
-            case 2: return AttendOne<T, 2>::run(q, seen, next, attention_, scratch.one, out);
-            case 4: return AttendOne<T, 4>::run(q, seen, next, attention_, scratch.one, out);
-            case 8: return AttendOne<T, 8>::run(q, seen, next, attention_, scratch.one, out);
-            default: return AttendOne<T, 32>::run(q, seen, next, attention_, scratch.one, out);
+            case 1: return AttendOne<T, 1>::run(q, live, next, attention_, scratch.one, out);
+            case 2: return AttendOne<T, 2>::run(q, live, next, attention_, scratch.one, out);
+            case 4: return AttendOne<T, 4>::run(q, live, next, attention_, scratch.one, out);
+            case 8: return AttendOne<T, 8>::run(q, live, next, attention_, scratch.one, out);
+            default: return AttendOne<T, 32>::run(q, live, next, attention_, scratch.one, out);
         }
     }
     int64_t vectors() const { return vectors_ <= 2 ? vectors_ : vectors_ <= 4 ? 4 : vectors_ <= 8 ? 8 : 32; }
 
-    void attend_many(const Slab<T>* slabs, Scratch& scratch, int64_t pair, int64_t block) {
-        const int64_t row = pair / shape_.kv_heads, kv_head = pair % shape_.kv_heads, first = block * kQueries;
-        const int64_t at = (row * step_->queries + first) * attended_ + own(kv_head);
-        const Live<T> seen = live(slabs, row, kv_head, step_->queries);
-        const int64_t count = std::min<int64_t>(kQueries, step_->queries - first);
-        const int64_t first_key = seen.count - step_->queries + first;
-        scratch.many.run({&queries_[at], &mixed_[at], attended_, count, first_key, holding(slabs, row).window, seen}, attention_);
+    Live<T> seen_by(int64_t layer, int64_t i) const {
+        const Single& single = packed_.singles[i / shape_.kv_heads];
+        return seen(layer, single.sequence, i % shape_.kv_heads, packed_.positions[single.token]);
     }
 
-    void head(Member& me, const Step& step) {
-        const int64_t rows = step.rows, width = padded(shape_.vocab);
+    // Task i is a block of a prompt's tokens and a key head.
+    void attend_many(int64_t layer, Scratch& scratch, int64_t i) {
+        const int64_t kv_head = i % shape_.kv_heads;
+        const Block& block = packed_.blocks[i / shape_.kv_heads];
+        const int64_t at = block.token * attended_ + own(kv_head), first = packed_.positions[block.token];
+        Live<T> live = seen(layer, block.sequence, kv_head, first);
+        live.stop = first + block.count;
+        scratch.many.run({&queries_[at], &mixed_[at], attended_, block.count, first, sight(layer), live}, attention_);
+    }
+
+    void head(Member& me, const Job& job) {
+        const int64_t rows = job.wanted, width = padded(shape_.vocab);
         me.each(rows, 1, [&](int64_t first, int64_t last) {
             for (int64_t r = first; r < last; r++)
-                norm_row(&stream_[((r + 1) * step_->queries - 1) * hidden_], weights_.last_norm, &normed_[r * hidden_]);
+                norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
         multiply(me, normed_.data(), hidden_, rows, weights_.head, panel(me), [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
-                store(step_->logits + row * width + p * kPanel + i,
+                store(step_.logits + row * width + p * kPanel + i,
                       soft_cap(load_f(c + i) * shape_.logit_scale, shape_.logit_cap));
         });
     }
@@ -282,11 +297,11 @@ template <class T> class Decoder {
     AttentionShape attention_;
     int64_t hidden_, attended_, qkv_, inner_;  // widths in whole panels
     int vectors_;
-    const Step* step_ = nullptr;
-    int64_t tokens_ = 0;
+    Step step_{};
+    PackedStep packed_;
     std::vector<float> stream_, branch_, projected_;
     std::vector<T> normed_, queries_, mixed_, gated_;
-    Team<Step> team_;  // last: its threads use all of the above
+    Team<Job> team_;  // last: its threads use all of the above
 };
 
 }  // namespace native

@@ -1,7 +1,8 @@
-// The C interface of the kernels: make a decoder, step it, drop it. No exception leaves it.
+// The C interface of the kernels: make a decoder, step it, drop it; attend to pages, write to them. No exception leaves.
 #include <memory>
 #include <new>
 #include "decoder.h"
+#include "parallel_pages.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -12,6 +13,18 @@ struct Handle {
     std::unique_ptr<native::Decoder<native::Bf16>> bf16;
     std::unique_ptr<native::Decoder<float>> fp32;
 };
+
+// 0; 1 where memory is short; 2 where the work failed in another way.
+template <class Work> int status_of(Work&& work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    } catch (...) {
+        return 2;
+    }
+}
 
 }  // namespace
 
@@ -31,24 +44,28 @@ void* native_create(const native::Shape* shape, const native::Weights* weights, 
     }
 }
 
-// 0; 1 where memory is short, before anything was done; 2 where the step failed in another way.
+// Memory is short before anything was done, or never.
 int native_step(void* opaque, const native::Step* step) {
     auto* handle = static_cast<Handle*>(opaque);
-    try {
+    return status_of([&] {
         if (handle->bf16 != nullptr) {
             handle->bf16->run(*step);
         } else {
             handle->fp32->run(*step);
         }
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    } catch (...) {
-        return 2;
-    }
+    });
 }
 
 void native_destroy(void* opaque) { delete static_cast<Handle*>(opaque); }
+
+// On `threads` threads of the pool; null: on the caller's alone.
+int native_attend_pages(const native::PagesCall* call, native::Parallel parallel, int threads) {
+    return status_of([&] { native::attend_pages(*call, parallel, threads); });
+}
+
+int native_write_pages(const native::WriteCall* call, native::Parallel parallel, int threads) {
+    return status_of([&] { native::write_pages(*call, parallel, threads); });
+}
 
 // Weights in 2 MiB pages need 1/512 of the address translations.
 void native_use_large_pages(void* start, int64_t bytes) {

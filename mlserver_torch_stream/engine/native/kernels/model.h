@@ -1,5 +1,5 @@
-// What Python hands over: a model's shape and weights once, a step's rows and slabs every time. Plain C, and mirrored
-// field by field in library.py.
+// What Python hands over: a model's shape and weights once, a step's tokens and block tables every time. Plain C, and
+// mirrored field by field in library.py.
 #pragma once
 #include "gemm.h"
 
@@ -33,21 +33,25 @@ struct Weights {
     const float* last_norm;
 };
 
-template <class T> struct Slab {  // [rows][kv_heads][capacity][head_dim]
-    T *keys, *values;
-    int64_t capacity;
-    int64_t start;   // where the first new token goes
+struct Pages {  // of a layer, [pages][kv_heads][page_size][head_dim] in the model's type
+    void *keys, *values;
+    int64_t group;   // of layers with the same block tables
     int64_t window;  // 0: none
 };
 
+// The new tokens of several sequences, one sequence behind the other.
 struct Step {
-    int64_t rows, queries;
-    const int64_t* tokens;   // [rows][queries]
-    const int64_t* lengths;  // [rows]: tokens of the row before these
-    const int64_t* places;   // [rows][2]: the cache that the row is in, and which of its rows it is
-    const void* slabs;       // [caches][layers]
+    int64_t sequences, tokens, wanted;  // wanted: rows of logits
+    const int64_t* ids;                 // [tokens]
+    const int64_t* starts;              // [sequences]: tokens in the cache before these
+    const int64_t* counts;              // [sequences]: new tokens
+    const int64_t* wants;               // [sequences]: its last tokens whose logits are wanted
+    const int32_t* const* tables;       // [groups][table_stride], of which one for each sequence
+    int64_t table_stride;
+    const Pages* pages;  // [layers]
+    int64_t page_size;
     const float *cos, *sin;  // [positions][rotated_half]
-    float* logits;           // [rows][whole panels of the vocabulary], of each row's last token; null: not wanted
+    float* logits;           // [wanted][whole panels of the vocabulary]
 };
 
 }  // namespace native

@@ -1,0 +1,104 @@
+"""Computes paged attention by our own kernels, for every model on CPUs, on the threads of torch's operators.
+
+Knows nothing of models, nor whether the kernels are right: ``verify_attention`` compares them at load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, PagedAttention
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.native.attention_library import (
+    STORED_TYPES,
+    KernelPagesCall,
+    KernelWriteCall,
+    open_attention_library,
+)
+from mlserver_torch_stream.engine.native.kernel_library import open_kernels
+from mlserver_torch_stream.engine.native.openmp_pool import torch_pool
+
+_NO_MEMORY = 1  # of the kernels' calls
+
+
+class NativeAttention:
+    """A ``PagedAttention``. Several threads may call it at once, each on as many threads as torch has for it."""
+
+    def __init__(self, cache_dir: Path, otherwise: PagedAttention) -> None:
+        """``otherwise`` attends on other devices, and to other types. Raises NoKernels or LoadFailed."""
+        library, self.variant = open_kernels(cache_dir, open_attention_library)
+        self._attend = library.native_attend_pages
+        self._write = library.native_write_pages
+        self._otherwise = otherwise
+        self._pool = torch_pool()
+
+    @property
+    def threads(self) -> str:
+        """Says on which threads the kernels run."""
+        return "torch's OpenMP threads" if self._pool is not None else "one thread, as torch has no libgomp here"
+
+    def __call__(
+        self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+    ) -> torch.Tensor:
+        keys, values = layer.keys, layer.values
+        assert keys is not None and values is not None
+        if not _known(query, keys, values):
+            return self._otherwise(query, layer, batch, options)
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        table = batch.tables[layer.group]
+        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+        out = query.new_empty((*query.shape[:2], values.shape[3]))
+        call = KernelPagesCall(
+            *(tensor.data_ptr() for tensor in (query, out, keys, values, table, batch.starts, batch.cumulative)),
+            None if sinks is None else sinks.data_ptr(),
+            *query.stride()[:2],
+            *table.shape,
+            query.shape[1],
+            *keys.shape[1:],
+            values.shape[3],
+            options.window or 0,
+            options.chunk or 0,
+            STORED_TYPES[query.dtype],
+            options.scale,
+            options.softcap or 0.0,
+        )
+        _check(self._attend(ctypes.byref(call), self._pool, torch.get_num_threads()))
+        return out
+
+    def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Does what ``layer.write`` does."""
+        layer.reserve(key.transpose(0, 1), value.transpose(0, 1))
+        assert layer.keys is not None and layer.values is not None
+        if not _known(key, layer.keys, layer.values) or value.dtype != key.dtype:
+            return layer.write(key, value, slots)
+        key, value = (part if part.stride(2) == 1 else part.contiguous() for part in (key, value))
+        slots, size = slots.contiguous(), key.element_size()
+        call = KernelWriteCall(
+            *(tensor.data_ptr() for tensor in (key, value, layer.keys, layer.values, slots)),
+            *(stride * size for part in (key, value) for stride in part.stride()[:2]),
+            *key.shape[:2],
+            layer.page_size,
+            key.shape[2] * size,
+            value.shape[2] * size,
+        )
+        _check(self._write(ctypes.byref(call), self._pool, torch.get_num_threads()))
+
+
+def _known(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Returns whether the kernels know this device and these types."""
+    return (
+        query.device.type == keys.device.type == values.device.type == "cpu"
+        and query.dtype == keys.dtype == values.dtype
+        and query.dtype in STORED_TYPES
+    )
+
+
+def _check(status: int) -> None:
+    if status == _NO_MEMORY:
+        raise MemoryError("no memory for an attention over pages")
+    if status:
+        raise RuntimeError("an attention over pages failed in the kernels")

@@ -1,0 +1,313 @@
+// Attention of packed queries over pages, for any model: a task is some queries of one sequence with the query heads of
+// one key head, which meet the sequence's keys block by block with a running softmax. Few rows (decoding) read keys
+// and values where they lie; many rows (a chunk of a prompt) pack them for the tiles of gemm.h.
+// A task knows nothing of other sequences: a row's sums are the same bits in any company.
+#pragma once
+#include <utility>
+#include "attend_many.h"
+#include "elements.h"
+
+namespace native {
+
+struct PagesCall {  // mirrored field by field in attention_library.py
+    const void* queries;     // [tokens][heads][key_dim], by the strides below
+    void* out;               // [tokens][heads][value_dim]
+    const void *keys, *values;  // [pages][kv_heads][page_size][key_dim or value_dim]
+    const int32_t* tables;   // [sequences][table_width]
+    const int32_t* starts;   // [sequences]: tokens in the pages before the step's
+    const int32_t* ends;     // [sequences + 1]: where a sequence's queries begin among the packed ones
+    const float* sinks;      // [heads]: a score beside those of the keys; null: none
+    int64_t token_stride, head_stride;  // of queries, in elements
+    int64_t sequences, table_width, heads, kv_heads, page_size, key_dim, value_dim;
+    int64_t window, chunk;   // 0: none
+    int64_t type;            // StoredType
+    float scale, cap;
+};
+
+enum StoredType { kFp32, kBf16, kFp16 };
+
+struct PagesTask {
+    int64_t sequence, kv_head, first, count;  // queries first to first + count - 1 of the sequence
+};
+
+template <class S, class T> class AttendPages {
+  public:
+    void run(const PagesCall& call, const PagesTask& task) {
+        begin(call, task);
+        Tiles<T> tiles;
+        const bool few = rows_ < kVectorRows;
+        const Tiling tiling(rows_, few ? kVectorRows : tiles.rows(words_));
+        for (int64_t key = live_.first; key < live_.stop; key += kKeys) {
+            const int64_t count = std::min<int64_t>(kKeys, live_.stop - key);
+            point_at(key, count);
+            if (!few) pack_keys(count), pack_values(count);
+            for (int64_t t = 0; t < tiling.count; t++) {
+                const int64_t row = tiling.first(t), rows = tiling.first(t + 1) - row;
+                if (few) {
+                    read_in_place(row, rows, key, count);
+                } else {
+                    read_packed(tiles, row, rows, key, count);
+                }
+            }
+        }
+        finish();
+    }
+
+  private:
+    static constexpr int kStep = 16 * per_word<T>;  // elements of a vector of words
+    static constexpr int kKeyWords = kKeys / per_word<T>;
+    using Load = Elements<S, T>;
+
+    void begin(const PagesCall& call, const PagesTask& task) {
+        call_ = &call;
+        task_ = task;
+        group_ = call.heads / call.kv_heads;
+        rows_ = group_ * task.count;
+        sight_ = {call.window, call.chunk};
+        first_position_ = call.starts[task.sequence] + task.first;
+        live_ = {column(call.keys, call.key_dim), column(call.values, call.value_dim),
+                 call.tables + task.sequence * call.table_width, call.page_size,
+                 sight_.oldest(first_position_), first_position_ + task.count};
+        key_vectors_ = (int)((call.key_dim + kStep - 1) / kStep);
+        value_vectors_ = (int)((call.value_dim + kStep - 1) / kStep);
+        words_ = key_vectors_ * 16;
+        width_ = panels_of(call.value_dim) * kPanel;
+        sums_.assign(rows_ * width_, 0.0f);
+        most_.resize(rows_);
+        total_.resize(rows_);
+        queries_.resize(rows_ * words_);
+        for (int64_t row = 0; row < rows_; row++) begin_row(row);
+    }
+
+    Column<S> column(const void* pages, int64_t dim) const {
+        const int64_t head = call_->page_size * dim;
+        return {static_cast<const S*>(pages) + task_.kv_head * head, call_->kv_heads * head, dim};
+    }
+
+    // Rows are [query heads of the group][queries]. A sink is a score that has been seen before all keys.
+    void begin_row(int64_t row) {
+        const float sink = call_->sinks == nullptr ? kHidden : call_->sinks[head_of(row)];
+        most_[row] = std::max(-1e30f, sink);
+        total_[row] = std::exp(sink - most_[row]);
+        const S* from = static_cast<const S*>(call_->queries) + token_of(row) * call_->token_stride +
+                        head_of(row) * call_->head_stride;
+        for (int v = 0; v < key_vectors_; v++) {
+            const U16 words = Load::load(from + v * kStep, some_of(call_->key_dim, v));
+            memcpy(&queries_[row * words_ + 16 * v], &words, sizeof words);
+        }
+    }
+
+    int64_t head_of(int64_t row) const { return task_.kv_head * group_ + row / task_.count; }
+    int64_t token_of(int64_t row) const { return call_->ends[task_.sequence] + task_.first + row % task_.count; }
+    int64_t position_of(int64_t row) const { return first_position_ + row % task_.count; }
+
+    // The lanes that vector v of a row of so many elements fills.
+    static Lanes some_of(int64_t dim, int v) { return lanes((int)((dim + per_word<T> - 1) / per_word<T>) - 16 * v); }
+
+    // Where the keys and values of positions first to first + count - 1 lie; the last one again, up to a whole panel.
+    void point_at(int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count;) {
+            const S *key = live_.at(live_.keys, first + i), *value = live_.at(live_.values, first + i);
+            const int64_t stop = std::min(count, i + live_.page_size - (first + i) % live_.page_size);
+            for (; i < stop; i++, key += live_.keys.row, value += live_.values.row) {
+                keys_at_[i] = key;
+                values_at_[i] = value;
+            }
+        }
+        for (int64_t i = count; i % kPanel != 0; i++) {
+            keys_at_[i] = keys_at_[count - 1];
+            values_at_[i] = values_at_[count - 1];
+        }
+    }
+
+    // To panels of 32 keys, [words][32]; zeros behind the last key.
+    void pack_keys(int64_t count) {
+        keys_.resize((size_t)kKeys * words_);
+        for (int64_t key = 0; key < panels_of(count) * kPanel; key += 16)
+            for (int v = 0; v < key_vectors_; v++) {
+                const Lanes some = some_of(call_->key_dim, v);
+                U16 x[16];
+                for (int i = 0; i < 16; i++)
+                    x[i] = key + i < count ? Load::load(keys_at_[key + i] + v * kStep, some) : U16{};
+                transpose(x);
+                Word* to = &keys_[key / kPanel * kPanel * words_ + v * 16 * kPanel + key % kPanel];
+                for (int i = 0; i < 16; i++) memcpy(to + i * kPanel, &x[i], sizeof x[i]);
+            }
+    }
+
+    // Words of one key, or of two, in panels of 32 dimensions, [kKeyWords][32].
+    void pack_values(int64_t count) {
+        values_.resize((size_t)kKeyWords * width_);
+        for (int64_t k = 0; k < panels_of(count) * kPanel / per_word<T>; k++)
+            for (int panel = 0; panel < width_ / kPanel; panel++) {
+                U16 part[2];
+                for (int i = 0; i < 2; i++) {
+                    const int64_t key = per_word<T> == 2 ? 2 * k + i : k;
+                    const int v = per_word<T> == 2 ? panel : 2 * panel + i;
+                    const Lanes some = some_of(call_->value_dim, v);
+                    part[i] = key < count ? Load::load(values_at_[key] + v * kStep, some) : U16{};
+                }
+                if (per_word<T> == 2) pair_rows(part[0], part[1], part[0], part[1]);
+                memcpy(&values_[(panel * kKeyWords + k) * kPanel], part, sizeof part);
+            }
+    }
+
+    // A tile of rows meets the packed keys.
+    void read_packed(Tiles<T>& tiles, int64_t row, int64_t rows, int64_t key, int64_t count) {
+        const auto [from, stop] = seen_by(row, rows);
+        if (from >= key + count || stop <= key) return;
+        const int64_t panels = panels_of(std::min(stop - key, count));
+        const Word* q = &queries_[row * words_];
+        for (int64_t p = 0; p < panels; p++)
+            tiles.run((int)rows, q, words_, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel, kKeys,
+                      {q, 0});
+        soften(row, rows, key, panels * kPanel);
+        for (int panel = 0; panel < width_ / kPanel; panel++) {
+            alignas(64) float fresh[kTileRows][kPanel];
+            tiles.run((int)rows, reinterpret_cast<const Word*>(chances_[0]), kKeyWords,
+                      &values_[panel * kKeyWords * kPanel], panels * kPanel / per_word<T>, fresh[0], kPanel, {q, 0});
+            for (int64_t r = 0; r < rows; r++)
+                for (int i = 0; i < kPanel; i += 16) {
+                    float* to = &sums_[(row + r) * width_ + panel * kPanel + i];
+                    store(to, load_f(to) * fading_[r] + load_f(fresh[r] + i));
+                }
+        }
+    }
+
+    // The keys that some of these rows see: from the first number to before the second.
+    std::pair<int64_t, int64_t> seen_by(int64_t row, int64_t rows) const {
+        int64_t oldest = position_of(row), newest = oldest;
+        for (int64_t r = row + 1; r < row + rows; r++) {
+            oldest = std::min(oldest, position_of(r));
+            newest = std::max(newest, position_of(r));
+        }
+        return {sight_.oldest(oldest), newest + 1};
+    }
+
+    void read_in_place(int64_t row, int64_t rows, int64_t key, int64_t count) {
+        const int64_t padded = (count + 15) / 16 * 16;
+        for (int64_t r = 0; r < rows; r++) multiply_keys(&queries_[(row + r) * words_], padded, scores_[r]);
+        soften(row, rows, key, padded);
+        for (int64_t r = 0; r < rows;) {
+            const int64_t left = rows - r;
+            if (left >= 4) {
+                mix<4>(row, r, count), r += 4;
+            } else if (left >= 2) {
+                mix<2>(row, r, count), r += 2;
+            } else {
+                mix<1>(row, r, count), r += 1;
+            }
+        }
+    }
+
+    void multiply_keys(const Word* query, int64_t padded, float* scores) const {
+        for (int64_t key = 0; key < padded; key += 16) {
+            const S* const* at = keys_at_ + key;
+            F16 x[16] = {};
+            for (int v = 0; v < key_vectors_; v++) {
+                const U16 part = load(query + 16 * v);
+                const Lanes some = some_of(call_->key_dim, v);
+#pragma GCC unroll 16
+                for (int i = 0; i < 16; i++) x[i] = dot<T>(x[i], Load::load(at[i] + v * kStep, some), part);
+            }
+            store(scores + key, native::sums(x));
+        }
+    }
+
+    // H rows take the values of the block, as many vectors at a time as there are registers for their sums.
+    template <int H> void mix(int64_t row, int64_t r, int64_t count) {
+        constexpr int kMost = 16 / (H * per_word<T>);
+        for (int v = 0; v < value_vectors_;) {
+            const int left = value_vectors_ - v;
+            if (left >= kMost) {
+                mix_vectors<H, kMost>(row, r, v, count), v += kMost;
+            } else if (left >= 2 && kMost > 2) {
+                mix_vectors<H, 2>(row, r, v, count), v += 2;
+            } else {
+                mix_vectors<H, 1>(row, r, v, count), v += 1;
+            }
+        }
+    }
+
+    template <int H, int V> void mix_vectors(int64_t row, int64_t r, int first, int64_t count) {
+        constexpr int kParts = per_word<T>;
+        Lanes some[V];
+        for (int v = 0; v < V; v++) some[v] = some_of(call_->value_dim, first + v);
+        F16 acc[H][V][kParts] = {};
+        for (int64_t key = 0; key < count; key += kParts) {
+            const S *even = values_at_[key] + first * kStep, *odd = values_at_[key + kParts - 1] + first * kStep;
+            const bool paired = key + 1 < count;  // else there is no second key, whose value could be infinite
+            U16 weights[H];
+#pragma GCC unroll 4
+            for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(chances_[r + h] + key));
+#pragma GCC unroll 16
+            for (int v = 0; v < V; v++) {
+                U16 part[2] = {Load::load(even + v * kStep, some[v])};
+                if (kParts == 2)
+                    pair_rows(part[0], paired ? Load::load(odd + v * kStep, some[v]) : U16{}, part[0], part[1]);
+#pragma GCC unroll 4
+                for (int h = 0; h < H; h++)
+#pragma GCC unroll 2
+                    for (int i = 0; i < kParts; i++) acc[h][v][i] = dot<T>(acc[h][v][i], part[i], weights[h]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++)
+#pragma GCC unroll 16
+            for (int v = 0; v < V; v++)
+#pragma GCC unroll 2
+                for (int i = 0; i < kParts; i++) {
+                    float* to = &sums_[(row + r + h) * width_ + ((first + v) * kParts + i) * 16];
+                    store(to, load_f(to) * fading_[r + h] + acc[h][v][i]);
+                }
+    }
+
+    static Word word_at(const T* from) {
+        Word word;
+        memcpy(&word, from, sizeof word);
+        return word;
+    }
+
+    // Scores of a tile to probabilities, and the factors by which the sums so far shrink.
+    void soften(int64_t row, int64_t rows, int64_t key, int64_t width) {
+        for (int64_t r = 0; r < rows; r++) fading_[r] = soften_row(row + r, key, width, scores_[r], chances_[r]);
+    }
+
+    float soften_row(int64_t row, int64_t key, int64_t width, float* scores, T* chances) {
+        const int64_t position = position_of(row);
+        const int64_t first = std::clamp<int64_t>(sight_.oldest(position) - key, 0, width);
+        const int64_t stop = std::clamp<int64_t>(position + 1 - key, 0, width);
+        scale_scores(scores, width, call_->scale, call_->cap);
+        for (int64_t i = 0; i < first; i++) scores[i] = kHidden;
+        for (int64_t i = stop; i < width; i++) scores[i] = kHidden;
+        F16 peak = broadcast_f(most_[row]);
+        for (int64_t i = 0; i < width; i += 16) peak = larger(load_f(scores + i), peak);
+        const float highest = max(peak), fading = std::exp(most_[row] - highest);
+        most_[row] = highest;
+        total_[row] = total_[row] * fading + exponentials(scores, width, highest, chances);
+        return fading;
+    }
+
+    void finish() {
+        for (int64_t row = 0; row < rows_; row++)
+            Load::store(&sums_[row * width_], 1.0f / total_[row], (int)call_->value_dim,
+                        static_cast<S*>(call_->out) + (token_of(row) * call_->heads + head_of(row)) * call_->value_dim);
+    }
+
+    static constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+    const PagesCall* call_ = nullptr;
+    PagesTask task_{};
+    Sight sight_{};
+    Live<S> live_{};
+    int64_t group_ = 0, rows_ = 0, first_position_ = 0, words_ = 0, width_ = 0;
+    int key_vectors_ = 0, value_vectors_ = 0;
+    std::vector<float> sums_, most_, total_;
+    std::vector<Word> queries_, keys_, values_;
+    const S *keys_at_[kKeys], *values_at_[kKeys];
+    float fading_[kTileRows];
+    alignas(64) float scores_[kTileRows][kKeys];
+    alignas(64) T chances_[kTileRows][kKeys];
+};
+
+}  // namespace native

@@ -1,0 +1,103 @@
+// Elements of a tensor as the words that products take: themselves, or widened to float where a type has no product of
+// its own (fp16), or where its rows do not end with a word (bf16 of odd length).
+// Knows nothing of heads or pages.
+#pragma once
+#include <algorithm>
+#include "heads.h"
+
+namespace native {
+
+struct Fp16 {
+    uint16_t bits;
+};
+
+inline H16 load_halves(const void* from, Lanes some) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    return (H16)_mm256_maskz_loadu_epi16(some, from);
+#else
+#if defined(__AVX512F__)
+    const int count = __builtin_popcount(some);
+#else
+    const int count = some;
+#endif
+    H16 v{};
+    if (count == 16) {
+        memcpy(&v, from, sizeof v);
+    } else {
+        memcpy(&v, from, 2 * (size_t)count);
+    }
+    return v;
+#endif
+}
+
+inline F16 widened_halves(H16 halves) {
+#if defined(__AVX512F__)
+    return (F16)_mm512_cvtph_ps((__m256i)halves);
+#else
+    const U16 bits = __builtin_convertvector(halves, U16);
+    const U16 magnitude = (bits & 0x7fffu) << 13;
+    const F16 finite = (F16)magnitude * 0x1p112f;  // also of subnormal ones
+    const I16 special = (I16)(magnitude >= 0x0f800000u);
+    const F16 x = select(special, (F16)(magnitude | 0x7f800000u), finite);
+    return (F16)((U16)x | ((bits & 0x8000u) << 16));
+#endif
+}
+
+// To nearest even; a NaN stays one.
+inline uint16_t round_fp16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    const uint16_t sign = (uint16_t)(u >> 16 & 0x8000);
+    uint32_t magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return sign | 0x7e00;
+    if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and more
+    if (magnitude < 0x38800000) {                       // below 2^-14: 0.5 has the last place of a subnormal half
+        float shifted;
+        memcpy(&shifted, &magnitude, 4);
+        shifted += 0.5f;
+        memcpy(&u, &shifted, 4);
+        return (uint16_t)(sign | (u - 0x3f000000));
+    }
+    magnitude += 0xfff + (magnitude >> 13 & 1);
+    return (uint16_t)(sign | ((magnitude - 0x38000000) >> 13));
+}
+
+inline H16 rounded_halves(F16 v) {
+#if defined(__AVX512F__)
+    return (H16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    H16 halves;
+    for (int i = 0; i < 16; i++) halves[i] = round_fp16(v[i]);
+    return halves;
+#endif
+}
+
+// S: the tensor's type; T: that of the words. 16 words are 16 * per_word<T> elements.
+template <class S, class T> struct Elements;
+
+template <class T> struct Elements<T, T> {
+    static U16 load(const T* from, Lanes some) { return load_part(reinterpret_cast<const Word*>(from), some); }
+    // sums * scale, as `emit` orders them.
+    static void store(const float* sums, float scale, int count, T* to) { emit(sums, scale, count, to); }
+};
+
+template <> struct Elements<Fp16, float> {
+    static U16 load(const Fp16* from, Lanes some) { return (U16)widened_halves(load_halves(from, some)); }
+    static void store(const float* sums, float scale, int count, Fp16* to) {
+        for (int i = 0; i < count; i += 16) {
+            const H16 halves = rounded_halves(load_f(sums + i) * scale);
+            memcpy(to + i, &halves, sizeof(Fp16) * (size_t)std::min(16, count - i));
+        }
+    }
+};
+
+template <> struct Elements<Bf16, float> {
+    static U16 load(const Bf16* from, Lanes some) {
+        return __builtin_convertvector(load_halves(from, some), U16) << 16;
+    }
+    static void store(const float* sums, float scale, int count, Bf16* to) {
+        for (int i = 0; i < count; i++) to[i].bits = round_bf16(sums[i] * scale);
+    }
+};
+
+}  // namespace native

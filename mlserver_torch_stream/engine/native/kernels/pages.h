@@ -1,0 +1,55 @@
+// How a kernel reads the keys and values of one sequence and head out of pages, by the sequence's block table.
+// Positions are those of tokens in their sequence: what is summed together follows from them alone, never from the size
+// of a page or from the tokens of a step.
+#pragma once
+#include <algorithm>
+#include "simd.h"
+
+namespace native {
+
+constexpr int kRows = 16;  // positions that are read together, from a multiple of 16 on
+
+// Which keys a query sees up to its own; 0: no limit.
+struct Sight {
+    int64_t window;  // the newest so many, its own included
+    int64_t chunk;   // those from the last multiple of it on
+
+    int64_t oldest(int64_t position) const {
+        if (window != 0) return std::max<int64_t>(0, position + 1 - window);
+        return chunk == 0 ? 0 : position / chunk * chunk;
+    }
+};
+
+// The keys, or the values, of one head in a pool [pages][kv_heads][page_size][head_dim].
+template <class T> struct Column {
+    const T* start;       // of the head in page 0
+    int64_t page_stride;  // from a page to the next one, in elements
+    int64_t row;          // elements of a position
+};
+
+template <class T> struct Live {
+    Column<T> keys, values;
+    const int32_t* table;  // the page of positions i * page_size and after
+    int64_t page_size;
+    int64_t first, stop;  // the positions that are seen; the pages of others are not touched
+
+    const T* at(const Column<T>& column, int64_t position) const {
+        const auto place = (uint32_t)position, size = (uint32_t)page_size;
+        return column.start + table[place / size] * column.page_stride + place % size * column.row;
+    }
+
+    // The first of the 16 rows from `position` on, which is a multiple of 16. Rows that are not seen hold anything.
+    // Where pages are no multiple of 16 the rows are copied to `copy`, which has room for them.
+    const T* rows(const Column<T>& column, int64_t position, T* copy) const {
+        if (page_size % kRows == 0) return at(column, position);
+        const int64_t end = std::min(stop, position + kRows);
+        for (int64_t i = std::max(first, position); i < end; i++)
+            memcpy(copy + (i - position) * column.row, at(column, i), column.row * sizeof(T));
+        return copy;
+    }
+};
+
+inline int64_t floor_rows(int64_t position) { return position / kRows * kRows; }
+inline int64_t ceil_rows(int64_t position) { return (position + kRows - 1) / kRows * kRows; }
+
+}  // namespace native

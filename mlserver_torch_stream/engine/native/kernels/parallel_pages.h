@@ -1,0 +1,113 @@
+// The attention of a batch over pages, and the writing to them, on the threads of another library's pool (OpenMP's):
+// a pool of our own would fight for the cores with threads that spin between a model's operators.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <memory>
+#include "attend_pages.h"
+
+namespace native {
+
+// GOMP_parallel: runs the function on so many threads at once, the caller's included. Null: there is no pool.
+using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+// body(i) for 0 <= i < count on all threads of the pool. Throws what the first failing body has thrown.
+template <class Body> void spread(Parallel parallel, int threads, int64_t count, Body&& body) {
+    struct Shared {
+        Body& body;
+        const int64_t count;
+        std::atomic<int64_t> next{0};
+        std::atomic<bool> failed{false};
+        std::exception_ptr error;
+    } shared{body, count, {}, {}, {}};
+    const auto work = [](void* data) {
+        auto& shared = *static_cast<Shared*>(data);
+        try {
+            for (int64_t i; (i = shared.next.fetch_add(1)) < shared.count;) shared.body(i);
+        } catch (...) {  // none may leave a thread of the pool
+            shared.next = shared.count;
+            if (!shared.failed.exchange(true)) shared.error = std::current_exception();
+        }
+    };
+    if (parallel == nullptr || threads < 2 || count < 2) {
+        work(&shared);
+    } else {
+        parallel(work, &shared, (unsigned)threads, 0);  // all of them: libgomp ends the threads that a team leaves out
+    }
+    if (shared.error) std::rethrow_exception(shared.error);
+}
+
+// Queries of a task: with all query heads of a group they are rows enough for whole tiles, and their sums stay cached.
+inline int64_t queries_of_task(int64_t group) { return std::clamp<int64_t>(512 / group, 1, kQueries); }
+
+// Long ones first, so that nobody waits for one at the end: chunks of prompts, of each its last queries, then the rest.
+inline std::vector<PagesTask> tasks_of(const PagesCall& call) {
+    std::vector<PagesTask> tasks;
+    const int64_t most = queries_of_task(call.heads / call.kv_heads);
+    for (const bool chunks : {true, false})
+        for (int64_t s = 0; s < call.sequences; s++) {
+            const int64_t count = call.ends[s + 1] - call.ends[s];
+            if ((count > 1) != chunks) continue;
+            for (int64_t first = (count - 1) / most * most; first >= 0; first -= most)
+                for (int64_t h = 0; h < call.kv_heads; h++)
+                    tasks.push_back({s, h, first, std::min(most, count - first)});
+        }
+    return tasks;
+}
+
+// Whether the work is long enough for the start of a team, some microseconds.
+inline bool worth_a_team(const PagesCall& call) {
+    int64_t scores = 0;
+    for (int64_t s = 0; s < call.sequences; s++) {
+        const int64_t count = call.ends[s + 1] - call.ends[s];
+        scores += count * (call.starts[s] + count);
+    }
+    return scores * call.heads * (call.key_dim + call.value_dim) > (int64_t)1 << 18;
+}
+
+template <class S, class T> void attend_pages(const PagesCall& call, Parallel parallel, int threads) {
+    const std::vector<PagesTask> tasks = tasks_of(call);
+    spread(worth_a_team(call) ? parallel : nullptr, threads, (int64_t)tasks.size(), [&](int64_t i) {
+        static thread_local std::unique_ptr<AttendPages<S, T>> worker;  // its memory stays warm from layer to layer
+        if (worker == nullptr) worker = std::make_unique<AttendPages<S, T>>();
+        worker->run(call, tasks[i]);
+    });
+}
+
+inline void attend_pages(const PagesCall& call, Parallel parallel, int threads) {
+    if (call.type == kFp32) {
+        attend_pages<float, float>(call, parallel, threads);
+    } else if (call.type == kFp16) {
+        attend_pages<Fp16, float>(call, parallel, threads);
+    } else if (call.key_dim % 2 != 0 || call.value_dim % 2 != 0) {
+        attend_pages<Bf16, float>(call, parallel, threads);
+    } else {
+        attend_pages<Bf16, Bf16>(call, parallel, threads);
+    }
+}
+
+struct WriteCall {  // mirrored field by field in attention_library.py; strides and sizes in bytes
+    const char *keys, *values;  // [tokens][kv_heads]
+    char *key_pages, *value_pages;  // [pages][kv_heads][page_size]
+    const int64_t* slots;       // [tokens]: page * page_size + offset
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    int64_t tokens, kv_heads, page_size, key_bytes, value_bytes;
+};
+
+inline void write_pages(const WriteCall& call, Parallel parallel, int threads) {
+    constexpr int64_t kTokens = 64, kBytes = 1 << 20;  // of a task; for which a team is worth its start
+    const int64_t bytes = call.tokens * call.kv_heads * (call.key_bytes + call.value_bytes);
+    spread(bytes < kBytes ? nullptr : parallel, threads, (call.tokens + kTokens - 1) / kTokens, [&](int64_t i) {
+        for (int64_t t = i * kTokens; t < std::min(call.tokens, (i + 1) * kTokens); t++)
+            for (int64_t h = 0; h < call.kv_heads; h++) {
+                const int64_t page = call.slots[t] / call.page_size, offset = call.slots[t] % call.page_size;
+                const int64_t at = (page * call.kv_heads + h) * call.page_size + offset;
+                const char* key = call.keys + t * call.key_token_stride + h * call.key_head_stride;
+                const char* value = call.values + t * call.value_token_stride + h * call.value_head_stride;
+                memcpy(call.key_pages + at * call.key_bytes, key, (size_t)call.key_bytes);
+                memcpy(call.value_pages + at * call.value_bytes, value, (size_t)call.value_bytes);
+            }
+    });
+}
+
+}  // namespace native

@@ -1,0 +1,399 @@
+"""Attention by our kernels over pages, for models whose forward is transformers': the reference's results, on any
+threads, and a way round where they are not to be had."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.attention import verify_attention
+from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, batch_tensors
+from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.reference import reference_attention
+from mlserver_torch_stream.engine.attention.verify_attention import (
+    AttentionChoice,
+    attention_shapes,
+    take_attention_kernels,
+)
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from tests.engine.page_book import PageBook
+from tests.engine.tiny_models import prompt_of, reference, tiny_model
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# (tokens in the cache, new ones): lengths around pages, windows and blocks of 64 queries, 256 keys or 12 rows.
+MIXED = [(0, 1), (0, 70), (15, 1), (16, 3), (300, 1), (255, 1), (256, 1), (130, 150), (513, 12), (40, 11)]
+DIMS = {  # heads, heads of keys, dimensions of keys and of values
+    "one group": (4, 4, 64, 64),
+    "groups of two, 80": (4, 2, 80, 80),
+    "groups of eight, 128": (8, 1, 128, 128),
+    "groups of sixteen, 96": (16, 1, 96, 96),
+    "more queries than a task's rows allow": (71, 1, 8, 8),
+    "values shorter than keys": (6, 3, 192, 128),
+    "values shorter than long keys": (4, 1, 576, 512),
+    "no whole words of bf16": (3, 3, 5, 7),
+}
+SIGHTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": {"window": 37},
+    "window of one": {"window": 1},
+    "chunk": {"chunk": 48},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "window, softcap and sinks": {"window": 20, "softcap": 5.0, "sinks": True},
+}
+
+
+class Case:
+    """A random layer of pages in no order, NaN where no token is, and a batch over it."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int]] = MIXED,
+        dims: tuple[int, int, int, int] = (4, 2, 64, 64),
+        dtype: torch.dtype = torch.float32,
+        page_size: int = 16,
+        **options: Any,
+    ) -> None:
+        heads, kv_heads, key_dim, value_dim = dims
+        numbers = torch.Generator().manual_seed(7)
+        counts = [-(-(start + count) // page_size) for start, count in parts]
+        pages = random.Random(7).sample(range(sum(counts)), sum(counts))
+        tables = [tuple(pages.pop() for _ in range(count)) for count in counts]
+        sequences = [
+            BatchSequence((0,) * count, start, (table,)) for (start, count), table in zip(parts, tables, strict=True)
+        ]
+        self.batch = batch_tensors(Batch(tuple(sequences)), page_size, 1, CPU)
+        shape = (sum(counts), kv_heads, page_size)
+        self.layer = LayerPages(
+            *(0, sum(counts), page_size),
+            torch.full((*shape, key_dim), torch.nan, dtype=dtype),
+            torch.full((*shape, value_dim), torch.nan, dtype=dtype),
+        )
+        for (start, count), table in zip(parts, tables, strict=True):
+            slots = [table[n // page_size] * page_size + n % page_size for n in range(start + count)]
+            key, value = (torch.randn(len(slots), kv_heads, dim, generator=numbers) for dim in (key_dim, value_dim))
+            self.layer.write(key.to(dtype), value.to(dtype), torch.tensor(slots))
+        self.query = torch.randn(sum(count for _, count in parts), heads, key_dim, generator=numbers).to(dtype)
+        if options.pop("sinks", False):
+            options["sinks"] = torch.randn(heads, generator=numbers) + 2
+        self.options = AttentionOptions(1.5 * key_dim**-0.5, **options)
+
+    def run(self, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return attention(self.query, self.layer, self.batch, self.options)
+
+    def error(self, attention: NativeAttention) -> float:
+        """The largest one of a query and head, against the size of its exact output."""
+        assert self.layer.keys is not None and self.layer.values is not None
+        wide = replace(self.layer, keys=self.layer.keys.float(), values=self.layer.values.float())
+        exact = reference_attention(self.query.float(), wide, self.batch, self.options)
+        ours = self.run(attention)
+        assert ours.dtype == self.query.dtype and ours.shape == exact.shape
+        return float(((ours.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+def never(*_: object) -> torch.Tensor:
+    raise AssertionError("the kernels were to attend")
+
+
+@pytest.fixture(scope="module")
+def native(folder: Path) -> NativeAttention:
+    return NativeAttention(folder, never)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_results_are_the_references(dtype: torch.dtype, dims: str, sight: str, native: NativeAttention) -> None:
+    assert Case(dims=DIMS[dims], dtype=dtype, **SIGHTS[sight]).error(native) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 48, 64, 256])
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pages_may_have_any_size(dtype: torch.dtype, sight: str, page_size: int, native: NativeAttention) -> None:
+    assert Case(dtype=dtype, page_size=page_size, **SIGHTS[sight]).error(native) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 100])
+def test_any_number_of_sequences_is_attended_to_at_once(count: int, native: NativeAttention) -> None:
+    lengths = random.Random(count)
+    parts = [(lengths.randrange(200), lengths.choice((1, 1, 1, 5, 40))) for _ in range(count)]
+    torch.set_num_threads(2)
+    assert Case(parts, dtype=torch.bfloat16).error(native) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_near_the_ends_of_their_type_pass(dtype: torch.dtype, native: NativeAttention) -> None:
+    """The largest, subnormal, infinite values and NaN come out as the reference has them.
+
+    Units that multiply bf16 take subnormal ones for zeros.
+    """
+    case = Case([(0, 1)] * 7, dtype=dtype, dims=(1, 1, 16, 16))
+    assert case.layer.values is not None
+    table = case.batch.tables[0][:, 0].tolist()
+    tiny, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    subnormal = tiny / 8 if dtype == torch.float16 else 0.0
+    for page, number in zip(table, [0.0, subnormal, -tiny, most, -most, torch.inf, torch.nan], strict=True):
+        case.layer.values[page, :, 0] = number
+    torch.testing.assert_close(case.run(native), case.run(reference_attention), rtol=0, atol=0, equal_nan=True)
+
+
+def test_queries_may_lie_by_heads_and_any_call_may_be_a_part_of_a_larger_tensor(native: NativeAttention) -> None:
+    case = Case()
+    expected = case.run(native)
+    by_heads = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    every_other = torch.stack([case.query, case.query], -1)[..., 0]
+    for query in (by_heads, every_other):
+        assert not query.is_contiguous()
+        assert torch.equal(native(query, case.layer, case.batch, case.options), expected)
+
+
+def test_the_number_of_threads_and_other_sequences_change_no_bit(native: NativeAttention) -> None:
+    case, seen = Case(dtype=torch.bfloat16, sinks=True), []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        seen.append(case.run(native))
+    assert all(torch.equal(each, seen[0]) for each in seen)
+    sequences = case.batch.batch.sequences
+    for number, parts in enumerate(seen[0].split([each.count for each in sequences])):
+        tensors = batch_tensors(Batch((sequences[number],)), 16, 1, CPU)
+        first = sum(each.count for each in sequences[:number])
+        query = case.query[first : first + len(parts)]
+        assert torch.equal(native(query, case.layer, tensors, case.options), parts)
+
+
+def test_several_python_threads_attend_at_once(native: NativeAttention) -> None:
+    """As the stages of a pipeline do, each with a number of threads of its own."""
+    cases = [Case(MIXED[number:], dtype=dtype) for number in range(3) for dtype in (torch.float32, torch.bfloat16)]
+    expected = [case.run(native) for case in cases]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        torch.set_num_threads(1 + number % 3)
+        wrong.extend(number for _ in range(20) if not torch.equal(cases[number].run(native), expected[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+_POOL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def test_long_work_runs_on_as_many_threads_of_the_pool_as_torch_has_and_short_work_on_the_callers(
+    folder: Path,
+) -> None:
+    asked: list[int] = []
+
+    def run(work: int, data: int, threads: int, flags: int) -> None:
+        asked.append(threads)
+        crew = [threading.Thread(target=_WORK(work), args=(data,)) for _ in range(threads)]
+        for thread in crew:
+            thread.start()
+        for thread in crew:
+            thread.join()
+
+    native, pool = NativeAttention(folder, never), _POOL(run)
+    native._pool = ctypes.cast(pool, ctypes.c_void_p).value
+    long, short = Case(), Case([(3, 1), (4, 1)])
+    for threads, expected in ((1, []), (3, [3])):
+        torch.set_num_threads(threads)
+        assert long.error(native) < TOLERANCE[torch.float32] and asked == expected
+        assert short.error(native) < TOLERANCE[torch.float32] and asked == expected
+
+
+_THREADS = """
+import os, sys, threading
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[2])
+from tests.engine.test_native_attention import Case, never
+from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+native = NativeAttention(Path(sys.argv[1]), never)
+assert native._pool is not None, native.threads
+case = Case()
+torch.set_num_threads(1)
+case.run(native)
+alone = count()
+torch.set_num_threads(3)
+torch.ones(4000, 4000).add_(1)  # torch starts its threads
+torchs = count()
+assert torchs == alone + 2, (alone, torchs)
+for _ in range(5):
+    case.run(native)
+    assert count() == torchs, "the kernels started threads beside torch's"
+torch.ones(4000, 4000).add_(1)
+assert count() == torchs, "torch lost its threads"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux lists")
+def test_the_kernels_run_on_torchs_own_threads(folder: Path) -> None:
+    command = [sys.executable, "-c", _THREADS, str(folder), str(Path(__file__).parents[2])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_keys_and_values_are_written_where_the_layer_writes_them(
+    dtype: torch.dtype, threads: int, native: NativeAttention
+) -> None:
+    torch.set_num_threads(threads)
+    key, value = torch.randn(2, 500, 24).to(dtype).transpose(0, 1), torch.randn(500, 2, 10).to(dtype)
+    slots = torch.randperm(35 * 16)[:500]
+    layers = [LayerPages(0, 35, 16) for _ in range(2)]
+    for layer in layers:
+        layer.reserve(key.transpose(0, 1), value.transpose(0, 1))
+        assert layer.keys is not None and layer.values is not None
+        layer.keys.zero_(), layer.values.zero_()
+    layers[0].write(key, value, slots)
+    native.write(layers[1], key, value, slots)
+    assert torch.equal(layers[0].keys, layers[1].keys) and torch.equal(layers[0].values, layers[1].values)
+
+
+def test_types_that_the_kernels_do_not_know_are_attended_to_otherwise(folder: Path) -> None:
+    case, native = Case(dtype=torch.float64), NativeAttention(folder, reference_attention)
+    assert torch.equal(case.run(native), case.run(reference_attention))
+
+
+# --- models ---
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "llama4_text": {"attention_chunk_size": 8, "max_position_embeddings": 256},
+    "mistral": {},
+    "gemma2": {"attn_logit_softcapping": 2.0},
+    "gemma3_text": {},
+    "gpt_oss": {},
+    "cohere2": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 3,
+    },
+}
+REQUESTS = [(5, 9), (17, 6), (30, 8)]  # lengths of prompts and answers; the second begins beside the first one's answer
+
+
+def answers(model: PreTrainedModel, forward: ModelForward) -> list[list[int]]:
+    """Greedy answers: prompts in chunks of 7, each step a chunk of one beside the newest tokens of the others."""
+    book = PageBook(model)
+    given: list[list[int]] = [[] for _ in REQUESTS]
+    left = [list(prompt_of(length, number)) for number, (length, _) in enumerate(REQUESTS)]
+    for step in range(40):
+        work = {
+            str(n): left[n][:7] if left[n] else given[n][-1:]
+            for n, (_, count) in enumerate(REQUESTS)
+            if step >= 2 * n and len(given[n]) < count
+        }
+        if not work:
+            break
+        for name, logits in book.step(forward, work).items():
+            number = int(name)
+            left[number] = left[number][7:]
+            if not left[number]:
+                given[number].append(int(logits[-1].argmax()))
+    return given
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_tokens_of_generate(family: str, folder: Path) -> None:
+    model = tiny_model(family, **FAMILIES[family])
+    expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
+    choice = take_attention_kernels(model, never, folder)
+    assert isinstance(choice.attention, NativeAttention), choice.name
+    assert "attention kernels" in choice.name and "OpenMP" in choice.name
+    with torch.inference_mode():
+        assert answers(model, ModelForward(model, attention=choice.attention)) == expected
+
+
+def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -> None:
+    sinks, softcap = (attention_shapes(tiny_model(family)) for family in ("gpt_oss", "gemma2"))
+    assert {(each.window, each.has_sinks, each.key_dim) for each in sinks} == {(6, True, 8), (None, True, 8)}
+    assert {(each.window, each.softcap, each.dtype) for each in softcap} == {
+        (6, 50.0, torch.float32),
+        (None, 50.0, torch.float32),
+    }
+    (chunked,) = attention_shapes(
+        tiny_model("llama4_text", attention_chunk_size=8, layer_types=["chunked_attention"] * 3)
+    )
+    assert chunked.chunk == 8
+    (latent,) = attention_shapes(tiny_model("deepseek_v3", **FAMILIES["deepseek_v3"]))
+    assert (latent.key_dim, latent.value_dim) == (12, 6)
+
+
+def plainly(choice: AttentionChoice) -> bool:
+    return choice.attention is reference_attention and "torch's attention" in choice.name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("change", [{"window": 5}, {"softcap": 2.9}, {"sinks": None}, {"scale": 0.34}])
+def test_kernels_that_attend_to_something_else_are_found_out(
+    change: dict[str, Any],
+    dtype: torch.dtype,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A neglected option stands for any mistake."""
+    model = tiny_model("gpt_oss" if "sinks" in change else "gemma2").to(dtype)
+    assert not plainly(take_attention_kernels(model, reference_attention, folder))
+
+    class Wrong(NativeAttention):
+        def __call__(
+            self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+        ) -> torch.Tensor:
+            return super().__call__(query, layer, batch, replace(options, **change))
+
+    monkeypatch.setattr(verify_attention, "NativeAttention", Wrong)
+    choice = take_attention_kernels(model, reference_attention, folder)
+    assert plainly(choice) and "differ" in choice.name
+    assert "no attention kernels" in caplog.text and "differ" in caplog.text
+
+
+def test_a_model_whose_attention_cannot_be_replaced_keeps_its_own(folder: Path) -> None:
+    choice = take_attention_kernels(tiny_model("bloom"), reference_attention, folder)
+    assert plainly(choice)
+
+
+def test_without_a_compiler_torch_attends_and_the_summary_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    choice = take_attention_kernels(tiny_model(), reference_attention, tmp_path)
+    assert plainly(choice) and "no C++ compiler" in choice.name
+    assert "no attention kernels" in caplog.text and "no C++ compiler" in caplog.text
