@@ -136,7 +136,7 @@ def test_sequences_are_spread_over_as_many_batches_as_there_are_stages() -> None
         await until(lambda: engine.stats().running_sequences == 6, "six sequences")
         seen = len(watch.calls) + 12  # those that began before have landed
         await until(lambda: len(watch.calls) > seen + 12, "some steps")
-        sizes = [len(call[0]) for call in watch.calls[seen : seen + 12]]
+        sizes = [len(call) for call in watch.calls[seen : seen + 12]]
         for stream in streams:
             stream.close()
         await until(lambda: idle(engine), "an idle engine")
@@ -215,8 +215,8 @@ def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family
     with torch.inference_mode():
         spec = check_batching(model).spec
     assert spec is not None
-    pages = 4 * sum(group.token_bytes for group in spec.groups)  # of all groups, of 4 tokens
-    with pipelined(model, cache_bytes=36 * pages + 8 * spec.state_bytes, prefix_bytes=0) as (engine, _):
+    page = 4 * next(group.token_bytes for group in spec.groups if group.span is None)
+    with pipelined(model, cache_bytes=36 * page + 8 * spec.state_bytes) as (engine, _):
         assert run(together(engine, requests)) == expected
         assert engine.stats().num_preemptions > 0
 
