@@ -185,6 +185,7 @@ class ModelledEngine:
             self.check_plan(plan)
             self.launch(plan)
             self.check()
+        assert self.in_flight or self.scheduler.open_prompts or self.idle, "an engine with work has nothing to run"
         if self.in_flight:
             self.complete(self.in_flight.popleft())
             self.check()
@@ -284,7 +285,7 @@ class ModelledEngine:
         self.scheduler.release([sequence], forget=True)
         self.check()
 
-    def run(self, most: int = 20_000) -> None:
+    def run(self, most: int = 3_000) -> None:
         for _ in range(most):
             if self.idle:
                 return

@@ -9,7 +9,7 @@ import os
 import random
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
@@ -47,57 +47,49 @@ def some_drafts(sequence: SequenceState) -> list[int]:
     return drafts
 
 
-GROUPS = st.sampled_from(
-    [
-        (FULL,),
-        (LayerGroup((0,), window=9, token_bytes=4),),
-        (FULL, LayerGroup((1,), window=5, token_bytes=12)),
-        (FULL, LayerGroup((1,), chunk=6, token_bytes=2)),
-        (LayerGroup((0,), window=3, token_bytes=4), LayerGroup((1,), chunk=8, token_bytes=4), FULL),
-    ]
-)
+Job = tuple[int, int, int, int, int, int]
+GROUPS = [
+    (FULL,),
+    (LayerGroup((0,), window=9, token_bytes=4),),
+    (FULL, LayerGroup((1,), window=5, token_bytes=12)),
+    (FULL, LayerGroup((1,), chunk=6, token_bytes=2)),
+    (LayerGroup((0,), window=3, token_bytes=4), LayerGroup((1,), chunk=8, token_bytes=4), FULL),
+]
 
 
-@st.composite
-def settings_of_engines(draw: st.DrawFn) -> tuple[SchedulerLimits, CacheSpec]:
-    spec = CacheSpec(draw(st.sampled_from([1, 2, 4, 16])), draw(GROUPS), draw(st.sampled_from([0, 0, 0, 40])))
-    sequences, budget = draw(st.integers(1, 6)), draw(st.one_of(st.none(), st.integers(1, 40)))
-    least = spec.pages(draw(st.integers(20, CONTEXT))) + 1
-    pages = tuple(least + draw(st.integers(0, 2 * least)) for _ in spec.groups)
+def engine_from(dice: random.Random) -> ModelledEngine:
+    """Returns an engine with memory for a few sequences, so that they are preempted often."""
+    spec = CacheSpec(dice.choice([1, 2, 4, 16]), dice.choice(GROUPS), dice.choice([0, 0, 0, 40]))
+    sequences, least = dice.randint(1, 7), spec.pages(dice.randint(60, CONTEXT)) + 1
+    pages = tuple(least + dice.randint(0, least) for _ in spec.groups)
     everything = sum(count * spec.page_bytes(group) for group, count in enumerate(pages)) + sequences * spec.state_bytes
     limits = SchedulerLimits(
         max_num_seqs=sequences,
-        token_budget=budget,
+        token_budget=dice.choice([None, dice.randint(1, 8), dice.randint(8, 60)]),
         pages=pages,
-        cache_bytes=draw(st.integers(everything // 2, everything)),
-        prefix_bytes=draw(st.sampled_from([0, everything // 4, everything])),
-        stages=draw(st.sampled_from([1, 1, 2, 3])),
-        whole_prompts=draw(st.sampled_from([False, False, True])),
-        prefill_floor=draw(st.sampled_from([1, 8])),
+        cache_bytes=dice.randint(everything * 2 // 3, everything),
+        prefix_bytes=dice.choice([0, everything // 4, everything]),
+        stages=dice.choice([1, 1, 2, 3]),
+        whole_prompts=dice.random() < 0.25,
+        prefill_floor=dice.choice([1, 8]),
     )
-    return limits, spec
+    return ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None)
 
 
-JOBS = st.tuples(
-    st.integers(0, 2),  # the text that it begins with
-    st.integers(1, CONTEXT - 1),  # tokens of that
-    st.integers(0, 3),  # tokens of its own
-    st.integers(1, 40),  # to generate
-    st.sampled_from([1, 1, 1, 2, 3]),  # sequences
-    st.integers(0, 2),  # priority
-)
-EVENTS = st.one_of(
-    st.tuples(st.just("request"), JOBS),
-    st.tuples(st.just("request"), JOBS),
-    st.tuples(st.just("open"), JOBS),
-    st.tuples(st.just("grow"), st.integers(0, 40)),
-    st.tuples(st.just("seal"), st.integers(0, 60)),
-    st.tuples(st.just("cancel"), st.integers(0, 20)),
-    st.tuples(st.just("fail"), st.integers(0, 5)),
-    st.tuples(st.just("nan"), st.integers(0, 20)),
-    st.tuples(st.just("steps"), st.integers(1, 12)),
-    st.tuples(st.just("steps"), st.integers(1, 12)),
-)
+def job_from(dice: random.Random) -> Job:
+    """Returns a text, its tokens, tokens of its own, tokens to generate, sequences and the priority."""
+    n = dice.choice([1, 1, 1, 2, 3])
+    tokens = dice.randint(1, 60 // n), dice.randint(0, 3), dice.randint(1, 50 // n)
+    return (dice.randint(0, 2), *tokens, n, dice.choice([0, 1, 1, 2]))
+
+
+def event_from(dice: random.Random) -> tuple[str, Any]:
+    event = dice.choices(
+        ["request", "open", "grow", "seal", "cancel", "fail", "nan", "steps"], [6, 2, 4, 2, 1, 1, 1, 8]
+    )[0]
+    return event, job_from(dice) if event in ("request", "open") else dice.randint(1, 60 if event == "seal" else 12)
+
+
 TEXTS = [prompt_of(CONTEXT, seed) for seed in range(3)]
 
 
@@ -112,7 +104,7 @@ class Visitors:
     def happens(self, event: str, value: Any) -> None:
         getattr(self, event)(value)
 
-    def request(self, job: Any, *, is_open: bool = False) -> None:
+    def request(self, job: Job, *, is_open: bool = False) -> None:
         text, shared, own, tokens, n, priority = job
         self.number += 1
         prompt = [*TEXTS[text][:shared], *(2000 + self.number for _ in range(own))][: CONTEXT - 1]
@@ -120,7 +112,7 @@ class Visitors:
         if self.engine.add(request) and is_open:
             self.growing.append((request, prompt))
 
-    def open(self, job: Any) -> None:
+    def open(self, job: Job) -> None:
         self.request(job, is_open=True)
 
     def grow(self, count: int) -> None:
@@ -160,28 +152,23 @@ class Visitors:
             self.engine.step()
 
 
-@settings(
-    max_examples=int(os.environ.get("SCHEDULES", "50")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
-)
-@given(engine=settings_of_engines(), events=st.lists(EVENTS, max_size=50), drafts=st.booleans())
-def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(
-    engine: tuple[SchedulerLimits, CacheSpec], events: list[Any], drafts: bool
-) -> None:
+@settings(max_examples=int(os.environ.get("SCHEDULES", "50")), deadline=None)
+@given(seed=st.integers(0, 2**40), count=st.integers(0, 60))
+def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(seed: int, count: int) -> None:
     """No page is lost or written by two, a query sees the keys of its own tokens, and everything ends.
 
     The model of the forward checks each read and write (`schedule_model.py`), and counts references after each step.
     """
-    modelled = ModelledEngine(*engine, some_drafts if drafts else None)
-    visitors = Visitors(modelled)
-    for event, value in events:
-        visitors.happens(event, value)
-    modelled.fail_next = None
+    dice = random.Random(seed)
+    engine = engine_from(dice)
+    visitors = Visitors(engine)
+    for _ in range(count):
+        visitors.happens(*event_from(dice))
+    engine.fail_next = None
     for request, text in visitors.growing:
         visitors.end(request, text)
-    modelled.run()
-    modelled.check_end()
+    engine.run()
+    engine.check_end()
 
 
 def test_a_step_without_work_has_an_empty_plan() -> None:

@@ -58,7 +58,6 @@ class Scheduler:
         self._ahead: dict[SequenceAccount, None] = {}
         self._given_up: set[SequenceAccount] = set()  # otherwise they would be prefilled and given up again and again
         self._admissions = count()
-        self._step = 0
 
     # --- gauges ---
 
@@ -184,7 +183,6 @@ class Scheduler:
 
     def schedule(self, busy: Busy = ()) -> StepPlan:
         """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages."""
-        self._step += 1
         draft = StepDraft(self.limits, self.spec.page_size)
         self._take_whole(busy)
         decoding = self._to_decode(busy)
@@ -219,8 +217,7 @@ class Scheduler:
         """Returns the sequences that may decode in this step: each stage of a pipeline gets its share of them."""
         decoding = [account for account in self._admitted if account.decodes]
         share = -(-len(decoding) // self.limits.stages)
-        free = [account for account in decoding if account.sequence not in busy]
-        return set(sorted(free, key=lambda account: account.last_step)[:share])
+        return set([account for account in decoding if account.sequence not in busy][:share])
 
     def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
@@ -237,7 +234,6 @@ class Scheduler:
         self._take_slot(account)
         draft.copies += account.pages.extend(end)
         account.pages.name(end)
-        account.last_step = self._step
         account.restarts = False
 
     def _take_slot(self, account: SequenceAccount) -> None:
