@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedModel
@@ -12,7 +13,6 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.scheduling.scheduler import bytes_alone
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import (
@@ -290,6 +290,6 @@ def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrained
 
 def one_row(model: PreTrainedModel, length: int) -> int:
     """Bytes of cache for a single row of so many tokens."""
-    cost = check_batching(model).cost
-    assert cost is not None
-    return bytes_alone(cost.of, 1, length, length)
+    spec = check_batching(model).spec
+    assert spec is not None
+    return replace(spec, page_size=4).sequence_bytes(length)

@@ -80,7 +80,7 @@ def test_a_wrong_model_is_found_out() -> None:
 
     def leaky(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         out: torch.Tensor = original(hidden_states, *args, **kwargs)
-        return out + 0.1 * out.mean(dim=0, keepdim=True)
+        return out + 0.1 * out.mean(dim=(0, 1), keepdim=True)
 
     model.model.layers[1].forward = leaky
     with torch.inference_mode():

@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
@@ -24,7 +23,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedC
 from mlserver_torch_stream.engine.loading.comparison import Comparison
 from mlserver_torch_stream.engine.loading.config_fields import named_lengths
 from mlserver_torch_stream.engine.loading.context_length import comparable_context
-from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits, far_columns
+from mlserver_torch_stream.engine.loading.expected_logits import far_columns
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.trial import Trial, TrialSequence
 
