@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, load_weights
@@ -61,7 +60,7 @@ class PreparedModel:
         """Raises the device's own error if a device is lost."""
         if self.ranks is not None:
             self.ranks.leader.check()
-        check_devices({self.device, *self.findings.costs})
+        check_devices({self.device, *self.findings.specs})
 
 
 def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
@@ -91,15 +90,13 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
             if quantised:
                 raise LoadFailed("parameters.extra.weights: int8 is for dense weights, this checkpoint is quantised")
             forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
-        elif findings.cost is not None and settings.fast_path == "auto" and not quantised:
+        elif findings.problem is None and settings.fast_path == "auto" and not quantised:
             taken = take_fast_path(weights.model, threads, resolved.cache_dir)
             forward, no_kernels = (None, taken) if isinstance(taken, str) else (taken, None)
         packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
-        plain = forward is None and findings.cost is not None
-        pipeline = take_pipeline(weights.model, threads) if plain and settings.pipeline == "auto" else None
-        if plain and settings.fast_path == "auto":
-            with resources.capture_lock:
-                forward = take_graphs(weights.model, settings.max_num_seqs, pipeline)
+        pipeline = None
+        if forward is None and findings.problem is None and settings.pipeline == "auto":
+            pipeline = take_pipeline(weights.model, threads, ModelForward(weights.model, findings.way))
     device = input_device(weights.model)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
