@@ -41,13 +41,14 @@ class EngineStats:
     waiting_tokens: int = 0  # of the prompts of waiting requests
     prefilling_requests: int = 0
     open_prompts: int = 0  # that are not whole yet: they hold no slot
-    kv_cache_bytes: int = 0  # reserved by running and prefilling sequences, and by open prompts
+    kv_cache_bytes: int = 0  # in pages of running and prefilling sequences, and of open prompts
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # used by the prefix cache
     decode_steps: int = 0
     prefill_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0  # prompt tokens copied from the prefix cache instead of prefilled
+    prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
+    num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
     cancelled_sequences: int = 0  # whose stream was closed
     timed_out_sequences: int = 0
     wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
@@ -62,6 +63,7 @@ COUNTERS = (
     "prefill_tokens",
     "prefix_cache_hit_tokens",
     "generation_tokens",
+    "num_preemptions",
     "cancelled_sequences",
     "timed_out_sequences",
     "wasted_tokens",

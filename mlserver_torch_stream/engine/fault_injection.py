@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.errors import LoadFailed
 
 VARIABLE = "MLSERVER_TORCH_STREAM_FAULTS"
@@ -33,15 +34,16 @@ class InjectedFault:
 class FaultInjector:
     """All faults of one engine, as in ``decode:5:raise,prefill:2:oom,decode:9:nan,decode:20:death,decode:1:slow=0.1``.
 
-    ``raise`` raises an exception, ``oom`` torch's out-of-memory error. ``nan`` sets the first row's logits. ``death``
+    ``raise`` raises an exception, ``oom`` torch's out-of-memory error. ``nan`` sets the logits of
+    the phase's first row. ``death``
     ends the thread. ``slow`` sleeps for seconds.
     """
 
     def __init__(self, faults: Sequence[InjectedFault]) -> None:
         self._faults = tuple(faults)
 
-    def wrap(self, phase: str, forward: Forward) -> Forward:
-        return _Faulty([fault for fault in self._faults if fault.phase == phase], forward)
+    def wrap(self, forward: Forward) -> Forward:
+        return _Faulty(self._faults, forward)
 
 
 def read_faults(environ: Mapping[str, str]) -> FaultInjector | None:
@@ -60,23 +62,35 @@ def read_faults(environ: Mapping[str, str]) -> FaultInjector | None:
 
 
 class _Faulty:
+    """A forward with faults. One of prompts and of running sequences is a call of both phases."""
+
     def __init__(self, faults: Sequence[InjectedFault], forward: Forward) -> None:
         self._faults = faults
         self._forward = forward
-        self._calls = 0
+        self._calls = {"prefill": 0, "decode": 0}
 
-    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        self._calls += 1
-        kinds = {fault.kind for fault in self._faults if fault.call == self._calls}
-        time.sleep(max((f.seconds for f in self._faults if f.kind == "slow" and f.call <= self._calls), default=0))
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        phases = [_phase(each) for each in batch.sequences]
+        for phase in set(phases):
+            self._calls[phase] += 1
+        due = [fault for fault in self._faults if fault.phase in phases]
+        now = [fault for fault in due if fault.call == self._calls[fault.phase]]
+        kinds = {fault.kind for fault in now}
+        time.sleep(max((f.seconds for f in due if f.kind == "slow" and f.call <= self._calls[f.phase]), default=0))
         if "raise" in kinds:
             raise RuntimeError("a fault was asked for")
         if "oom" in kinds:
             raise torch.OutOfMemoryError("a fault was asked for: out of memory")
         if "death" in kinds:
             raise SystemExit("a fault was asked for: the engine's death")
-        logits = self._forward(tokens, cache)
-        if "nan" in kinds:
-            logits = logits.clone()
-            logits[0] = torch.nan
+        logits = self._forward(batch, cache)
+        for fault in now:
+            if fault.kind == "nan":
+                logits = logits.clone()
+                logits[sum(each.wanted for each in batch.sequences[: phases.index(fault.phase)])] = torch.nan
         return logits
+
+
+def _phase(sequence: BatchSequence) -> str:
+    """A sequence that decodes has a single new token, and drafts whose logits are wanted too."""
+    return "decode" if sequence.start > 0 and sequence.count == max(1, sequence.wanted) else "prefill"

@@ -141,7 +141,7 @@ class SequenceState:
 
 
 class RequestState:
-    """One prompt and its ``params.n`` sequences. A cache holds the first ``prefilled`` ids of the prompt."""
+    """One prompt and its ``params.n`` sequences. An open prompt grows until it is ``sealed``."""
 
     def __init__(
         self,
@@ -166,9 +166,8 @@ class RequestState:
         self.submitted_at = time.monotonic()
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
-        self.prefilled = 0
-        self.cached_tokens = 0  # of the prompt: copied from the prefix cache
-        self.ahead = True  # whether an open prompt may be prefilled before it is whole
+        self.kept = 0  # ids at the beginning of an open prompt that its end did not change
+        self.cached_tokens = 0  # of the prompt: found in the prefix cache
         indices = range(given.first_index, given.first_index + given.sampling.n)
         self.sequences = [SequenceState(self, index, codec) for index in indices]
 
@@ -196,22 +195,16 @@ class RequestState:
         """The most tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
-    @property
-    def ready_ids(self) -> int:
-        """How many ids can be prefilled now. An open prompt keeps its last id, for the logits at its end."""
-        return len(self.prompt) - self.prefilled - (0 if self.sealed else 1)
-
-    def grow(self, prompt_ids: Ids[int], whole: bool) -> bool:
-        """Extends an open prompt, or sets it as a whole. Returns False if the prefilled ids are no prefix of it."""
+    def grow(self, prompt_ids: Ids[int], whole: bool) -> None:
+        """Extends an open prompt, or sets it as a whole."""
         if not whole:
             self.prompt.extend(prompt_ids)
-            return True
-        kept = self.prompt[: self.prefilled] == list(prompt_ids[: self.prefilled]) and self.prefilled < len(prompt_ids)
+            return
+        pairs = enumerate(zip(self.prompt, prompt_ids, strict=False))
+        changed = (index for index, (old, new) in pairs if old != new)
+        self.kept = next(changed, min(len(self.prompt), len(prompt_ids)))
         self.prompt[:] = prompt_ids
         self.sealed = True
-        if not kept:
-            self.prefilled = 0
-        return kept
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         for sequence in self.sequences:

@@ -11,17 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from tests.engine.tiny import VOCAB, byte_tokenizer, greedy, running, tokens_of
+from tests.engine.tiny import greedy, running, tokens_of
 
 
 def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrainedModel:
@@ -61,15 +56,9 @@ class Busy:
 def pipelined(
     model: PreTrainedModel, pipeline: Pipeline | None = None, step_timeout: float | None = None, **options: Any
 ) -> Iterator[tuple[EngineCore, Pipeline]]:
-    """An engine whose batches are in different stages at the same time; ``options``: of its backend."""
+    """An engine whose batches are in different stages at the same time; ``options``: of ``batcher_over``."""
     pipeline = pipeline or Pipeline(read_stages(model))
-    with torch.inference_mode():
-        findings = check_batching(model)
-    assert findings.cost is not None, findings.problem
-    given = {"cache_bytes": 2**24, "max_num_seqs": 8, "prefill_tokens": 4 if findings.chunked else None, **options}
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
-    batcher = PipelinedBatcher(model, samplers, pipeline=pipeline, cost=findings.cost, **given)
-    with running(model, batcher=batcher, step_timeout=step_timeout) as engine:
+    with running(model, pipeline=pipeline, step_timeout=step_timeout, **options) as engine:
         yield engine, pipeline
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -17,16 +18,20 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.loader import ModelFiles
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
 from mlserver_torch_stream.engine.tensor_parallel.launch import prepare_ranks
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
+from mlserver_torch_stream.engine.tensor_parallel.operations import Operation
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
+from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedCache
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import Watch, collect, greedy, prompt_of, run, until, watched
+from tests.engine.tiny_models import tiny_model as tiny
 
 
 @pytest.mark.parametrize(
@@ -114,10 +119,21 @@ def test_all_engines_on_the_ranks_hear_of_their_loss_and_none_is_kept_for_it() -
     assert [[str(error) for error in engine.heard] for engine in engines] == [["rank 1 was killed by SIGKILL"]] * 3
 
 
+def test_a_cache_lives_on_the_other_ranks_as_long_as_on_rank_0() -> None:
+    leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), RankProcesses(1, 0))
+    cache = RankedCache(leader, CacheLayout(tiny("llama").config), 4, [16], 2)
+    name = cache.name
+    assert list(leader._notes) == [(Operation.CACHE, (name, 4, 2, 16))]
+    del cache
+    gc.collect()
+    assert list(leader._notes)[1:] == [(Operation.DROP, (name,))]
+    leader.stop()
+
+
 def test_a_pulse_that_comes_after_the_end_says_so() -> None:
     leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), RankProcesses(1, 0))
     leader.stop()
-    with pytest.raises(RanksLost, match="let go"), leader.sending("pulse"):
+    with pytest.raises(RanksLost, match="let go"), leader.sending(Operation.PULSE):
         pass
 
 

@@ -7,26 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.page_counts import page_counts
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.engine.scheduling.scheduler import longest_sequence
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
+from tests.engine.measured import Measured as SelfCheckResult
+from tests.engine.measured import check_batching
 from tests.engine.tiny_models import (
     CONTEXT as CONTEXT,
 )
@@ -62,14 +69,44 @@ def load_model(resolved: ResolvedSettings) -> LoadedModel:
     return complete(load_weights(files, resolved), load_tokenizer(files, resolved), resolved)
 
 
+def batcher_over(
+    model: PreTrainedModel,
+    findings: SelfCheckResult | None = None,
+    *,
+    prefill_tokens: int | None = 4,
+    cache_bytes: int = 2**24,
+    prefix_bytes: int = 0,
+    max_num_seqs: int = 8,
+    page_size: int = 4,
+    rules: GenerationRules | None = None,
+    **more: Any,
+) -> ContinuousBatcher:
+    """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``."""
+    with torch.inference_mode():
+        findings = findings or check_batching(model)
+    assert findings.spec is not None and findings.way is not None, findings.problem
+    spec = replace(findings.spec, page_size=page_size)
+    pages = page_counts(spec, cache_bytes, sequences=max_num_seqs, context=CONTEXT)
+    limits = SchedulerLimits(
+        max_num_seqs,
+        prefill_tokens if findings.chunked else None,
+        pages,
+        cache_bytes,
+        prefix_bytes,
+        stages=1 if (pipeline := more.get("pipeline")) is None else pipeline.depth,
+        whole_prompts=prefill_tokens is None or not findings.chunked,
+    )
+    cache = PagedCache(CacheLayout(model.config), page_size, pages, max_num_seqs)
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, rules)
+    forward = more.pop("forward", None) or Shown(ModelForward(model, findings.way), model)
+    return ContinuousBatcher(forward, cache, samplers, limits, spec, **more)
+
+
 @contextmanager
 def running(
     model: PreTrainedModel,
     *,
     batcher: Batcher | None = None,
-    findings: SelfCheckResult | None = None,
-    prefill_tokens: int | None = 4,
-    cache_bytes: int = 2**24,
     max_num_seqs: int = 8,
     max_queued_requests: int = 64,
     max_queued_tokens: int | None = None,
@@ -78,29 +115,18 @@ def running(
     context: int = CONTEXT,
     fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
-    rules: GenerationRules | None = None,
     rebuild: Callable[[], Batcher] | None = None,
     **more: Any,
 ) -> Iterator[EngineCore]:
-    """An engine over the model, batched unless a backend is given, that is shut down at the end.
+    """An engine over the model, batched unless a batcher is given, that is shut down at the end.
 
-    ``findings``: of the model before its weights were taken; ``more``: of ``ContinuousBatcher``.
+    ``more``: of ``batcher_over``.
     """
     codec = TextCodec(byte_tokenizer())
     if batcher is None:
-        with torch.inference_mode():
-            findings = findings or check_batching(model)
-        assert findings.cost is not None, findings.problem
-        batcher = ContinuousBatcher(
-            model,
-            SamplerFactory(codec, VOCAB, rules),
-            cost=findings.cost,
-            cache_bytes=cache_bytes,
-            max_num_seqs=max_num_seqs,
-            prefill_tokens=prefill_tokens if findings.chunked else None,
-            **more,
-        )
-        context = longest_sequence(findings.cost.of, batcher.stats().kv_cache_budget, context)
+        batcher = batcher_over(model, max_num_seqs=max_num_seqs, **more)
+        fits = (length for length in range(context, 0, -1) if batcher.refusal(1, length, length) is None)
+        context = next(fits, 0)
     info = ModelInfo(vocab_size=VOCAB, max_model_len=context, max_num_seqs=max_num_seqs)
     queue_limits = QueueLimits(max_queued_requests, max_queued_tokens, queue_timeout, step_timeout=step_timeout)
     engine = EngineCore(
@@ -161,8 +187,24 @@ def idle(engine: EngineCore) -> bool:
     return stats.running_sequences == 0 and stats.waiting_requests == 0 and stats.kv_cache_bytes == 0
 
 
+class Shown:
+    """A forward that tells the model's ``Watch`` which sequences its packed tokens are."""
+
+    def __init__(self, forward: ModelForward, model: PreTrainedModel) -> None:
+        self._forward = forward
+        self._here = vars(model).setdefault("batch_of_thread", threading.local())
+
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        if self._forward.way is Way.PACKED:
+            self._here.batch = batch
+        try:
+            return self._forward(batch, cache)
+        finally:
+            self._here.batch = None
+
+
 class Watch:
-    """Sees every call of a model's embedding: the ids that go in. Can hold the engine's thread there, or raise."""
+    """Sees the ids of each sequence in every call of a model's embedding. Can hold the engine there, or raise."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: list[list[list[int]]] = []
@@ -170,15 +212,17 @@ class Watch:
         self._gate = threading.Event()
         self._gate.set()
         self._reached = threading.Event()
+        self._here = vars(model).setdefault("batch_of_thread", threading.local())
         self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see)
 
     @property
     def steps(self) -> list[list[list[int]]]:
-        """The calls of one token per row."""
-        return [call for call in self.calls if len(call[0]) == 1]
+        """The calls of one token per sequence."""
+        return [call for call in self.calls if all(len(ids) == 1 for ids in call)]
 
     def _see(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        ids = args[0].tolist()
+        batch: Batch | None = getattr(self._here, "batch", None)
+        ids = args[0].tolist() if batch is None else [list(each.token_ids) for each in batch.sequences]
         self.calls.append(ids)
         self._reached.set()
         assert self._gate.wait(30), "nobody let the model go on"
@@ -219,8 +263,11 @@ def dictated(model: PreTrainedModel, sequence: Sequence[int], prompt: int) -> It
     """A model that says these tokens after any prompt of that length: a hook lifts each logit above all others."""
 
     def dictate(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        for row, position in enumerate(kwargs["position_ids"][:, -1].tolist()):
-            output.logits[row, -1, sequence[(position + 1 - prompt) % len(sequence)]] = 1e4
+        kept = kwargs["logits_to_keep"]  # of packed tokens, their places
+        positions = kwargs["position_ids"][0, kept] if torch.is_tensor(kept) else kwargs["position_ids"][:, -1]
+        logits = output.logits[0] if torch.is_tensor(kept) else output.logits[:, -1]
+        for row, position in enumerate(positions.tolist()):
+            logits[row, sequence[(position + 1 - prompt) % len(sequence)]] = 1e4
         return output
 
     hook = model.register_forward_hook(dictate, with_kwargs=True)

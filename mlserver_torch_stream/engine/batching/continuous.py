@@ -1,101 +1,253 @@
-"""Batches continuously: prompts are prefilled in chunks, join a running batch, decode together and leave it.
+"""Batches continuously: each step computes decode tokens and chunks of prompts, of all sequences, in one forward.
 
-Knows nothing of threads, event loops or requests; it carries out the scheduler's decisions.
+Carries out the scheduler's decisions. Knows nothing of threads, event loops or the layout of the cache.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 
-from mlserver_torch_stream.engine.batching.batcher import Deliver
-from mlserver_torch_stream.engine.batching.sequence_batches import SequenceBatches, decode_of, prefill_of
-from mlserver_torch_stream.engine.forward.interface import JointForward
-from mlserver_torch_stream.engine.scheduling.scheduler import DecodeBatch, PrefillChunk
+import torch
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
+from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
+from mlserver_torch_stream.engine.batching.step_results import (
+    NO_RESULT,
+    ComputedPart,
+    StepResult,
+    each_alone,
+    whole_result,
+)
+from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
+from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.fault_injection import FaultInjector
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
+from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.scheduler import Drafts, Scheduler
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
+from mlserver_torch_stream.engine.scheduling.step_plan import StepPlan
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-# Keys and values of so many tokens are copied in the time of prefilling one; 13 to 50 (benchmarks/LOG.md).
-_COPIED_PER_PREFILLED = 16
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Step:
+    """A step whose forward is not back yet. ``began`` is the time of its decision."""
+
+    plan: StepPlan
+    began: float
+
+    @property
+    def sequences(self) -> set[SequenceState]:
+        return {each for part in self.plan.scheduled for each in (part.sequence, *part.samples)}
 
 
-class ContinuousBatcher(SequenceBatches):
-    """A step prefills the scheduler's chunks, decodes all batches, samples, and drops the sequences that ended."""
+class ContinuousBatcher(Batcher):
+    """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
 
-    @cached_property
-    def _joint(self) -> JointForward | None:
-        return self._decode_forward if isinstance(self._decode_forward, JointForward) else None
+    With a ``pipeline`` as many steps are in a forward as it has stages, each with other sequences, and a call of
+    ``step`` waits for one of them. ``check_devices`` raises if a device is lost. No request is to blame for that, so the
+    error ends the thread.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: PagedCache,
+        samplers: SamplerFactory,
+        limits: SchedulerLimits,
+        spec: CacheSpec,
+        *,
+        drafts: Drafts | None = None,
+        pipeline: Pipeline | None = None,
+        faults: FaultInjector | None = None,
+        check_devices: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(EngineStats(kv_cache_budget=limits.cache_bytes))
+        if pipeline is not None:
+            forward = StagedForward(forward, pipeline)
+        self._forward: Forward = forward if faults is None else faults.wrap(forward)
+        self._cache = cache
+        self._scheduler = Scheduler(limits, spec, drafts)
+        self._choice = TokenChoice(samplers, check_devices)
+        self._check_devices = check_devices
+        self._depth = 1 if pipeline is None else pipeline.depth
+        self._aside = nullcontext if pipeline is None else pipeline.aside
+        self._in_flight: InlineForwards[_Step, torch.Tensor] | InFlightForwards[_Step, torch.Tensor] = (
+            InlineForwards() if pipeline is None else InFlightForwards(self._depth, pipeline.threads, cache.page_size)
+        )
+        self._busy: set[SequenceState] = set()  # sequences of steps in flight
+        self._begun: set[RequestState] = set()  # requests that were in a step
+
+    # --- requests ---
+
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
+        return self._scheduler.refusal(sequences, prompt, final_length)
+
+    def add(self, request: RequestState) -> None:
+        self._scheduler.add(request)
+        self._gauge()
+
+    def evict(self, requests: Sequence[RequestState]) -> None:
+        """Sequences that are in a forward leave when it is back."""
+        self._release(sequence for request in requests for sequence in request.sequences)
+        self._gauge()
+
+    def close(self) -> None:
+        self._in_flight.close()
+
+    # --- a step ---
 
     def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        prefilled = self._prefill_chunks(deliver)
-        batches = [batch for batch in self._scheduler.batches if batch.sequences]
-        if self._joint is not None and len(batches) > 1:
-            self._decode_together(self._joint, batches, deliver)
-        else:
-            for batch in batches:
-                self._decode(batch, deliver)
-        self._retire()
-        self._gauge()
-        return prefilled or bool(batches)
+        self._launch()
+        if not len(self._in_flight):
+            return False
+        if self._depth > 1:
+            self.progress.rest()  # while it waits for a forward
+        for step, forward in self._in_flight.completed():
+            self.progress.completed(step)
+            self.progress.at("a step")
+            self._busy -= step.sequences
+            self._complete(step, forward, deliver)
+        return True
 
-    def _prefill_chunks(self, deliver: Deliver) -> bool:
-        """Prefills as many tokens as a step may. Tokens that the prefix cache holds leave room for the next prompts."""
-        charge = self._scheduler.limits.prefill_charge
-        spent = 0
-        while chunks := self._next_chunks(spent=spent):
-            self._gauge()  # an admitted request no longer waits, however long the step takes
-            for chunk in chunks:
-                spent += charge(self._prefill(chunk, deliver))
-        return spent > 0
-
-    def _prefill(self, chunk: PrefillChunk, deliver: Deliver) -> int:
-        """Returns to how many prefilled tokens the work amounts."""
-        request, known = chunk.request, chunk.request.prefilled
-        try:
-            ids = self._begin_chunk(chunk)
-            work = len(ids) + (request.prefilled - known) // _COPIED_PER_PREFILLED
-            self.progress.at(prefill_of(ids), len(ids))
-            logits = self._prefill_forward([ids], self._prefills[request])
-            self._advance(request, ids)
-            if request.sealed and request.ready_ids == 0 and self._choose_first_tokens(request, logits):
-                self._drop_ended(self._join_batch(request))
-        except Exception as error:
-            self._fail_prefill(request, error, deliver)
-            return chunk.count
-        self._retire()  # before the events, so that their readers find correct gauges
-        deliver(request.sequences)
-        return work
-
-    def _decode_together(self, forward: JointForward, batches: Sequence[DecodeBatch], deliver: Deliver) -> None:
+    def _launch(self) -> None:
+        """Starts the forwards of as many steps as there are stages."""
         began = time.monotonic()
-        for batch in batches:
-            self._drop_ended(batch)
-        batches = [batch for batch in batches if batch.sequences]
-        parts = [([[sequence.tokens[-1]] for sequence in batch.sequences], self._caches[batch]) for batch in batches]
-        self.progress.at(decode_of(sum(len(batch.sequences) for batch in batches)))
-        try:
-            found = forward.together(parts) if parts else []
-        except Exception as error:
-            logger.warning("a decode step of %d batches failed, each is tried alone: %s", len(batches), error)
-            for batch in batches:
-                self._decode(batch, deliver)
-            return
-        self.count(decode_steps=bool(found))
-        for batch, logits in zip(batches, found, strict=True):
-            self._finish_decode(batch, logits, began, deliver)
+        self._drop_closed()
+        while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
+            step = _Step(plan, began)
+            self._begin(plan)
+            self._busy |= step.sequences
+            self.progress.launched(step, *_description(plan))
+            self._in_flight.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
+        self._gauge()  # an admitted request no longer waits, however long the step takes
 
-    def _decode(self, batch: DecodeBatch, deliver: Deliver) -> None:
-        began = time.monotonic()
-        self._drop_ended(batch)
-        if not batch.sequences:
-            return
-        self.progress.at(decode_of(len(batch.sequences)))
+    def _complete(self, step: _Step, forward: Future[torch.Tensor], deliver: Deliver) -> None:
+        result = self._fresh(self._result(step.plan, forward))
+        with self._aside(result.logits.device):
+            chosen = self._choice.choose(result)
+        void = self._release(chosen.spoiled, forget=True)
+        for computed in result.computed:
+            if computed.part.sequence not in (*chosen.spoiled, *void):
+                self._scheduler.advance(computed.part, chosen.computed[computed])
+        self._count(step, result, chosen)
+        requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        self._release(sequence for sequence in sequences if sequence.finish_reason is not None)
+        self._gauge()  # before the events, so that their readers find correct gauges
+        deliver(sequences)
+
+    def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
+        """Returns what came of a step's forward, and ends the sequences that failed."""
         try:
-            logits = self._decode_forward([[sequence.tokens[-1]] for sequence in batch.sequences], self._caches[batch])
+            return whole_result(plan, forward.result())
+        except BatchAheadFailed:
+            self._scheduler.recompute([part.sequence for part in plan.scheduled])
+            return NO_RESULT
         except Exception as error:
-            self._isolate(batch, error, deliver)
-            return
-        self.count(decode_steps=1)
-        self._finish_decode(batch, logits, began, deliver)
+            what, _ = _description(plan)
+            logger.error("%s failed", what, exc_info=error)
+            self._check_devices()
+            result = each_alone(plan, self._cache.page_size, self._run_alone, error)
+        failed: list[SequenceState] = []
+        for part, failure in result.failures.items():
+            phase = "prefill" if part.prefills else "decode"
+            # A prompt is that of all sequences of its request, which have no tokens yet.
+            culprits = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
+            for sequence in culprits:
+                sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
+            failed += culprits
+        void = {*self._release(failed, forget=True), *self._scheduler.recompute(result.void)}
+        return result.without(void)
+
+    def _run_alone(self, batch: Batch) -> torch.Tensor:
+        self.progress.at("the step of a sequence alone", batch.tokens)
+        return self._forward(batch, self._cache)
+
+    def _fresh(self, result: StepResult) -> StepResult:
+        """Leaves out the sequences that ended meanwhile, and prompts that became whole with other ids meanwhile."""
+        ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
+        stale = [each.part.sequence for each in result.without(ended).computed if _is_stale(each)]
+        return result.without({*ended, *stale, *self._scheduler.recompute(stale)})
+
+    # --- the end of sequences ---
+
+    def _drop_closed(self) -> None:
+        """Drops requests whose streams were closed, before the engine knows of it."""
+        self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
+
+    def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
+        """Frees the pages of sequences that are in no forward. Returns those that are computed again by that."""
+        gone = [sequence for sequence in sequences if sequence not in self._busy]
+        self._begun -= {sequence.request for sequence in gone}
+        return self._scheduler.release(gone, forget=forget)
+
+    # --- counters ---
+
+    def _begin(self, plan: StepPlan) -> None:
+        for part in plan.scheduled:
+            request = part.sequence.request
+            self._begun.add(request)
+            if request.started_at is None and request.sealed:
+                request.started_at = time.monotonic()
+
+    def _count(self, step: _Step, result: StepResult, chosen: ChosenTokens) -> None:
+        parts = [each.part for each in result.computed]
+        decoding = [part for part in step.plan.scheduled if not part.prefills]
+        self.count(
+            prefill_tokens=sum(part.count for part in parts if part.prefills),
+            decode_steps=int(any(not part.prefills for part in parts)),
+            generation_tokens=chosen.tokens,
+            wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
+        )
+
+    def _gauge(self) -> None:
+        scheduler = self._scheduler
+        self._stats = replace(
+            self._stats,
+            running_sequences=scheduler.running_sequences,
+            waiting_requests=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            prefilling_requests=scheduler.prefilling_requests,
+            open_prompts=scheduler.open_prompts,
+            kv_cache_bytes=scheduler.used_bytes,
+            prefix_cache_bytes=scheduler.cached_bytes,
+            prefix_cache_hit_tokens=scheduler.hit_tokens,
+            num_preemptions=scheduler.preemptions,
+        )
+
+
+def _closed_before(sequence: SequenceState, moment: float) -> bool:
+    closed_at = sequence.request.mailbox.closed_at
+    return closed_at is not None and closed_at < moment
+
+
+def _is_stale(computed: ComputedPart) -> bool:
+    part, request = computed.part, computed.part.sequence.request
+    prompt = request.prompt[part.start : part.start + part.count]
+    return part.prefills and prompt != list(computed.token_ids)[: len(prompt)]
+
+
+def _description(plan: StepPlan) -> tuple[str, int]:
+    """Returns a step in words, with the tokens of its prompts."""
+    prefilled = sum(part.count for part in plan.scheduled if part.prefills)
+    decoding = sum(not part.prefills for part in plan.scheduled)
+    parts = [f"the prefill of {prefilled} tokens"] if prefilled else []
+    parts += [f"the decode step of {decoding} sequence{'s' if decoding > 1 else ''}"] if decoding else []
+    return " and ".join(parts), max(1, prefilled)

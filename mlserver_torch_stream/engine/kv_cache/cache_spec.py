@@ -5,7 +5,7 @@ Knows nothing of tensors, so that the scheduler can import it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +53,21 @@ class CacheSpec:
         if span is None or tokens <= span + step:
             return self.pages(tokens)
         return min(self.pages(tokens), self.pages(span + step - 1) + 1)
+
+    def sequence_bytes(self, tokens: int, step: int = 1) -> int:
+        """Returns the most bytes of a sequence of ``tokens``: its pages and its states."""
+        pages = (self.most_pages(group, tokens, step) * self.page_bytes(group) for group in range(len(self.groups)))
+        return sum(pages) + self.state_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in all layers."""
+        return sum(group.token_bytes for group in self.groups)
+
+    def __add__(self, other: CacheSpec) -> CacheSpec:
+        """Returns the spec of two devices together, which hold layers of the same groups."""
+        groups = (
+            replace(mine, token_bytes=mine.token_bytes + theirs.token_bytes)
+            for mine, theirs in zip(self.groups, other.groups, strict=True)
+        )
+        return CacheSpec(self.page_size, tuple(groups), self.state_bytes + other.state_bytes)

@@ -1,6 +1,6 @@
-"""Computes how many bytes of KV cache an engine gets, and the part of them for the prefix cache.
+"""Computes how large a KV cache an engine gets, and the part of it for prefixes of ended sequences.
 
-Knows nothing of models: its callers say which part of a cache each device holds.
+Knows nothing of models: its callers say what a token takes on each device.
 """
 
 from __future__ import annotations
@@ -10,44 +10,55 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mlserver_torch_stream.engine.devices import spread_budget
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, size_cache
 from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
 # Of a GPU's free memory after loading; the rest is for activations and the allocator's fragments.
 GPU_CACHE_SHARE = 0.8
-# The most of the host's memory for the prefix cache, which never shrinks.
+# The most of the host's memory for prefixes of ended sequences: pages that were written to stay resident.
 HOST_PREFIX_BYTES = 256 * 2**20
 HOST = torch.device("cpu")
 
 
 def cache_budget(
-    parts: Mapping[torch.device, float],
+    specs: Mapping[torch.device, CacheSpec],
     asked: int | None,
     resources: ProcessResources,
     owner: object,
     host: Host,
     *,
+    sequences: int,
+    tokens: int,
+    step: int,
     engines: int = 1,
     most: int = sys.maxsize,
-) -> int:
-    """Returns the bytes of a cache of which the devices hold these ``parts``.
+) -> CacheSize:
+    """Returns the pages and slots of a cache with these ``specs``, of ``asked`` bytes on all devices or of what is free.
 
     A GPU's free memory excludes that of other engines already. ``engines`` share the host's memory equally. ``most`` is
-    the free memory of the fullest device of all ranks.
+    the free memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of
+    ``size_cache``.
     """
     if asked is None:
-        room = {
-            device: resources.promise(owner, None, min(host.available_bytes, most), engines)
-            if device == HOST
-            else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE)
-            for device in parts
-        }
-        asked = spread_budget(room, parts)
-    if HOST in parts:
-        resources.promise(owner, int(asked * parts[HOST]), host.available_bytes)
-    return asked
+        rooms = [
+            (
+                spec,
+                resources.promise(owner, None, min(host.available_bytes, most), engines)
+                if device == HOST
+                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE),
+            )
+            for device, spec in specs.items()
+        ]
+    else:
+        rooms = [(in_all(specs.values()), asked)]
+    size = size_cache(rooms, sequences=sequences, tokens=tokens, step=step)
+    if HOST in specs:
+        resources.promise(owner, size.bytes_of(specs[HOST]), host.available_bytes)
+    return size
 
 
 def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:
@@ -59,12 +70,14 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
-    """Returns the part of the KV cache's memory for the prefix cache. Raises LoadFailed."""
+    """Returns how many of a KV cache's bytes prefixes of ended sequences may keep, until somebody needs them.
+
+    The memory of a GPU's cache is taken anyway. On a host it is not, before somebody writes to it. Raises LoadFailed.
+    """
     if asked is None:
-        share = budget // 8
-        return min(share, HOST_PREFIX_BYTES) if on_host else share
-    if asked >= budget:
+        return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget
+    if asked > budget:
         raise LoadFailed(
-            f"parameters.extra.prefix_cache_memory: {asked} bytes leave nothing of the KV cache's {budget}"
+            f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}"
         )
     return asked

@@ -70,8 +70,16 @@ class StateSlots:
 
     @property
     def bytes_per_slot(self) -> int:
-        """0 before the first forward."""
-        return sum(states[name][0].nbytes for layer in self._held.values() for states, name in _tensors(layer))
+        return sum(self.bytes_by_device().values())
+
+    def bytes_by_device(self) -> dict[torch.device, int]:
+        """Returns the bytes of a slot on each device; none before the first forward."""
+        found: dict[torch.device, int] = {}
+        for layer in self._held.values():
+            for states, name in _tensors(layer):
+                device = states[name].device
+                found[device] = found.get(device, 0) + states[name][0].nbytes
+        return found
 
 
 class _Index:

@@ -44,7 +44,7 @@ class Comparison:
         """The same for logits of other operations, of which the mean error counts in half precision."""
         if self._tolerance != _HALF_TOLERANCE:
             return self.error
-        mean = sum(self._means) / len(self._means)
+        mean = sum(self._means) / max(1, len(self._means))
         return None if mean <= _HALF_MEAN_TOLERANCE else mean
 
 

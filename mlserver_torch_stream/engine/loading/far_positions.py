@@ -1,139 +1,165 @@
 """Checks far positions at load: just below and just above each length that the model's config names.
 
-Computes no long sequence: it fills transformers' own cache and ours with the keys and values of a short sequence, over
-and over. The next tokens must get the same logits over both. Knows no family by name.
+Computes no long sequence: it fills transformers' own cache, and a few pages that a long block table names over and
+over, with the keys and values of a short sequence. The next tokens must get the same logits over both. Knows no family
+by name.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.memory_budget import free_bytes
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
-from mlserver_torch_stream.engine.kv_cache.slab import Columns, SlabLayer
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison
 from mlserver_torch_stream.engine.loading.config_fields import named_lengths
 from mlserver_torch_stream.engine.loading.context_length import comparable_context
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits, far_columns
 from mlserver_torch_stream.engine.loading.host_limits import read_host
+from mlserver_torch_stream.engine.loading.trial import Trial, TrialSequence
 
 logger = logging.getLogger(__name__)
 
-# The oldest columns, which a window loses at the positions that are compared, are made to weigh as much as all others:
-# a window that is off by one is then off by 0.33 and more, rounding by up to 0.05 (in bfloat16, root mean square).
-_HEAVY = 3
-_AFTER = 5  # tokens after the filled ones
-# One row may take a quarter of the weights' bytes and of the free memory: a check holds three of them at a time.
-_PART = 4
+_COLUMNS = 5  # of the short sequence, whose keys and values are repeated
+_MIDDLE = 2  # pages that a long table names over and over
+# transformers' own cache of one sequence may take half of the weights' bytes and of the free memory: each layer is
+# copied once when it gets the new tokens.
+_PART = 2
 
 
 def far_lengths(
-    model: PreTrainedModel, layout: CacheLayout, costs: Mapping[torch.device, CacheCost], near: int, room: int | None
+    model: PreTrainedModel,
+    layout: CacheLayout,
+    specs: Mapping[torch.device, CacheSpec],
+    near: int,
+    room: int | None,
+    more: Sequence[int] = (),
 ) -> list[int]:
     """Returns the lengths beyond ``near`` tokens and within the context whose caches are small enough to compare.
 
-    ``room`` bytes are free for caches; None: as many as the devices have now.
+    ``room`` bytes are free for caches; None: as many as the devices have now. ``more`` lengths are taken too.
     """
     config = model.config.get_text_config(decoder=True)
-    named = named_lengths(config) | {window for window in layout.windows if window is not None}
+    named = named_lengths(config) | {window for window in layout.windows if window is not None} | set(more)
     wanted = [length for length in sorted(named) if near < length < comparable_context(model)]
+    if not wanted or not specs:
+        return []
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    room = min(free_bytes(costs, read_host()).values(), default=0) if room is None else room
-    cost, most = sum(costs.values(), CacheCost()), min(weights, room) // _PART
-    lengths = [length for length in wanted if cost.of(1, length) <= most]
+    room = min(free_bytes(specs, read_host()).values(), default=0) if room is None else room
+    spec, most = in_all(specs.values()), min(weights, room) // _PART
+    lengths = [length for length in wanted if spec.state_bytes + length * spec.token_bytes <= most]
     if len(lengths) < len(wanted):
         logger.info("not compared at load, for the size of its cache: positions from %d on", wanted[len(lengths)])
     return lengths
 
 
-def compare_far(
-    model: PreTrainedModel,
-    forward: Forward,
-    length: int,
-    *,
-    short: RowCache,
-    ids: Sequence[int] | None,
-    chunked: bool,
-) -> dict[int, Comparison]:
-    """Compares the last token below the length, the first above it and, if ``chunked``, a chunk above it.
+def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int) -> dict[int, Comparison]:
+    """Compares the last token below the length, the first above it and, if the trial is chunked, a chunk above it.
 
-    The forward has filled ``short``, whose keys and values fill the far caches. With ``ids``, ``short`` is in the batch
-    too.
+    ``beside`` is a short sequence of the trial's cache. It is in the batches too, and its keys and values fill the far
+    cache. Returns a comparison for each position.
     """
-    counts = [2, 1, 2] if chunked else [1, 1]
-    if length + 3 > comparable_context(model):
+    counts = [2, 1, 2] if trial.chunked else [1, 1]
+    if length + 3 > comparable_context(trial.expected.model):
         counts = counts[:2]
     first = length - counts[0]
-    ours, theirs = _stretched(short, _OwnLayout(model.config).cache(), first)
-    if ids is not None:
-        ours = _joined(ours, short)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    tokens = [((first + number) * 7919 + 13) % vocabulary for number in range(sum(counts))]
-    expected = _expected(model, theirs, tokens, at_once=chunked)
+    far = _FarCache(trial, beside, first, page_size, sum(counts))
+    tokens = [trial.token(first + number) for number in range(sum(counts))]
+    sample = beside.ids[: beside.computed]
+    expected = trial.expected.far(sample, far.columns, far.indices(0, first), tokens, trial.chunked)
+    alone = trial.expected.near(beside.ids)
     compared = {}
     for end, count in zip(accumulate(counts), counts, strict=True):
-        got = forward([tokens[end - count : end]] * len(ours.lengths), ours)
+        near_end = beside.computed + end
+        batch = Batch((far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end)))
+        got = trial.forward(batch, far.cache)
         compared[first + end - 1] = comparison = Comparison()
         comparison.add(expected[end - 1], got[0])
-    if ids is not None:
-        alone = model(torch.tensor([[*ids, *tokens]], device=input_device(model)), use_cache=False, return_dict=True)
-        comparison.add(alone.logits[0, -1], got[1])
+    comparison.add(alone[near_end - 1], got[1])
     return compared
 
 
-def _expected(model: PreTrainedModel, cache: RowCache, tokens: Sequence[int], at_once: bool) -> torch.Tensor:
-    """Returns the logits ``[tokens, vocabulary]`` of transformers' own cache."""
-    forward = ModelForward(model)
-    if at_once:
-        return forward.logits([tokens], cache, len(tokens))[0]
-    return torch.cat([forward([[token]], cache) for token in tokens])
+class _FarCache:
+    """A few pages that make a sequence of ``first`` tokens and a short one, each with room for ``more``."""
 
+    def __init__(self, trial: Trial, beside: TrialSequence, first: int, page_size: int, more: int) -> None:
+        layout = trial.layout
+        self._first = first
+        self._size = page_size
+        self._beside = beside
+        self.columns = max(1, min([_COLUMNS, *(span - 1 for span in layout.windows if span is not None)]))
+        tail = range(first // page_size, -(-(first + more) // page_size))
+        self._own = {0: 0, **{entry: 1 + _MIDDLE + number for number, entry in enumerate(tail)}}
+        used = 1 + _MIDDLE + len(tail)
+        near = -(-(beside.computed + more) // page_size)
+        self._near = list(range(used, used + near))
+        self._entries = tail.stop
+        groups = layout.spec(page_size).groups
+        self.cache = PagedCache(layout, page_size, [used + near] * len(groups), state_slots=2)
+        for index, pages in self.cache.layers.items():
+            if trial.cache.layers[index].keys is not None:
+                self._fill(pages, trial.cache.layers[index], trial.cache.groups[pages.group])
+        if self.cache.states is not None and trial.cache.states is not None:
+            for slot in (0, 1):
+                self.cache.states.put([slot], trial.cache.states.take([beside.slot]))
 
-def _stretched(short: RowCache, theirs: RowCache, columns: int) -> tuple[RowCache, RowCache]:
-    """Returns a cache like ``short`` and transformers' own, of so many tokens. States know no positions and stay."""
-    ours = short.layout.cache(capacity=columns + _AFTER)
-    for index, sample in enumerate(short.cache.layers):
-        if not isinstance(sample, SlabLayer):
-            ours.cache.layers[index], theirs.cache.layers[index] = copy.deepcopy(sample), copy.deepcopy(sample)
-        elif sample.is_initialized:
-            keys, values = (_repeated(tensor, columns) for tensor in sample.read(0, short.lengths[0]))
-            values[:, :, :_HEAVY] *= 2.0 ** max(0, math.ceil(math.log2(columns / _HEAVY)))
-            for cache in (ours, theirs):
-                cache.cache.layers[index].update(keys, values)
-    for cache in (ours, theirs):
-        cache.begin_row()
-        cache.commit(columns)
-    return ours, theirs
+    def long(self, tokens: Sequence[int], end: int) -> BatchSequence:
+        """Returns the part of the long sequence that has ``end`` tokens more afterwards."""
+        start = self._first + end - len(tokens)
+        tables = (self._passed(group, start) for group in self.cache.groups)
+        return BatchSequence(tokens, start, tuple(tables), state_slot=self._slot(0))
 
+    def short(self, tokens: Sequence[int], end: int) -> BatchSequence:
+        start = self._beside.computed + end - len(tokens)
+        return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
-def _repeated(row: torch.Tensor, columns: int) -> torch.Tensor:
-    """Repeats the columns of ``[kv_heads, columns, head_dim]``, in another order."""
-    return row[None, :, (torch.arange(columns, device=row.device) * 5 + 3) % row.shape[1]]
+    def indices(self, start: int, stop: int) -> torch.Tensor:
+        """Returns which of the repeated columns are at these positions: the middle pages have the same ones."""
+        return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
 
+    def _slot(self, slot: int) -> int:
+        return -1 if self.cache.states is None else slot
 
-def _joined(long: RowCache, short: RowCache) -> RowCache:
-    batch = short.layout.cache(rows=2, capacity=long.lengths[0] + _AFTER)
-    batch.join(long)
-    batch.join(short)
-    return batch
+    def _page(self, entry: int) -> int:
+        return self._own.get(entry, 1 + entry % _MIDDLE)
 
+    def _passed(self, group: LayerGroup, start: int) -> tuple[int, ...]:
+        """Returns the long table of a group, without the pages that its window has passed."""
+        passed = group.oldest_seen(start) // self._size
+        return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
 
-class _OwnLayout(CacheLayout):
-    """Builds transformers' own cache, of one row."""
+    def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
+        """Copies the short sequence's keys and values, and makes the long one's of them."""
+        computed, table = self._beside.computed, self._beside.tables[near.group]
+        oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
+        keys, values = near.read(table, oldest, computed)
+        self._write(pages, self._near, oldest, keys, values)
+        keys, values = keys[:, -self.columns :], values[:, -self.columns :]
+        for entry in sorted({0, *range(1, 1 + _MIDDLE), *self._own}):
+            start, stop = entry * self._size, min(self._first, (entry + 1) * self._size)
+            if start < stop:
+                part = far_columns(keys, values, self.indices(start, stop), start, self._first)
+                self._write(pages, {entry: self._page(entry)}, start, *part)
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self._config = config
-
-    def build(self, columns: Columns, rows: int, capacity: int) -> Cache:
-        return DynamicCache(config=self._config)
+    def _write(
+        self,
+        pages: LayerPages,
+        table: Mapping[int, int] | Sequence[int],
+        start: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Stores ``[kv_heads, columns, head_dim]`` from the position ``start`` on."""
+        positions = range(start, start + keys.shape[1])
+        slots = [table[position // self._size] * self._size + position % self._size for position in positions]
+        pages.write(keys.transpose(0, 1), values.transpose(0, 1), torch.tensor(slots, device=keys.device))

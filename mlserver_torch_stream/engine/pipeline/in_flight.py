@@ -1,20 +1,27 @@
 """Runs forwards in threads of their own and returns those that complete.
 
-Knows nothing of batches; each forward has a key.
+Knows nothing of stages. Each forward has a key and a batch; it waits for the forwards whose pages its batch reads.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 import torch
 
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.pipeline.batches_ahead import BatchesAhead
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+
+
+class BatchAheadFailed(Exception):
+    """A forward did not run, as another one failed to write pages that its batch reads."""
 
 
 class InFlightForwards(Generic[K, T]):
@@ -23,14 +30,15 @@ class InFlightForwards(Generic[K, T]):
     Its threads are daemons: at its end the interpreter waits for the threads of an executor, and one can hang.
     """
 
-    def __init__(self, most: int, threads: int) -> None:
+    def __init__(self, most: int, threads: int, page_size: int) -> None:
         """``threads`` is the number of torch's threads in each of ours; a new thread would use all cores."""
         self._most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._completed: queue.SimpleQueue[tuple[K, Future[T]]] = queue.SimpleQueue()
-        self._away: set[K] = set()
+        self._away: dict[K, Future[T]] = {}
+        self._ahead: BatchesAhead[K] = BatchesAhead(page_size)
 
     def __len__(self) -> int:
         return len(self._away)
@@ -38,21 +46,34 @@ class InFlightForwards(Generic[K, T]):
     def __contains__(self, key: object) -> bool:
         return key in self._away
 
-    def launch(self, key: K, work: Callable[[], T]) -> None:
-        self._away.add(key)
+    def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
+        """Runs ``work``, the forward of ``batch``.
+
+        Threads take forwards in the order of their launch, so that one never waits for another that waits for a thread.
+        """
+        ahead = [self._away[other] for other in self._ahead.add(key, batch)]
+        done: Future[T] = Future()
+        self._away[key] = done
         if len(self._threads) < min(len(self._away), self._most):
             self._threads.append(
                 threading.Thread(target=self._run_forwards, name=f"stage_{len(self._threads)}", daemon=True)
             )
             self._threads[-1].start()
-        self._waiting.put(lambda: self._completed.put((key, _future(work))))
+
+        def run() -> None:
+            _complete(done, work, ahead)
+            self._completed.put((key, done))
+
+        self._waiting.put(run)
 
     def completed(self) -> list[tuple[K, Future[T]]]:
         """Waits for a forward to complete, and returns all that have completed."""
         back = [self._completed.get()]
         while not self._completed.empty():
             back.append(self._completed.get())
-        self._away -= {key for key, _ in back}
+        for key, _ in back:
+            del self._away[key]
+            self._ahead.remove(key)
         return back
 
     def close(self) -> None:
@@ -68,11 +89,12 @@ class InFlightForwards(Generic[K, T]):
             work()
 
 
-def _future(work: Callable[[], T]) -> Future[T]:
-    done: Future[T] = Future()
+def _complete(done: Future[T], work: Callable[[], T], ahead: Sequence[Future[T]]) -> None:
     try:
+        for other in ahead:
+            if (failure := other.exception()) is not None:
+                raise BatchAheadFailed(f"a batch ahead failed: {failure}")
         with torch.inference_mode():
             done.set_result(work())
     except BaseException as error:
         done.set_exception(error)
-    return done

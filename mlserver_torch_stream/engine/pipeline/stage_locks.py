@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
 from mlserver_torch_stream.engine.process_resources import FairLock
@@ -119,5 +120,5 @@ class StagedForward:
         self._forward = forward
         self._pipeline = pipeline
 
-    def __call__(self, tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        return self._pipeline.run(lambda: self._forward(tokens, cache))
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        return self._pipeline.run(lambda: self._forward(batch, cache))

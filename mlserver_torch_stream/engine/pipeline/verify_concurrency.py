@@ -7,15 +7,17 @@ device in the middle of a stage.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.device_sync import count_waits
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison, in_deviations
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
@@ -26,47 +28,48 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 2
 _PROMPT = 5
 _STEPS = 2
+_PAGE_SIZE = 16
 # transformers tests once, right after the embedding, whether a mask hides anything.
 _MOST_WAITS = 1
 
 
-def take_pipeline(model: PreTrainedModel, threads: int) -> Pipeline | None:
-    """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason."""
+def take_pipeline(model: PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
+    """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason.
+
+    ``forward`` is the model's, in the way that the check at load has found.
+    """
     stages = read_stages(model)
     if len(stages) < 2:
         return None
-    pipeline = Pipeline(stages, threads, serial_python=not waits_midway(model))
-    problem = check_pipeline(model, pipeline)
+    pipeline = Pipeline(stages, threads, serial_python=not waits_midway(model, forward))
+    problem = check_pipeline(model, pipeline, forward)
     if problem is None:
         return pipeline
     logger.warning("the devices work one after another: %s", problem)
     return None
 
 
-def waits_midway(model: PreTrainedModel) -> bool:
-    """Whether a decode step of rows of unlike lengths waits for its devices before its end. True if unknown."""
+def waits_midway(model: PreTrainedModel, forward: Forward) -> bool:
+    """Whether a decode step of sequences of unlike lengths waits for its devices before its end. True if unknown."""
     try:
-        return _decode_waits(model) > _MOST_WAITS
+        return _decode_waits(model, forward) > _MOST_WAITS
     except Exception as error:  # then threads run Python at the same time, which is slower at worst
         logger.info("whether this model waits for its devices midway is not known: %s", error)
         return True
 
 
-def _decode_waits(model: PreTrainedModel) -> int:
-    layout, forward = CacheLayout(model.config), ModelForward(model)
-    batch = layout.cache(2, _PROMPT + _STEPS)
-    for length in (_PROMPT - 1, _PROMPT):
-        cache = layout.cache(capacity=length)
-        cache.begin_row()
-        forward([[0] * length], cache)
-        batch.join(cache)
-    return count_waits(lambda: forward([[0], [0]], batch))
+def _decode_waits(model: PreTrainedModel, forward: Forward) -> int:
+    trials = _Trials(model, forward, 2)
+    for trial in range(2):
+        forward(Batch((trials.sequence(trial, 0, _PROMPT + trial),)), trials.cache)
+    step = Batch(tuple(trials.sequence(trial, _PROMPT + trial, 1) for trial in range(2)))
+    return count_waits(lambda: forward(step, trials.cache))
 
 
-def check_pipeline(model: PreTrainedModel, pipeline: Pipeline, forward: Forward | None = None) -> str | None:
+def check_pipeline(model: PreTrainedModel, pipeline: Pipeline, forward: Forward) -> str | None:
     """Returns why forwards must not overlap, which includes any error of the model; None if they may."""
     try:
-        error = _compare(model, StagedForward(forward or ModelForward(model), pipeline), pipeline).error
+        error = _compare(model, StagedForward(forward, pipeline), pipeline).error
     except Exception as failure:  # a model's code can raise any error
         return f"{type(failure).__name__}: {failure}".splitlines()[0]
     return (
@@ -76,27 +79,48 @@ def check_pipeline(model: PreTrainedModel, pipeline: Pipeline, forward: Forward 
 
 def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> Comparison:
     """Compares forwards that run at the same time with the same forwards, one after the other."""
-    layout = CacheLayout(model.config)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    trials = range(_ROUNDS * pipeline.depth)
-    alone = [_logits(layout, forward, trial, vocabulary) for trial in trials]
-    in_flight: InFlightForwards[int, torch.Tensor] = InFlightForwards(len(trials), pipeline.threads)
+    count = _ROUNDS * pipeline.depth
+    alone, overlapping = _Trials(model, forward, count), _Trials(model, forward, count)
+    expected = [alone.logits(trial) for trial in range(count)]
+    in_flight: InFlightForwards[int, torch.Tensor] = InFlightForwards(count, pipeline.threads, _PAGE_SIZE)
     comparison = Comparison()
     try:
-        for trial in trials:
-            in_flight.launch(trial, partial(_logits, layout, forward, trial, vocabulary))
+        for trial in range(count):
+            whole = Batch((overlapping.sequence(trial, 0, overlapping.length(trial)),))
+            in_flight.launch(trial, partial(overlapping.logits, trial), whole)
         while in_flight:
             for trial, future in in_flight.completed():
-                comparison.add(alone[trial], future.result())
+                comparison.add(expected[trial], future.result())
     finally:
         in_flight.close()
     return comparison
 
 
-def _logits(layout: CacheLayout, forward: Forward, trial: int, vocabulary: int) -> torch.Tensor:
-    """Returns the logits at the end of a prompt, of this trial's own length, and of each token after it."""
-    cache = layout.cache(capacity=_PROMPT + trial + _STEPS)
-    cache.begin_row()
-    ids = [(7919 * (trial + 1) + 31 * position) % vocabulary for position in range(_PROMPT + trial + _STEPS)]
-    chunks = [ids[: _PROMPT + trial], *([token] for token in ids[_PROMPT + trial :])]
-    return torch.cat([forward([chunk], cache) for chunk in chunks])
+class _Trials:
+    """Sequences of unlike lengths over one cache, each with pages and a slot of its own."""
+
+    def __init__(self, model: PreTrainedModel, forward: Forward, count: int) -> None:
+        self._forward = forward
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._pages = -(-self.length(count - 1) // _PAGE_SIZE)  # of a sequence
+        layout = CacheLayout(model.config)
+        self._groups = len(layout.spec(_PAGE_SIZE).groups)
+        self.cache = PagedCache(layout, _PAGE_SIZE, [count * self._pages] * self._groups, count)
+
+    def length(self, trial: int) -> int:
+        return _PROMPT + trial + _STEPS
+
+    def sequence(self, trial: int, start: int, count: int) -> BatchSequence:
+        ids = [(7919 * (trial + 1) + 31 * position) % self._vocabulary for position in range(start, start + count)]
+        table = range(trial * self._pages, (trial + 1) * self._pages)
+        pages = table[: -(-(start + count) // _PAGE_SIZE)]
+        return BatchSequence(ids, start, (pages,) * self._groups, state_slot=trial)
+
+    def logits(self, trial: int) -> torch.Tensor:
+        """Returns the logits at the end of a prompt and of each token after it."""
+        return torch.cat([self._forward(Batch((part,)), self.cache) for part in self._parts(trial)])
+
+    def _parts(self, trial: int) -> Iterator[BatchSequence]:
+        yield self.sequence(trial, 0, _PROMPT + trial)
+        for step in range(_STEPS):
+            yield self.sequence(trial, _PROMPT + trial + step, 1)

@@ -1,331 +1,445 @@
-"""Schedules the work of each step: admission by slots and memory, prefill in chunks, and the batch of each sequence.
+"""Schedules the work of each step: who decodes, which chunks of prompts run beside that, and in which pages.
 
 Decides and returns the work; it imports no torch, runs nothing and reads no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+import heapq
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count
 
-from mlserver_torch_stream.engine.open_prompts import OpenPrompts
+from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.page_pool import PagePool
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone
+from mlserver_torch_stream.engine.scheduling.sequence_account import NO_SLOT, SequenceAccount
+from mlserver_torch_stream.engine.scheduling.step_draft import StepDraft
+from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 
-_SHORT = 256  # tokens: shorter sequences count as equally long
-# Spare columns: the columns that a batch no longer needs are moved out once in `capacity / 9` steps.
-_SLACK = 1.125
-_LEAST_SLACK = 1.0625  # a cache with as much to spare is not moved for a new request
-# A cache shrinks when this part of its rows or columns is enough. With these three constants it takes 0.6 of the memory
-# of powers of two with a quarter to spare, and moves rows about as often (benchmarks/results/cache_layout.md).
-_SHRINK = 1 / 2
+Drafts = Callable[[SequenceState], Sequence[int]]
+"""Returns the tokens that are likely to follow; none is fine."""
 
-# On a CPU a forward of few tokens reads all weights for them. The embedded model takes 14 ms for one token, and 0.33 ms
-# for each further token of a long chunk (benchmarks/LOG.md): 16 alone take as long as 45 to 60 of those.
-_PREFILL_FLOOR = 64
-
-Cost = Callable[[int, int], int]
-"""Returns the bytes of a cache of (rows, columns)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """``prefill_tokens`` bounds the prompt tokens of one step; None: each prompt is prefilled whole.
-
-    A prefill forward counts as ``prefill_floor`` tokens at least, so one step runs at most
-    ``ceil(prefill_tokens / prefill_floor)`` of them, however short the prompts are.
-
-    ``stages`` batches of about one length can decode at the same time, with at most ``batches`` for each stage. A batch
-    pays for its longest sequence, and each batch is a forward: sequences whose lengths differ more than ``spread``
-    times are in different batches while there are fewer. With ``joint``, one forward takes all batches, and a new batch
-    is better than one that has to move because it grows.
-    """
-
-    max_num_seqs: int
-    prefill_tokens: int | None
-    cache_bytes: int
-    cost: Cost
-    stages: int = 1
-    batches: int = 4
-    spread: int = 4
-    joint: bool = False
-    prefill_floor: int = _PREFILL_FLOOR
-
-    def prefill_charge(self, tokens: int) -> int:
-        """Returns how much of a step's ``prefill_tokens`` a forward of so many prompt tokens uses up."""
-        return max(tokens, self.prefill_floor)
-
-
-def joint_limits(limits: SchedulerLimits) -> SchedulerLimits:
-    """Returns the limits for a joint forward, to which more batches of more equal lengths cost little.
-
-    With the lengths of a public trace a cache has 2.9 columns for each live one instead of 5.7
-    (benchmarks/results/cache_layout.md).
-    """
-    return replace(limits, joint=True, batches=8, spread=2)
-
-
-@dataclass(eq=False, slots=True)
-class DecodeBatch:
-    """Sequences that decode together, requests that will join them, and the capacity of their cache."""
-
-    sequences: list[SequenceState] = field(default_factory=list)
-    expected: list[RequestState] = field(default_factory=list)
-    row_capacity: int = 0
-    column_capacity: int = 0
-
-    @property
-    def lengths(self) -> list[int]:
-        return [sequence.length for sequence in self.sequences] + [len(request.prompt) for request in self.expected]
-
-    @property
-    def size(self) -> int:
-        """Sequences in the batch, and those of the expected requests."""
-        return len(self.sequences) + sum(request.params.n for request in self.expected)
-
-    def wanted(self) -> tuple[int, int]:
-        """Returns the rows and columns that its sequences can come to need."""
-        return row_step(self.size), column_step(self._longest())
-
-    def needed(self, request: RequestState | None = None) -> tuple[int, int]:
-        """Returns the capacity that the batch needs, with ``request`` if given: the present one while it has room."""
-        rows, longest = self.size + (request.params.n if request else 0), self._longest(request)
-        fits = longest * _LEAST_SLACK <= self.column_capacity
-        return (
-            self.row_capacity if rows <= self.row_capacity else row_step(rows),
-            self.column_capacity if fits else column_step(longest),
-        )
-
-    def has_room(self, request: RequestState) -> bool:
-        """Whether ``request`` can join without moving the cache."""
-        return not self.sequences or self.needed(request) == (self.row_capacity, self.column_capacity)
-
-    def _longest(self, request: RequestState | None = None) -> int:
-        requests = [*(sequence.request for sequence in self.sequences), *self.expected, *([request] if request else [])]
-        return max((each.final_length for each in requests), default=0)
-
-    def takes(self, length: int, spread: int) -> bool:
-        lengths = [max(_SHORT, each) for each in (*self.lengths, length)]
-        return max(lengths) <= spread * min(lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """The next ``count`` ids of a request's prompt, which the next forward prefills."""
-
-    request: RequestState
-    count: int
+Busy = Collection[SequenceState]
 
 
 class Scheduler:
-    """Admits waiting requests in the queue's order while there are slots and memory, and keeps account of both.
+    """Admits requests in the queue's order while there are places and pages, and plans each step.
 
-    It admits an open prompt when that is whole. Until then its ids are prefilled in memory that no admitted request
-    needs; the scheduler frees this memory for the next request that would have no room otherwise.
+    One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
+    ``advance(part, tokens)``, then its sequences accept their tokens; then ``release`` of those that ended.
+
+    Admitted sequences are in one order: by priority, then by admission. A sequence takes pages from those after it:
+    the last one is preempted, and computed again when its pages are free. So the first one always advances. The parts
+    of a batch are in an order too: a part may read pages that one before it, or a batch before it, writes.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
+        """``drafts`` guesses the next tokens of a sequence that decodes. States cannot go back: then it is not asked."""
         self.limits = limits
+        self.spec = spec
         self.waiting = FairQueue()
-        self.open_prompts = OpenPrompts(limits.cost, row_step)
-        self.prefilling: list[RequestState] = []
-        self.batches: list[DecodeBatch] = []
-        self._targets: dict[RequestState, DecodeBatch] = {}
+        self.preemptions = 0  # since the start
+        self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
+        self._drafts = None if spec.state_bytes else drafts
+        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes)
+        self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
+        self._state_copies: list[tuple[int, int]] = []
+        self._accounts: dict[SequenceState, SequenceAccount] = {}
+        self._admitted: list[SequenceAccount] = []  # in their order
+        self._open: list[RequestState] = []
+        # Prompts that hold pages and are not admitted; the one that grew least recently is first.
+        self._ahead: dict[SequenceAccount, None] = {}
+        self._given_up: set[SequenceAccount] = set()  # otherwise they would be prefilled and given up again and again
+        self._admissions = count()
+        self._step = 0
+
+    # --- gauges ---
 
     @property
     def running_sequences(self) -> int:
-        return sum(len(batch.sequences) for batch in self.batches)
+        """Admitted sequences whose prompt has been computed."""
+        return sum(bool(account.sequence.tokens) for account in self._admitted)
 
     @property
-    def reserved_bytes(self) -> int:
-        decoding = sum(self.limits.cost(*batch.needed()) for batch in self.batches)
-        return decoding + self.open_prompts.bytes + sum(map(self._prefill_bytes, self.prefilling))
+    def prefilling_requests(self) -> int:
+        """Admitted requests whose prompt is being computed."""
+        return sum(not account.sequence.tokens for account in self._admitted)
 
-    def fits_alone(self, sequences: int, final_length: int, prompt: int) -> bool:
-        """Whether a request of this size could run on an idle engine."""
-        need = bytes_alone(self.limits.cost, sequences, final_length, prompt)
-        return sequences <= self.limits.max_num_seqs and need <= self.limits.cache_bytes
+    @property
+    def open_prompts(self) -> int:
+        """Requests whose prompts are not whole yet."""
+        return len(self._open)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the pages and states of sequences; a page that several share counts once."""
+        return self._pool.used_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Of the pages that only the prefix cache holds."""
+        return self._pool.cached_bytes
+
+    # --- what comes and goes ---
+
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
+        """Returns why a request of this size could never run; None if it can."""
+        if fits_alone(self.spec, self.limits, sequences, prompt, final_length):
+            return None
+        return (
+            f"{sequences} x {final_length} tokens never fit at most {self.limits.max_num_seqs} sequences "
+            f"and {format_bytes(self.limits.cache_bytes)} of KV cache"
+        )
 
     def add(self, request: RequestState) -> None:
+        first, *others = request.sequences
+        account = self._accounts[first] = SequenceAccount(first, self.spec, self._pool)
+        account.forks = tuple(others)
         if request.sealed:
             self.waiting.add(request)
         else:
-            self.open_prompts.requests.append(request)
+            self._open.append(request)
 
-    def chunks(
-        self, busy: Collection[RequestState] = (), most: int | None = None, spent: int = 0
-    ) -> list[PrefillChunk]:
-        """Returns the chunks to prefill in this step: of begun prompts, of new requests, then of open prompts.
+    def release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
+        """Takes back the pages of sequences that have ended, and removes them from every queue.
 
-        A prompt of a higher priority comes before the rest of begun ones. There are at most ``most``, and none of
-        ``busy`` requests, whose last chunk is still in a forward. The forwards of this step have used up ``spent``
-        tokens already.
+        With ``forget`` nobody finds their pages afterwards: they may hold NaN. Returns the sequences that are computed
+        again, as they share pages that were not written: the result of their part is void.
         """
-        left = self.limits.prefill_tokens
-        if spent:
-            left = max(0, left - spent) if left is not None else 0
-        chunks: list[PrefillChunk] = []
-        for request in self.open_prompts.take_whole(busy):
-            self.waiting.add(request)
-        for request in sorted(self.prefilling, key=lambda each: each.priority):
-            while (
-                (left is None or left > 0)
-                and len(chunks) != most
-                and self.waiting.has_before(request.priority)
-                and (urgent := self._admit(busy)) is not None
-            ):
-                if urgent not in busy:
-                    left = self._take(urgent, left, chunks)
-            if request not in busy and len(chunks) != most:
-                left = self._take(request, left, chunks)
-        while (left is None or left > 0) and len(chunks) != most and (newcomer := self._admit(busy)) is not None:
-            if newcomer not in busy:
-                left = self._take(newcomer, left, chunks)
-        for request in self.open_prompts.requests:
-            if (
-                left is not None
-                and request not in busy
-                and len(chunks) != most
-                and self._can_prefill_ahead(request, left)
-            ):
-                left = self._take(request, left, chunks)
-        return chunks
+        leaving = [self._accounts.pop(each) for each in sequences if each in self._accounts]
+        void = self._void(leaving)
+        for account in leaving:
+            if forget:
+                account.pages.forget_all()
+            self._clear(account)
+            self._remove(account)
+        return void
 
-    def _can_prefill_ahead(self, request: RequestState, left: int) -> bool:
-        if not request.ahead or min(request.ready_ids, left) <= 0:
-            return False
-        return self.open_prompts.reserve(request, self.limits.cache_bytes - self.reserved_bytes)
-
-    def _take(self, request: RequestState, left: int | None, chunks: list[PrefillChunk]) -> int | None:
-        if left is None:
-            # Prompts that cannot be cut: one per step, so that sequences decode between two of them.
-            if request.sealed and request.ready_ids > 0 and not chunks:
-                chunks.append(PrefillChunk(request, request.ready_ids))
-            return 0 if chunks else None
-        count = min(request.ready_ids, left)
-        if count <= 0:
-            return left
-        chunks.append(PrefillChunk(request, count))
-        return left - self.limits.prefill_charge(count)
-
-    def _admit(self, busy: Collection[RequestState]) -> RequestState | None:
-        slots = self.running_sequences + sum(request.params.n for request in self.prefilling)
-        if slots >= self.limits.max_num_seqs:
-            return None
-        reserved = self.reserved_bytes - self.open_prompts.bytes_to_spare(busy)
-        admitted = self.waiting.admit(lambda request: self._choose(request, self.limits.max_num_seqs - slots, reserved))
-        if admitted is None:
-            return None
-        request, batch = admitted
-        batch.expected.append(request)
-        if batch not in self.batches:
-            self.batches.append(batch)
-        self._targets[request] = batch
-        self.prefilling.append(request)
-        self.open_prompts.remove(request)
-        self.open_prompts.give_up(self.reserved_bytes - self.limits.cache_bytes, busy)
-        return request
-
-    def _choose(self, request: RequestState, free_slots: int, reserved: int) -> DecodeBatch | None:
-        """Returns the batch that the request joins: one of its length, or a new one, as the memory allows."""
-        if request.params.n > free_slots:
-            return None
-        free = self.limits.cache_bytes - reserved - self._prefill_bytes(request)
-        for batch in self._candidates(request, free_slots, free):
-            now = self.limits.cost(*batch.needed()) if batch in self.batches else 0
-            if self.limits.cost(*batch.needed(request)) - now <= free:
-                return batch
-        return None
-
-    def _candidates(self, request: RequestState, free_slots: int, free: int) -> Sequence[DecodeBatch]:
-        """Returns the batches that the request can join, the best first."""
-        stages = self.limits.stages
-        alike = [batch for batch in self.batches if batch.takes(len(request.prompt), self.limits.spread)]
-        if stages > 1:
-            alike.sort(key=lambda batch: batch.size)
-        full = len(self.batches) >= self.limits.batches * stages
-        if self.limits.joint:
-            roomy = [batch for batch in alike if batch.has_room(request)]
-            new = [] if full else [self._new_batch(request, alike, free_slots, free)]
-            return [*roomy, *new, *(batch for batch in alike if batch not in roomy)] or self.batches
-        if full:
-            return alike or self.batches
-        # Each stage gets a batch before any batch gets a second sequence.
-        alike.insert(0 if len(alike) < stages else len(alike), DecodeBatch())
-        return alike
-
-    def _new_batch(
-        self, request: RequestState, alike: Sequence[DecodeBatch], free_slots: int, free: int
-    ) -> DecodeBatch:
-        """Returns a new batch. It has room for the waiting requests too, if half of the free memory is enough."""
-        ahead = min(free_slots, max(request.params.n + len(self.waiting) - 1, sum(batch.size for batch in alike)))
-        capacity = row_step(max(request.params.n, ahead)), column_step(request.final_length)
-        return DecodeBatch([], [], *capacity) if 2 * self.limits.cost(*capacity) <= free else DecodeBatch()
-
-    def _prefill_bytes(self, request: RequestState) -> int:
-        return self.limits.cost(1, self.open_prompts.columns(request))
-
-    def is_admitted(self, request: RequestState) -> bool:
-        return request in self._targets
-
-    def target(self, request: RequestState) -> DecodeBatch:
-        """Returns the batch that an admitted request will join."""
-        return self._targets[request]
-
-    def place(self, request: RequestState) -> DecodeBatch:
-        """Moves a prefilled request's sequences into their batch and sets the capacity of its cache."""
-        batch = self._targets[request]
-        batch.row_capacity, batch.column_capacity = batch.needed()
-        self.drop(request)
-        batch.sequences += request.sequences
-        return batch
-
-    def drop(self, request: RequestState) -> None:
-        """Forgets a request that is not in a batch: it was cancelled, it failed, or ``place`` puts it there now."""
-        if request in self._targets:
-            batch = self._targets.pop(request)
-            batch.expected.remove(request)
-            self.prefilling.remove(request)
+    def _remove(self, account: SequenceAccount) -> None:
+        request = account.sequence.request
+        self._given_up.discard(account)
+        if account in self._admitted:
+            self._admitted.remove(account)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.open_prompts.remove(request)
+        elif request in self._open:
+            self._open.remove(request)
 
-    def keep(self, batch: DecodeBatch, order: list[int]) -> bool:
-        """Keeps the sequences at these old indices, in this order. Returns True if the cache should shrink."""
-        batch.sequences = [batch.sequences[row] for row in order]
-        rows, columns = batch.wanted()
-        if rows > _SHRINK * batch.row_capacity and columns > _SHRINK * batch.column_capacity:
+    def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
+        """Computes sequences again whose forward failed. Returns them, and the others whose parts are void by that."""
+        accounts = [self._accounts[each] for each in sequences if each in self._accounts]
+        void = self._void(accounts)
+        for account in accounts:
+            self._restart(account)
+        return [*(account.sequence for account in accounts), *void]
+
+    def _void(self, failed: Sequence[SequenceAccount]) -> list[SequenceState]:
+        """Forgets the pages that the parts in flight should have written, and restarts the others that share them."""
+        seen, unwritten, found = set(failed), set[tuple[int, int]](), list(failed)
+        while found:
+            pages = set[tuple[int, int]]()
+            for account in found:
+                if account.part is not None:
+                    pages |= account.pages.forget_unwritten()
+                    account.part = None
+            found = [
+                other for other in self._accounts.values() if pages and other not in seen and other.pages.holds(pages)
+            ]
+            seen.update(found)
+            unwritten |= pages
+        others = [account for account in self._accounts.values() if account in seen and account not in set(failed)]
+        for account in others:
+            self._restart(account)
+        return [account.sequence for account in others]
+
+    def _restart(self, account: SequenceAccount) -> None:
+        self._clear(account)
+        account.began_anew = True
+        account.restarts = account in self._admitted
+
+    def _clear(self, account: SequenceAccount) -> None:
+        account.part = None
+        account.found = 0
+        account.pages.clear()
+        self._ahead.pop(account, None)
+        if account.slot != NO_SLOT:
+            self._state_copies = [each for each in self._state_copies if each[1] != account.slot]
+            heapq.heappush(self._slots, account.slot)
+            account.slot = NO_SLOT
+            self._pool.reserve(-self.spec.state_bytes)
+
+    # --- the plan of a step ---
+
+    def schedule(self, busy: Busy = ()) -> StepPlan:
+        """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages."""
+        self._step += 1
+        draft = StepDraft(self.limits, self.spec.page_size)
+        self._take_whole(busy)
+        decoding = self._to_decode(busy)
+        for account in list(self._admitted):
+            if account.sequence in busy or account.left == 0:
+                continue
+            if account.decodes and not account.restarts:
+                if account in decoding:
+                    self._take(account, 1, draft, busy)
+                continue
+            while draft.takes_prompts and self.waiting.has_before(account.priority) and self._admit(draft, busy):
+                pass
+            self._take_chunk(account, draft, busy)
+        while draft.takes_prompts and self._admit(draft, busy):
+            pass
+        self._take_ahead(draft, busy)
+        self._take_drafts(draft)
+        copies = self._state_copies
+        plan = draft.plan(copies)
+        if plan:
+            self._state_copies = []
+        return plan
+
+    def _take_whole(self, busy: Busy) -> None:
+        """Lets the open prompts that are whole now wait for admission."""
+        for request in [each for each in self._open if each.sealed and each.sequences[0] not in busy]:
+            self._open.remove(request)
+            self._accounts[request.sequences[0]].cut(request.kept)
+            self.waiting.add(request)
+
+    def _to_decode(self, busy: Busy) -> set[SequenceAccount]:
+        """Returns the sequences that may decode in this step. Of a pipeline each stage gets a batch of about one size."""
+        decoding = [account for account in self._admitted if account.decodes]
+        share = -(-len(decoding) // self.limits.stages)
+        free = [account for account in decoding if account.sequence not in busy]
+        return set(sorted(free, key=lambda account: account.last_step)[:share])
+
+    def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> None:
+        """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
+        decodes = account.decodes and not account.restarts
+        account.pages.drop_passed()
+        tokens = self._fitting(account, tokens, busy) or self._preempting(account, tokens, draft, busy)
+        if tokens:
+            self._add(account, tokens, draft, decodes=decodes)
+
+    def _add(self, account: SequenceAccount, tokens: int, draft: StepDraft, *, decodes: bool) -> None:
+        assert account.part is None, "a part is neither in flight nor back"
+        draft.add(account, tokens, decodes=decodes)
+        end = account.computed + tokens
+        self._take_slot(account)
+        draft.copies += account.pages.extend(end)
+        account.pages.name(end)
+        account.last_step = self._step
+        account.restarts = False
+
+    def _take_slot(self, account: SequenceAccount) -> None:
+        if self.spec.state_bytes and account.slot == NO_SLOT:
+            account.slot = heapq.heappop(self._slots)
+            self._pool.reserve(self.spec.state_bytes)
+
+    def _take_chunk(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> None:
+        if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
+            return
+        account.look_up(account.sequence.length - 1)
+        self._take(account, draft.chunk(account.computed, account.left), draft, busy)
+
+    def _may_restart(self, account: SequenceAccount) -> bool:
+        """Whether a preempted sequence would get through: otherwise it would be preempted again and again."""
+        needed = self._needed(account, account.sequence.length)
+        before = any(other.holds_something for other in self._admitted if other.order < account.order)
+        return not before or self._fits(account, self._plus(needed, self._margin()))
+
+    def _take_drafts(self, draft: StepDraft) -> None:
+        """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
+        for part in draft.decoding if self._drafts is not None else ():
+            sequence, pages = part.account.sequence, part.account.pages
+            most = min(draft.left, sequence.request.max_tokens - len(sequence.tokens) - 1)
+            drafts = list(self._drafts(sequence)[: int(most)]) if most > 0 and self._drafts is not None else []
+            end = part.start + part.count + len(drafts)
+            if drafts and self._pool.fits(pages.missing(end)):
+                pages.extend(end)
+                draft.add_drafts(part, drafts)
+
+    # --- admission ---
+
+    def _admit(self, draft: StepDraft, busy: Busy) -> bool:
+        """Admits the next request of the queue, and adds the first chunk of its prompt. Returns False if none can be."""
+        places = self.limits.max_num_seqs - sum(1 + len(account.forks) for account in self._admitted)
+        if places <= 0 or not self.waiting:
             return False
-        batch.row_capacity, batch.column_capacity = max(1, rows), max(1, columns)
+        restarting = min((account.priority for account in self._admitted if account.restarts), default=None)
+        reserved = self._plus(self._margin(), self._promised())
+
+        def place(request: RequestState) -> SequenceAccount | None:
+            later = restarting is not None and restarting <= request.priority
+            fits = request.params.n <= places and not later
+            return self._place(self._accounts[request.sequences[0]], reserved, busy) if fits else None
+
+        admitted = self.waiting.admit(place)
+        if admitted is None:
+            return False
+        request, account = admitted
+        account.order = (request.priority, next(self._admissions), 0)
+        self._ahead.pop(account, None)
+        self._given_up.discard(account)
+        insort(self._admitted, account, key=lambda each: each.order)
+        self._take_chunk(account, draft, busy)
         return True
 
-    def retire(self) -> list[DecodeBatch]:
-        """Removes and returns the batches without sequences and expected requests."""
-        empty = [batch for batch in self.batches if not batch.sequences and not batch.expected]
-        self.batches = [batch for batch in self.batches if batch.sequences or batch.expected]
-        return empty
+    def _place(self, account: SequenceAccount, reserved: Sequence[int], busy: Busy) -> SequenceAccount | None:
+        """Returns the account if the pages of its whole prompt are there, less those that it shares."""
+        account.look_up(account.sequence.length - 1)
+        needed = self._needed(account, account.sequence.length)
+        needed = [count + more + len(account.forks) for count, more in zip(needed, reserved, strict=True)]
+        if self._make_room(account, needed, busy, 1 + len(account.forks)):
+            return account
+        if account not in self._ahead:
+            self._clear(account)
+        return None
 
+    def _needed(self, account: SequenceAccount, tokens: int) -> list[int]:
+        """Returns how many more pages of each group a sequence needs until ``tokens`` of it are computed."""
+        step = self.limits.chunk(tokens)
+        return [
+            max(0, self.spec.most_pages(group, tokens, step) - held) for group, held in enumerate(account.pages.held)
+        ]
 
-def longest_sequence(cost: Cost, cache_bytes: int, max_model_len: int) -> int:
-    """Returns the most tokens, prompt included, of a single sequence for which ``cache_bytes`` are enough."""
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = bytes_alone(cost, 1, middle, middle) <= cache_bytes
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    def _margin(self) -> list[int]:
+        """Returns the pages that sequences which decode will need soon: they are not preempted for a newcomer."""
+        return [self.running_sequences] * len(self.spec.groups)
 
+    def _promised(self) -> list[int]:
+        """Returns the pages that the rest of begun prompts needs."""
+        promised = [0] * len(self.spec.groups)
+        for account in self._admitted:
+            if not account.decodes and not account.restarts:
+                needed = self._needed(account, account.sequence.length)
+                promised = [have + more + len(account.forks) for have, more in zip(promised, needed, strict=True)]
+        return promised
 
-def bytes_alone(cost: Cost, rows: int, final_length: int, prompt: int) -> int:
-    """Returns the bytes of a batch with one request only, and of its prompt's cache until it joins the batch."""
-    return cost(row_step(rows), column_step(final_length)) + cost(1, prompt)
+    @staticmethod
+    def _plus(one: Sequence[int], other: Sequence[int]) -> list[int]:
+        return [left + right for left, right in zip(one, other, strict=True)]
 
+    # --- pages ---
 
-def row_step(rows: int) -> int:
-    """Rounds up the rows of a cache to one of four sizes per power of two, so that a growing batch is copied rarely."""
-    step = max(1, (1 << max(0, rows - 1).bit_length()) // 8)
-    return -(-rows // step) * step
+    def _fits(self, account: SequenceAccount, needed: Sequence[int], sequences: int = 1) -> bool:
+        """Whether so many pages can be had, and the state slots of so many sequences."""
+        if not self.spec.state_bytes:
+            return self._pool.fits(needed)
+        slots = sequences - (account.slot != NO_SLOT)
+        return slots <= len(self._slots) and self._pool.fits(needed, slots * self.spec.state_bytes)
 
+    def _fitting(self, account: SequenceAccount, tokens: int, busy: Busy) -> int:
+        """Returns how many of the next ``tokens`` there are pages for, without those of other admitted sequences."""
+        size, start = self.spec.page_size, account.computed
+        while tokens > 0:
+            if self._make_room(account, account.pages.missing(start + tokens), busy):
+                return tokens
+            whole = self.limits.whole_prompts
+            tokens = 0 if whole else (start + tokens - 1) // size * size - start
+        return 0
 
-def column_step(length: int) -> int:
-    return -(-int(length * _SLACK) // 16) * 16
+    def _preempting(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> int:
+        """Preempts sequences after this one until one page is left, or the pages of a prompt that is taken whole."""
+        size, start = self.spec.page_size, account.computed
+        least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
+        while not self._fits(account, account.pages.missing(start + least)):
+            victim = self._victim(account, draft, busy)
+            if victim is None:
+                return 0
+            self._restart(victim)
+            self.preemptions += 1
+        return least
+
+    def _victim(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> SequenceAccount | None:
+        for other in reversed(self._admitted):
+            if other.order <= account.order:
+                return None
+            if other.sequence not in busy and other not in draft and other.holds_something:
+                return other
+        return None
+
+    # --- open prompts ---
+
+    def _take_ahead(self, draft: StepDraft, busy: Busy) -> None:
+        """Adds chunks of prompts that are not whole yet, in pages that no admitted sequence needs."""
+        if self.limits.whole_prompts:
+            return
+        for request in self._open:
+            account = self._accounts[request.sequences[0]]
+            if account.sequence in busy or account in self._given_up or account.left <= 0 or not draft.takes_prompts:
+                continue
+            account.look_up(account.sequence.length - 1)
+            account.pages.drop_passed()
+            if (tokens := self._fitting_ahead(account, draft)) > 0:
+                self._add(account, tokens, draft, decodes=False)
+            if account.holds_something:
+                self._ahead.pop(account, None)
+                self._ahead[account] = None
+
+    def _fitting_ahead(self, account: SequenceAccount, draft: StepDraft) -> int:
+        reserved = self._plus(self._margin(), self._promised())
+        tokens = draft.chunk(account.computed, account.left) if account.left > 0 else 0
+        while tokens > 0:
+            missing = account.pages.missing(account.computed + tokens)
+            if self._fits(account, self._plus(missing, reserved)):
+                return tokens
+            size = self.spec.page_size
+            tokens = (account.computed + tokens - 1) // size * size - account.computed
+        return 0
+
+    def _make_room(self, account: SequenceAccount, needed: Sequence[int], busy: Busy, sequences: int = 1) -> bool:
+        """Whether so many pages can be had, when prompts that are not admitted give up theirs."""
+        if self._fits(account, needed, sequences):
+            return True
+        spare = [other for other in self._ahead if other is not account and other.sequence not in busy]
+        for other in spare:
+            self._clear(other)
+            other.began_anew = True
+            self._given_up.add(other)
+            if self._fits(account, needed, sequences):
+                return True
+        return False
+
+    # --- after the forward ---
+
+    def advance(self, part: ScheduledSequence, tokens: int) -> bool:
+        """Counts the first ``tokens`` of a part as computed: ``part.count``, or less where drafts were rejected.
+
+        Returns False if the part is void: its result is ignored, and the sequence is computed again. After the end of a
+        prompt the other sequences of its request go on from there.
+        """
+        account = self._accounts.get(part.sequence)
+        if account is None or account.part is not part:
+            return False
+        account.part = None
+        account.pages.computed = part.start + tokens
+        account.pages.written = account.pages.named
+        if part.samples and not account.sequence.tokens:
+            account.sequence.request.cached_tokens = account.found
+            self.hit_tokens += account.found
+            account.found = 0
+            self._fork(account)
+        return True
+
+    def _fork(self, account: SequenceAccount) -> None:
+        forks, account.forks = account.forks, ()
+        for sequence in forks:
+            if sequence.finish_reason is None:
+                self._accounts[sequence] = twin = self._twin(account, sequence)
+                insort(self._admitted, twin, key=lambda each: each.order)
+
+    def _twin(self, account: SequenceAccount, sequence: SequenceState) -> SequenceAccount:
+        twin = SequenceAccount(sequence, self.spec, self._pool)
+        priority, admission, _ = account.order
+        twin.order = (priority, admission, sequence.request.sequences.index(sequence))
+        twin.began_anew = True
+        if not self._fits(twin, [0] * len(self.spec.groups)):  # prompts that are not admitted hold the state slots
+            twin.restarts = True
+            return twin
+        twin.pages = account.pages.fork(twin.token_ids)
+        self._take_slot(twin)
+        if twin.slot != NO_SLOT:
+            self._state_copies.append((account.slot, twin.slot))
+        return twin

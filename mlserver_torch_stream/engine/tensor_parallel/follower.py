@@ -9,16 +9,16 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import set_threads
+from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_of, decode_operations
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.shard import load_shard, receive_settings
 from mlserver_torch_stream.errors import LoadFailed
@@ -47,42 +47,38 @@ def follow(find: Callable[[], RankGroup]) -> int:
 def _serve(group: RankGroup) -> None:
     resolved = receive_settings(group)
     set_threads(resolved.settings, read_host())
-    caches = FollowerCaches(load_shard(resolved, group).weights.model)
+    shard = load_shard(resolved, group)
+    caches = FollowerCaches(CacheLayout(shard.weights.model.config), shard.forward, group.all_raised)
     with torch.inference_mode():
         while True:
-            for operation, *arguments in group.receive_operations():
-                if operation == "stop":
+            for operation, numbers in decode_operations(group.receive_operations()):
+                if operation is Operation.STOP:
                     return
-                if operation == "pulse":
+                if operation is Operation.PULSE:
                     group.pulse()
                 else:
-                    caches.run(operation, *arguments)
+                    caches.run(operation, *numbers)
 
 
 class FollowerCaches:
     """Holds this rank's part of each of rank 0's caches, by the cache's name, and runs operations on them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._layout = CacheLayout(model.config)
-        self._forward = ModelForward(model)
-        self._caches: dict[int, RowCache] = {}
+    def __init__(self, layout: CacheLayout, forward: Forward, all_raised: Callable[[], bool]) -> None:
+        self._layout = layout
+        self._forward = forward
+        self._all_raised = all_raised
+        self._caches: dict[int, PagedCache] = {}
 
-    def run(self, operation: str, name: int, *arguments: Any) -> None:
-        """Repeats an operation that ``mirrored_cache`` has recorded on rank 0."""
-        caches = self._caches
-        if operation == "cache":
-            caches[name] = self._layout.cache(*arguments)
-        elif operation == "drop":
-            del caches[name]
-        elif operation == "forward":
-            self._forward(arguments[0], caches[name])
-        elif operation == "join":
-            caches[name].join(caches[arguments[0]], arguments[1])
-        elif operation == "leave":
-            caches[name].leave(set(arguments[0]))
-        elif operation in ("extract", "head"):
-            caches[arguments[0]] = getattr(caches[name], operation)(*arguments[1:])
-        elif operation in ("begin_row", "resize", "clear_row"):
-            getattr(caches[name], operation)(*arguments)
-        else:
-            raise RuntimeError(f"unknown operation {operation!r}: the ranks run different versions")
+    def run(self, operation: Operation, name: int, *numbers: int) -> None:
+        """Repeats what rank 0 does. Raises a forward's error unless all ranks have it."""
+        if operation is Operation.CACHE:
+            page_size, state_slots, *pages = numbers
+            self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)
+        elif operation is Operation.DROP:
+            del self._caches[name]
+        elif operation is Operation.FORWARD:
+            try:
+                self._forward(batch_of(numbers), self._caches[name])
+            except Exception:
+                if not self._all_raised():
+                    raise

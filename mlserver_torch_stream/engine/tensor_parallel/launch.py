@@ -6,13 +6,15 @@ Knows nothing of engines.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.engine.loading.loader import ModelFiles
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.mirrored_cache import MirroredForward, MirroredLayout
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
+from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedCache, RankedForward
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
 from mlserver_torch_stream.engine.tensor_parallel.shard import Shard, load_shard, send_settings
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
@@ -22,12 +24,12 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 @dataclass(frozen=True, slots=True)
 class LaunchedModel:
-    """Rank 0's shard, the leader of the other ranks, and a layout and a forward that run on all ranks."""
+    """Rank 0's shard and the leader of the other ranks. ``cache`` makes a cache on all ranks, like ``PagedCache``."""
 
     shard: Shard
     leader: Leader
-    layout: MirroredLayout
-    forward: MirroredForward
+    cache: Callable[..., RankedCache]
+    forward: RankedForward
 
 
 def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
@@ -51,5 +53,4 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
             raise LoadFailed(f"{KEY}: the ranks lost each other while loading: {fate or error}") from error
         raise
     leader = Leader(group, other_ranks)
-    model = shard.weights.model
-    return LaunchedModel(shard, leader, MirroredLayout(model, leader), MirroredForward(model, leader))
+    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader))

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
 
+from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, encode_operations
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 
@@ -44,7 +44,7 @@ class Leader:
         self._other_ranks = other_ranks
         self._sending_lock = threading.RLock()
         self._fate_lock = threading.Lock()
-        self._notes: deque[list[Any]] = deque()
+        self._notes: deque[tuple[Operation, tuple[int, ...]]] = deque()
         self._names = count(1)
         self._over = threading.Event()
         self._left = False
@@ -57,31 +57,32 @@ class Leader:
         """Returns a new name for a cache that exists on every rank."""
         return next(self._names)
 
-    def note(self, *operation: Any) -> None:
+    def note(self, operation: Operation, *numbers: int) -> None:
         """Records an operation that the followers run before the next forward. From any thread."""
         if not self._over.is_set():
-            self._notes.append(list(operation))
+            self._notes.append((operation, numbers))
 
     @contextmanager
-    def mirrored(self, *operation: Any) -> Iterator[None]:
-        """Records the operation that the block runs here. If the block raises, the ranks differ and all are lost."""
-        self.note(*operation)
-        try:
-            yield
-        except BaseException as error:
-            self.lose(f"{type(error).__name__}: {error}")
-            raise
+    def sending(self, operation: Operation, *numbers: int) -> Iterator[None]:
+        """Sends the operation after all recorded ones: the followers run it beside the block.
 
-    @contextmanager
-    def sending(self, *operation: Any) -> Iterator[None]:
-        """As ``mirrored``, but sends the operation and all recorded ones now: the followers run it beside the block."""
+        If the block raises, the ranks differ and all are lost.
+        """
         with self._sending_lock:
             self.check()
             if self._over.is_set():
                 raise RanksLost("the ranks were let go")
-            with self.mirrored(*operation):
+            self.note(operation, *numbers)
+            try:
                 self._send()
                 yield
+            except BaseException as error:
+                self.lose(f"{type(error).__name__}: {error}")
+                raise
+
+    def all_raised(self) -> bool:
+        """Whether all ranks have raised at the same place of this forward, so that they can go on. Blocks."""
+        return self._group.all_raised()
 
     def check(self) -> None:
         """Raises RanksLost if a rank is lost."""
@@ -119,7 +120,7 @@ class Leader:
         atexit.unregister(self.stop)
         if orderly and self._sending_lock.acquire(timeout=_END_SECONDS):
             try:
-                self._notes.append(["stop"])
+                self._notes.append((Operation.STOP, ()))
                 self._send()
             except RuntimeError as error:
                 logger.warning("The other ranks did not get the message to stop: %s", error)
@@ -134,12 +135,12 @@ class Leader:
         operations = []
         while self._notes:
             operations.append(self._notes.popleft())
-        self._group.send_operations(operations)
+        self._group.send_operations(encode_operations(operations))
 
     def _send_pulses(self) -> None:
         while not self._over.wait(_PULSE_SECONDS):
             try:
-                with self.sending("pulse"):
+                with self.sending(Operation.PULSE):
                     self._group.pulse()
             except RuntimeError:
                 return  # ``lose`` has reported it

@@ -20,8 +20,11 @@ from mlserver_torch_stream.errors import LoadFailed
 _SERVING_TIMEOUT = timedelta(seconds=20)
 # Ranks load at different speeds: from other disks, through other networks.
 _LOADING_TIMEOUT = timedelta(hours=2)
-# Bytes of a broadcast, enough for the operations of most steps: a second broadcast costs as much as the first.
-_FRAME = 4096
+# For the ranks to learn whether a forward that raised on one has raised on all: they leave it at nearly the same time.
+_RAISING_TIMEOUT = timedelta(seconds=3)
+# Bytes of a broadcast, enough for most steps (32 sequences of 1,500 tokens in pages of 16): a second broadcast costs as
+# much as the first.
+_FRAME = 16384
 
 
 class RankGroup:
@@ -36,6 +39,7 @@ class RankGroup:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_SERVING_TIMEOUT)
             self._loading = dist.new_group(backend="gloo", timeout=_LOADING_TIMEOUT)
             self._serving = dist.new_group(backend="gloo", timeout=_SERVING_TIMEOUT)
+            self._raising = dist.new_group(backend="gloo", timeout=_RAISING_TIMEOUT)
         except BaseException:
             if dist.is_initialized():
                 self.leave()
@@ -45,10 +49,10 @@ class RankGroup:
 
     def send(self, message: Any) -> None:
         """Sends JSON from rank 0 to all others, which call ``receive``."""
-        _send(message, self._loading)
+        _send(json.dumps(message).encode(), self._loading)
 
     def receive(self) -> Any:
-        return _receive(self._loading)
+        return json.loads(_receive(self._loading))
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -70,40 +74,60 @@ class RankGroup:
         dist.all_reduce(given, op=dist.ReduceOp.MIN, group=self._loading)
         return int(given.item())
 
+    def agrees(self, value: str) -> bool:
+        """Whether all ranks give the same value."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._loading)
+        return len(set(values)) == 1
+
     # --- during generation ---
 
-    def send_operations(self, operations: Any) -> None:
-        """Sends JSON from rank 0 to all others, which call ``receive_operations``."""
+    def send_operations(self, operations: bytes) -> None:
+        """Sends the bytes from rank 0 to all others, which call ``receive_operations``."""
         _send(operations, self._serving)
 
-    def receive_operations(self) -> Any:
+    def receive_operations(self) -> bytes:
         return _receive(self._serving)
 
     def pulse(self) -> None:
         """Returns when every rank has called it."""
         dist.barrier(group=self._serving)
 
+    def all_raised(self) -> bool:
+        """Whether every rank calls this now, after as many collectives of the model. Else the ranks are lost."""
+        try:
+            place = torch.tensor([self._collectives()])
+            places = [torch.zeros_like(place) for _ in range(self.size)]
+            dist.all_gather(places, place, group=self._raising)
+        except RuntimeError:
+            return False
+        return all(torch.equal(place, each) for each in places)
+
+    def _collectives(self) -> int:
+        """Returns how many collectives the model has begun. Raises RuntimeError if the backend does not count them."""
+        count: int = dist.group.WORLD._get_sequence_number_for_group()
+        return count
+
     def leave(self) -> None:
         dist.destroy_process_group()
 
 
-def _send(message: Any, group: dist.ProcessGroup) -> None:
-    body = json.dumps(message).encode()
+def _send(body: bytes, group: dist.ProcessGroup) -> None:
     data = (len(body).to_bytes(8, "little") + body).ljust(_FRAME, b"\0")
     for part in (data[:_FRAME], data[_FRAME:]):
         if part:
             dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=group)
 
 
-def _receive(group: dist.ProcessGroup) -> Any:
+def _receive(group: dist.ProcessGroup) -> bytes:
     data = _receive_bytes(_FRAME, group)
     end = 8 + int.from_bytes(data[:8], "little")
     if end > _FRAME:
         data += _receive_bytes(end - _FRAME, group)
-    return json.loads(data[8:end])
+    return data[8:end]
 
 
 def _receive_bytes(count: int, group: dist.ProcessGroup) -> bytes:
-    received = torch.empty(count, dtype=torch.uint8)
-    dist.broadcast(received, 0, group=group)
-    return bytes(received.tolist())
+    received = bytearray(count)
+    dist.broadcast(torch.frombuffer(received, dtype=torch.uint8), 0, group=group)
+    return bytes(received)

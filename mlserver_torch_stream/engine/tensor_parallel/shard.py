@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, locate
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
@@ -24,10 +25,14 @@ from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``room``: the bytes that are free on the fullest of the ranks' devices, once all ranks have loaded."""
+    """``room``: the bytes that are free on the fullest of the ranks' devices, once all ranks have loaded.
+
+    ``forward`` runs this rank's part, as the findings say; the other ranks run theirs at the same time.
+    """
 
     weights: LoadedWeights
     findings: SelfCheckResult
+    forward: Forward
     room: int
 
 
@@ -53,7 +58,10 @@ def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
             findings = check_batching(weights.model, room)
             if findings.problem is not None:
                 raise LoadFailed(f"{KEY}: this model cannot be batched: {findings.problem}")
-    return Shard(weights, findings, group.smallest(_room(input_device(weights.model), group.size)))
+        if not group.agrees(f"{findings.way}, {findings.chunked}"):
+            raise LoadFailed(f"{KEY}: the checks of the ranks differ")
+        forward = ModelForward(weights.model, findings.way)
+    return Shard(weights, findings, forward, group.smallest(_room(input_device(weights.model), group.size)))
 
 
 def _room(device: torch.device, size: int) -> int:

@@ -45,6 +45,7 @@ _TOKENS: dict[str, Callable[[EngineStats], float]] = {
     "prefix_cache_queries": lambda stats: stats.prefill_tokens + stats.prefix_cache_hit_tokens,
     "prefix_cache_hits": lambda stats: stats.prefix_cache_hit_tokens,
     "generation_tokens": lambda stats: stats.generation_tokens,
+    "num_preemptions": lambda stats: stats.num_preemptions,
 }
 
 

@@ -1,0 +1,124 @@
+"""Chooses the next tokens of all sequences of a step, and verifies drafts with the tokens that are chosen.
+
+Knows nothing of pages, nor of the order of forwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mlserver_torch_stream.engine.batching.step_results import ComputedPart, StepResult
+from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ChosenTokens:
+    """What the sequences of a step have got: ``tokens`` of all of them together.
+
+    ``computed`` is how many of a part's tokens count: all but the drafts that were not accepted. The logits of
+    ``spoiled`` sequences hold NaN, and so may their pages.
+    """
+
+    computed: dict[ComputedPart, int]
+    tokens: int = 0
+    spoiled: list[SequenceState] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A sequence that gets its next token from a row of the logits, behind ``drafts`` accepted ones."""
+
+    computed: ComputedPart
+    sequence: SequenceState
+    drafts: int = 0
+
+    @property
+    def row(self) -> int:
+        return self.computed.row + self.drafts
+
+
+class TokenChoice:
+    """Samples the rows of all sequences at once; if that raises, those of each alone, so that only the culprit fails.
+
+    A draft is accepted where it equals the token that is sampled from the row before it. The noise of sampling depends
+    on the position and the token alone, so the tokens are those that the sequence gets without drafts.
+    """
+
+    def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
+        self._samplers = samplers
+        self._check_devices = check_devices
+
+    def choose(self, result: StepResult) -> ChosenTokens:
+        """Gives the unfinished sequences of a step their tokens."""
+        chosen = ChosenTokens({each: each.part.count - len(each.part.drafts) for each in result.computed})
+        turns = [
+            _Turn(computed, sequence)
+            for computed in result.computed
+            if not computed.part.samples or self._begin(computed.part.sequence.request)
+            for sequence in computed.part.samples
+            if sequence.finish_reason is None
+        ]
+        while turns:
+            choices = self._sample(result.logits, turns)
+            turns = [
+                again for turn, choice in zip(turns, choices, strict=True) if (again := _take(turn, choice, chosen))
+            ]
+        return chosen
+
+    def _begin(self, request: RequestState) -> bool:
+        """Makes the samplers of a request whose prompt is computed. Returns False if its parameters allow none."""
+        if request.sequences[0].sampler is not None:
+            return True
+        try:
+            self._samplers.begin(request)
+        except Exception as error:
+            logger.exception("the samplers of a request could not be made")
+            request.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
+            return False
+        return True
+
+    def _sample(self, logits: torch.Tensor, turns: Sequence[_Turn]) -> list[SampledToken | GenerationFailed]:
+        rows = [turn.row for turn in turns]
+        samplers = [turn.sequence.sampler for turn in turns if turn.sequence.sampler is not None]
+        try:
+            return sample(logits if rows == list(range(len(logits))) else logits[rows], samplers)
+        except Exception as error:
+            if len(turns) > 1:
+                return [self._sample(logits, [turn])[0] for turn in turns]
+            logger.exception("sampling failed")
+            self._check_devices()
+            return [GenerationFailed(f"sampling failed: {in_short(error)}")]
+
+
+def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> _Turn | None:
+    """Gives a sequence its token. Returns its next turn if the token was drafted, and the sequence goes on."""
+    sequence = turn.sequence
+    if isinstance(choice, GenerationFailed):
+        sequence.finish(FinishReason.ERROR, choice)
+        chosen.spoiled.append(sequence)
+        return None
+    chosen.tokens += 1
+    assert sequence.sampler is not None
+    try:
+        sequence.sampler.accept(choice.token_id)
+        sequence.accept(choice.token_id, choice.logprob)
+    except Exception as error:
+        logger.exception("a token could not be taken")
+        failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
+        sequence.finish(FinishReason.ERROR, failure)
+    drafts = turn.computed.part.drafts
+    if turn.drafts == len(drafts) or choice.token_id != drafts[turn.drafts]:
+        return None
+    chosen.computed[turn.computed] += 1
+    return replace(turn, drafts=turn.drafts + 1) if sequence.finish_reason is None else None

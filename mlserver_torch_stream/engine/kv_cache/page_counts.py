@@ -1,0 +1,80 @@
+"""Divides the bytes of a KV cache among its groups of layers and its states: so many pages, so many slots.
+
+Knows nothing of devices: each has a spec, with the bytes of the layers that are on it, and room.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+
+_MOST = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """``pages`` are those of each group of layers; they stand on every device that has one of its layers."""
+
+    pages: tuple[int, ...]
+    state_slots: int
+
+    def bytes_of(self, spec: CacheSpec) -> int:
+        pages = sum(count * spec.page_bytes(group) for group, count in enumerate(self.pages))
+        return pages + self.state_slots * spec.state_bytes
+
+    def longest(self, spec: CacheSpec, tokens: int, step: int) -> int:
+        """Returns the most tokens, up to ``tokens``, of a sequence alone that takes ``step`` new tokens at a time."""
+        if spec.state_bytes and not self.state_slots:
+            return 0
+        return _largest(tokens, lambda length: _covers(self.pages, _pages(spec, length, step)))
+
+
+def size_cache(
+    rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int
+) -> CacheSize:
+    """Returns the size that fits all ``rooms``: the spec of a device, or of all together, and the bytes there.
+
+    It holds one sequence of ``tokens`` if that is possible, then as long ones as possible for each of ``sequences``:
+    more memory for windowed layers would be of no use, and less would end a long sequence. The rest goes to all groups
+    alike, for the prefix cache. Without room for a token there are no pages at all.
+    """
+    spec = rooms[0][0]
+    slot = int(any(each.state_bytes > 0 for each, _ in rooms))
+
+    def fits(size: CacheSize) -> bool:
+        return all(size.bytes_of(each) <= room for each, room in rooms)
+
+    def of(count: int, length: int) -> CacheSize:
+        pages = (count * number for number in _pages(spec, length, 1))
+        return CacheSize(tuple(map(max, pages, alone)), count * slot)
+
+    longest = _largest(tokens, lambda length: fits(CacheSize(_pages(spec, length, step), slot)))
+    if longest == 0:
+        return CacheSize((0,) * len(spec.groups), 0)
+    alone = _pages(spec, longest, step)
+    count = max(1, _largest(sequences, lambda number: fits(of(number, 1))))
+    size = of(count, _largest(tokens, lambda length: fits(of(count, length))))
+    if not size.pages:
+        return size
+    more = _largest(_MOST, lambda pages: fits(_with_pages(size, pages)))
+    return _with_pages(size, more)
+
+
+def _pages(spec: CacheSpec, tokens: int, step: int) -> tuple[int, ...]:
+    return tuple(spec.most_pages(group, tokens, step) for group in range(len(spec.groups)))
+
+
+def _covers(held: Sequence[int], needed: Sequence[int]) -> bool:
+    return all(have >= need for have, need in zip(held, needed, strict=True))
+
+
+def _with_pages(size: CacheSize, more: int) -> CacheSize:
+    return CacheSize(tuple(count + more for count in size.pages), size.state_slots)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest number from 1 to ``most`` that fits, as all below it do; 0: none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

@@ -1,0 +1,197 @@
+"""Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
+
+They join in chunks and whole, leave, share a page, fork, and are verified as drafts are. Their pages lie scattered,
+and a page that is handed out holds what nobody wrote there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.loading.comparison import Comparison, ErrorOf
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
+
+# Kernels work in blocks of 12 and 64 queries, and of 16 and 32 keys: one sequence crosses all of them.
+LONGEST = 70
+_LONGEST_CHUNK = 65
+AFTER = 12  # tokens that each sequence can take after its prompt
+_STALE = 1000.0  # finite: a kernel may multiply it with the chance 0 of a key that is not seen
+
+
+@dataclass(slots=True)
+class TrialSequence:
+    ids: list[int]  # the prompt and all tokens after it
+    prompt: int
+    slot: int
+    tables: list[list[int]]
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Trial:
+    """``chunked``: prompts are cut, and sequences share pages; else each prompt is computed whole."""
+
+    expected: ExpectedLogits
+    layout: CacheLayout
+    forward: Forward
+    page_size: int
+    longest: int  # prompt
+    chunked: bool
+    cache: PagedCache = field(init=False)
+    comparison: Comparison = field(init=False)
+    _free: list[list[int]] = field(init=False)
+    _users: list[Counter[int]] = field(init=False)
+    _copies: list[tuple[int, int, int]] = field(default_factory=list)
+    _state_copies: list[tuple[int, int]] = field(default_factory=list)
+    _slots: int = 0
+
+    def __post_init__(self) -> None:
+        groups = len(self.layout.spec(self.page_size).groups)
+        pages = 4 * (self.longest + AFTER) // self.page_size + 17
+        self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=8)
+        self.comparison = Comparison()
+        self._free = [[*range(1, pages, 2), *range(0, pages, 2)] for _ in range(groups)]
+        self._users = [Counter() for _ in range(groups)]
+
+    def run(self, error_of: ErrorOf, *, early: bool) -> tuple[float | None, TrialSequence]:
+        """Returns the error, and a short sequence that is in the cache. ``early``: the first error ends the trial."""
+        a, b, c = self._new(6), self._new(self.longest), self._new(3)
+        d = e = None
+        for number, parts in enumerate(self._plan(a, b)):
+            if number == 2 and self._goes_on and b.computed >= self.page_size:
+                d = self._sharing(b)
+            if number == 5:
+                self._leave(a)
+                d = d or self._new(13)
+            if number == 6:
+                e = self._forked(c)
+            named = zip((a, b, c, d, e), parts, strict=True)
+            self._step([(sequence, count) for sequence, count in named if count and sequence is not None])
+            if early and (error := error_of(self.comparison)) is not None:
+                return error, c
+        return error_of(self.comparison), c
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a sequence can go on from pages alone, by any number of tokens."""
+        return self.chunked and not self.layout.has_states
+
+    def _plan(self, a: TrialSequence, b: TrialSequence) -> list[tuple[int, int, int, int, int]]:
+        """Returns the new tokens of each of five sequences at each step."""
+        whole = 1000  # what is left of a prompt
+        drafts = 3 if self._goes_on else 1
+        chunks = (
+            [(2, 0, 0, 0, 0), (4, max(5, b.prompt - _LONGEST_CHUNK), 0, 0, 0), (1, whole, 0, 0, 0)]
+            if self.chunked
+            else [(6, 0, 0, 0, 0), (1, whole, 0, 0, 0), (1, 1, 0, 0, 0)]
+        )
+        return [
+            *chunks,
+            (1, 1, 3, 0, 0),
+            (1, 1, 1, 0, 0),
+            (0, 1, 1, whole, 0),
+            (0, drafts, 1, 1, 1),
+            (0, 1, 1, 1, 1),
+        ]
+
+    def _step(self, parts: Sequence[tuple[TrialSequence, int]]) -> None:
+        sequences, ends = [], []
+        for sequence, asked in parts:
+            left = sequence.prompt - sequence.computed
+            count = min(asked, left) if left > 0 else asked
+            end = sequence.computed + count
+            wanted = 0 if end < sequence.prompt else count if left <= 0 else 1
+            self._make_room(sequence, end)
+            tables = tuple(tuple(table) for table in sequence.tables)
+            sequences.append(
+                BatchSequence(sequence.ids[sequence.computed : end], sequence.computed, tables, wanted, sequence.slot)
+            )
+            ends.append((sequence, end, wanted))
+        batch = Batch(tuple(sequences), tuple(self._copies), tuple(self._state_copies))
+        self._copies, self._state_copies = [], []
+        logits = self.forward(batch, self.cache)
+        rows = iter(logits)
+        for sequence, end, wanted in ends:
+            for position in range(end - wanted, end):
+                self.comparison.add(self.expected.near(sequence.ids)[position], next(rows))
+            # Drafts are taken for rejected: they are computed again.
+            sequence.computed = end if wanted <= 1 else end - wanted + 1
+
+    # --- sequences ---
+
+    def token(self, seed: int) -> int:
+        return (seed * 7919 + 13) % self.expected.vocab_size
+
+    def _new(self, prompt: int) -> TrialSequence:
+        ids = [self.token(100 * prompt + number) for number in range(prompt + AFTER)]
+        return self._added(ids, prompt, [[] for _ in self._free])
+
+    def _added(self, ids: list[int], prompt: int, tables: list[list[int]]) -> TrialSequence:
+        self._slots += 1
+        return TrialSequence(ids, prompt, self._slots if self.layout.has_states else -1, tables)
+
+    def _sharing(self, other: TrialSequence) -> TrialSequence:
+        """Returns a sequence with the first page of another one, which that has filled already."""
+        size = self.page_size
+        ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + AFTER)]
+        tables = [table[:1] for table in other.tables]
+        for users, table in zip(self._users, tables, strict=True):
+            users.update(table)
+        shared = self._added(ids, size + 9, tables)
+        shared.computed = size
+        return shared
+
+    def _forked(self, other: TrialSequence) -> TrialSequence:
+        """Returns a sequence that goes on from another one by other tokens. The page that it writes to is copied."""
+        ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(AFTER)]
+        tables = [list(table) for table in other.tables]
+        fork = self._added(ids, other.prompt, tables)
+        fork.computed = other.computed
+        for group, table in enumerate(tables):
+            if other.computed % self.page_size:
+                source, table[-1] = table[-1], self._take(group)
+                self._copies.append((group, source, table[-1]))
+            self._users[group].update(page for page in table[: other.computed // self.page_size] if page >= 0)
+        if fork.slot >= 0:
+            self._state_copies.append((other.slot, fork.slot))
+        return fork
+
+    def _leave(self, sequence: TrialSequence) -> None:
+        for group, table in enumerate(sequence.tables):
+            for page in table:
+                self._give(group, page)
+        sequence.tables = []
+
+    # --- pages ---
+
+    def _make_room(self, sequence: TrialSequence, end: int) -> None:
+        """Gives back the pages that a window has passed, and takes those for the new tokens."""
+        for group, table in enumerate(sequence.tables):
+            for entry in range(self.cache.groups[group].oldest_seen(sequence.computed) // self.page_size):
+                self._give(group, table[entry])
+                table[entry] = -1
+            while len(table) * self.page_size < end:
+                table.append(self._take(group))
+
+    def _take(self, group: int) -> int:
+        page = self._free[group].pop(0)
+        self._users[group][page] = 1
+        for layer in self.cache.layers.values():
+            if layer.group == group and layer.keys is not None and layer.values is not None:
+                for pool in (layer.keys, layer.values):
+                    pool[page] = torch.full_like(pool[page], _STALE)
+        return page
+
+    def _give(self, group: int, page: int) -> None:
+        if page >= 0:
+            self._users[group][page] -= 1
+            if not self._users[group][page]:
+                self._free[group].insert(0, page)

@@ -1,0 +1,73 @@
+"""Bytes become pages: of each group of layers, on each device, for as many and as long sequences as fit."""
+
+from __future__ import annotations
+
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, size_cache
+from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
+
+FULL = CacheSpec(16, (LayerGroup((0, 1), token_bytes=100),))
+MIXED = CacheSpec(16, (LayerGroup((0,), token_bytes=100), LayerGroup((1, 2), window=64, token_bytes=200)))
+STATES = CacheSpec(16, (LayerGroup((0,), token_bytes=100),), state_bytes=5000)
+LIMITS = {"sequences": 8, "tokens": 1024, "step": 32}
+
+
+def test_all_bytes_become_pages_where_all_layers_see_everything() -> None:
+    size = size_cache([(FULL, 1_000_000)], **LIMITS)
+    assert size == CacheSize((625,), 0) and size.bytes_of(FULL) == 1_000_000
+
+
+def test_windowed_layers_get_what_all_sequences_together_can_use() -> None:
+    """Equal parts would leave most of their pages idle: eight long sequences need 8 * 64 and 8 * 5 pages."""
+    full, windowed = size_cache([(MIXED, 900_000)], **LIMITS).pages
+    assert 8 * 5 <= windowed <= 8 * 5 + 8
+    assert 900_000 - 8 * 16 * 100 <= 16 * (100 * full + 200 * windowed) <= 900_000
+
+
+def test_a_sequence_of_full_length_comes_before_many_short_ones() -> None:
+    size = size_cache([(MIXED, 16 * (64 * 100 + 7 * 200))], **LIMITS)
+    assert size.pages == (64, 7), "a chunk of 32 needs 7 pages of 16 beside a window of 64"
+    assert size.longest(MIXED, 1024, 32) == 1024
+    assert size_cache([(MIXED, 16 * (64 * 100 + 7 * 200) - 1)], **LIMITS).longest(MIXED, 1024, 32) == 1008
+
+
+def test_the_device_with_the_least_room_for_its_layers_decides() -> None:
+    here = CacheSpec(16, (LayerGroup((0, 1), token_bytes=75),))
+    there = CacheSpec(16, (LayerGroup((0, 1), token_bytes=25),))
+    assert size_cache([(here, 120_000), (there, 120_000)], **LIMITS).pages == (100,)
+    assert size_cache([(here, 120_000), (there, 4_000)], **LIMITS).pages == (10,)
+    assert here + there == FULL
+
+
+def test_a_device_with_states_only_has_room_for_fewer_slots() -> None:
+    here = CacheSpec(16, (LayerGroup((0,), token_bytes=100),))
+    there = CacheSpec(16, (LayerGroup((0,)),), state_bytes=5000)
+    assert size_cache([(here + there, 10**6)], **LIMITS).state_slots == 8
+    tight = size_cache([(here, 10**6), (there, 15_000)], sequences=8, tokens=1024, step=32)
+    assert tight.state_slots == 3
+
+
+def test_states_have_a_slot_for_each_sequence_that_may_run() -> None:
+    assert size_cache([(STATES, 10**6)], **LIMITS).state_slots == 8
+    few = size_cache([(STATES, 3 * 5000 + 64 * 1600)], **LIMITS)
+    assert few.state_slots == 3 and few.pages[0] >= 64
+    only = CacheSpec(16, (), state_bytes=5000)
+    assert size_cache([(only, 26_000)], **LIMITS) == CacheSize((), 5)
+    assert size_cache([(only, 4_000)], **LIMITS) == CacheSize((), 0)
+
+
+def test_without_room_for_a_page_there_is_none() -> None:
+    size = size_cache([(FULL, 1599)], **LIMITS)
+    assert size == CacheSize((0,), 0) and size.longest(FULL, 1024, 32) == 0
+
+
+def test_a_sequences_bytes_are_its_pages_and_states() -> None:
+    assert FULL.sequence_bytes(1) == FULL.sequence_bytes(16) == 1600
+    assert FULL.sequence_bytes(17) == 3200
+    assert MIXED.sequence_bytes(1000) == 63 * 1600 + 5 * 3200
+    assert STATES.sequence_bytes(1) == 6600
+    assert MIXED.token_bytes == 300
+
+
+def test_pages_are_large_where_a_gpu_reads_them() -> None:
+    assert page_size_of(["cpu", "cuda"]) == 256 and page_size_of(["cpu"]) == 16
