@@ -21,9 +21,9 @@ from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.page_counts import page_counts
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
@@ -32,8 +32,6 @@ from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLi
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
-from tests.engine.measured import Measured as SelfCheckResult
-from tests.engine.measured import check_batching
 from tests.engine.tiny_models import (
     CONTEXT as CONTEXT,
 )
@@ -84,9 +82,9 @@ def batcher_over(
     """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``."""
     with torch.inference_mode():
         findings = findings or check_batching(model)
-    assert findings.spec is not None and findings.way is not None, findings.problem
+    assert findings.spec is not None, findings.problem
     spec = replace(findings.spec, page_size=page_size)
-    pages = page_counts(spec, cache_bytes, sequences=max_num_seqs, context=CONTEXT)
+    pages = tuple(cache_bytes // spec.page_bytes(group) for group in range(len(spec.groups)))
     limits = SchedulerLimits(
         max_num_seqs,
         prefill_tokens if findings.chunked else None,

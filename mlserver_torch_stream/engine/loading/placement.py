@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.devices import computing_device, device_name
 from mlserver_torch_stream.engine.forward.model_forward import input_device
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost
+from typing import Any as CacheCost
 
 from mlserver_torch_stream.errors import LoadFailed
 
