@@ -77,7 +77,5 @@ def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
     if asked is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget
     if asked > budget:
-        raise LoadFailed(
-            f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}"
-        )
+        raise LoadFailed(f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}")
     return asked

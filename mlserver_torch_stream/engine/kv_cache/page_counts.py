@@ -32,9 +32,7 @@ class CacheSize:
         return _largest(tokens, lambda length: _covers(self.pages, _pages(spec, length, step)))
 
 
-def size_cache(
-    rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int
-) -> CacheSize:
+def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
     """Returns the size that fits all ``rooms``: the spec of a device, or of all together, and the bytes there.
 
     It holds one sequence of ``tokens`` if that is possible, then as long ones as possible for each of ``sequences``:

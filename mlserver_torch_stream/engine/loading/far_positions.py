@@ -81,7 +81,9 @@ def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int
     compared = {}
     for end, count in zip(accumulate(counts), counts, strict=True):
         near_end = beside.computed + end
-        batch = Batch((far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end)))
+        batch = Batch(
+            (far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end))
+        )
         got = trial.forward(batch, far.cache)
         compared[first + end - 1] = comparison = Comparison()
         comparison.add(expected[end - 1], got[0])

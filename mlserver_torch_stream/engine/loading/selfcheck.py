@@ -131,9 +131,7 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _trial(
-    expected: ExpectedLogits, layout: CacheLayout, forward: Forward, page_size: int, chunked: bool
-) -> Trial:
+def _trial(expected: ExpectedLogits, layout: CacheLayout, forward: Forward, page_size: int, chunked: bool) -> Trial:
     longest = max(_SHORTEST, min(LONGEST, comparable_context(expected.model) - AFTER))
     return Trial(expected, layout, forward, page_size, longest, chunked)
 
