@@ -39,6 +39,14 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
+    """Returns the numbers of tensors of one device, which is waited for once."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if tensors[0].device.type == "cuda":
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return [copy.tolist() for copy in copies]
+
+
 def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:
     """Returns the bytes of which each device has room for its share."""
     return int(min(room[device] / share for device, share in shares.items() if share > 0))

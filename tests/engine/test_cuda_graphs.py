@@ -1,9 +1,8 @@
-"""Decode steps that are recorded and replayed: the tokens of the model, whatever rows come and go.
+"""Decode steps that are recorded and replayed: the logits of the plain forward, whatever sequences come and go.
 
 CUDA records where there is a GPU. Here a tape does, which replays the same operations on the same memory.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,218 +12,193 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedAttention
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
-from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs, verified
-from mlserver_torch_stream.engine.forward.interface import JointForward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, take_graphs
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from tests.engine.graph_bench import PAGE_SIZE, WIDTHS, Answers, cache_of, captured, decode_batch, filled
 from tests.engine.tape import TapeRecorder
-from tests.engine.test_config_fields import MINISTRAL
-from tests.engine.test_far import LENGTH, LLAMA_3
-from tests.engine.tiny import VOCAB, greedy, prompt_of, reference, run, running, tiny_model, tokens_of, watched
+from tests.engine.tiny_models import VOCAB, prompt_of, reference, tiny_model
 
-REQUESTS = [(prompt_of(3 + 5 * i, i), 8 + 3 * i) for i in range(7)]
+REQUESTS = [(prompt_of(3 + 5 * i, i), 8 + 3 * i) for i in range(4)]
 
 
-def recorded(model: PreTrainedModel, max_rows: int = 8) -> tuple[GraphForward, TapeRecorder]:
-    recorder = TapeRecorder()
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
     with torch.inference_mode():
-        forward = verified(model, recorder, max_rows)
+        yield
+
+
+def recorded(model: PreTrainedModel, **options: Any) -> tuple[GraphForward, TapeRecorder]:
+    recorder = TapeRecorder()
+    forward = captured(model, recorder, **options)
     assert forward is not None
     return forward, recorder
 
 
 @contextmanager
 def refused(
-    model: PreTrainedModel, caplog: pytest.LogCaptureFixture, says: str, max_rows: int = 4
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture, says: str, **options: Any
 ) -> Iterator[TapeRecorder]:
     recorder = TapeRecorder()
-    with caplog.at_level(logging.INFO), torch.inference_mode():
+    with caplog.at_level(logging.INFO):
         yield recorder
-        assert verified(model, recorder, max_rows) is None
+        assert captured(model, recorder, **options) is None
     assert says in caplog.text
 
 
-async def together(engine: EngineCore) -> list[list[int]]:
-    return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in REQUESTS)))
-
-
-def batch_of(forward: ModelForward | GraphForward, layout: CacheLayout, lengths: list[int]) -> RowCache:
-    batch = layout.cache(rows=len(lengths), capacity=64)
-    for length in lengths:
-        cache = layout.cache(capacity=length)
-        cache.begin_row()
-        forward([list(range(length))], cache)
-        batch.join(cache)
-    return batch
-
-
+# Windows that are shorter than the answers, in all layers and in some, and by chunks; experts; biases; learned
+# positions; a ceiling on the scores and sinks, which are eager; a model that looks for padding among its ids.
 @pytest.mark.parametrize(
-    "family",
-    # Windows that are shorter than the answers, in all layers and in some; experts; biases; learned positions; a
-    # ceiling on the scores and sinks, which are eager.
-    ["llama", "mistral", "gemma3_text", "mixtral", "opt", "gemma2", "gpt_oss"],
+    "family", ["llama", "mistral", "gemma3_text", "mixtral", "opt", "gemma2", "gpt_oss", "llama4_text", "gpt2"]
 )
 def test_the_tokens_of_the_model(family: str) -> None:
-    model = tiny_model(family)
-    implementation = model.config._attn_implementation
+    model = tiny_model(family, **({"attention_chunk_size": 6} if family == "llama4_text" else {}))
     expected = [reference(model, *request) for request in REQUESTS]
     forward, recorder = recorded(model)
-    assert model.config._attn_implementation == implementation
     before = recorder.replays
-    with running(model, forward=forward) as engine, watched(model) as watch:
-        assert run(together(engine)) == expected
-        assert not watch.steps  # one-token pieces of prompts are replayed too
+    assert Answers(forward.cache, REQUESTS).run(forward) == expected
     assert recorder.replays > before
 
 
-def test_rows_in_padded_batches_have_the_logits_of_the_model() -> None:
-    model = tiny_model("llama")
-    forward, layout = recorded(model)[0], CacheLayout(model.config)
-    plain = ModelForward(model)
-    with torch.inference_mode():
-        for lengths in ([5], [5, 9], [9, 2, 30], [4] * 5):
-            one, other = (batch_of(each, layout, lengths) for each in (plain, forward))
-            for step in range(20):
-                tokens = [[(7 * step + row) % VOCAB] for row in range(len(lengths))]
-                torch.testing.assert_close(forward(tokens, other), plain(tokens, one), rtol=1e-4, atol=1e-4)
-            assert other.lengths == one.lengths
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_other_tokens_positions_lengths_and_tables_give_the_logits_of_the_plain_forward(family: str) -> None:
+    forward, recorder = recorded(tiny_model(family))
+    filled(forward.cache)
+    for seed, starts in enumerate(([0], [5], [3, 4], [9, 2, 30], [0, 15, 16, 31], [70, 1, 1, 1], [4] * 4)):
+        batch = decode_batch(forward.cache, starts, seed)
+        before = recorder.replays
+        got = forward(batch, forward.cache)
+        assert recorder.replays == before + 1
+        torch.testing.assert_close(got, forward.forward(batch, forward.cache), rtol=1e-4, atol=1e-4)
 
 
-def test_logits_outlive_the_next_step() -> None:
-    model = tiny_model("llama")
-    forward, layout = recorded(model)[0], CacheLayout(model.config)
-    with torch.inference_mode():
-        batch = batch_of(forward, layout, [5, 9])
-        logits = forward([[1], [2]], batch)
-        kept = logits.clone()
-        forward([[3], [4]], batch)
-    assert torch.equal(logits, kept)
+def test_rows_that_stand_for_no_sequence_write_to_no_page_of_a_sequence() -> None:
+    forward, recorder = recorded(tiny_model("llama"))
+    pools = filled(forward.cache)
+    batch = decode_batch(forward.cache, [5, 9, 2])
+    before = recorder.replays
+    forward(batch, forward.cache)
+    assert recorder.replays == before + 1
+    written = {(each.tables[0][each.start // PAGE_SIZE], each.start % PAGE_SIZE) for each in batch.sequences}
+    layers = forward.cache.layers.values()
+    now = [pool for layer in layers for pool in (layer.keys, layer.values)]
+    for pool, old in zip(now, pools, strict=True):
+        assert pool is not None
+        changed = (pool != old).any(-1).any(1)[:-1].nonzero().tolist()
+        assert {tuple(place) for place in changed} == written
 
 
-def test_batches_of_unlike_lengths_share_a_replay() -> None:
-    model = tiny_model("gemma3_text")
-    forward, recorder = recorded(model)
-    assert isinstance(forward, JointForward)
-    layout, parts = CacheLayout(model.config), model.config.num_hidden_layers + 1
-    with torch.inference_mode():
-        alone, shared = ([batch_of(forward, layout, each) for each in ([5, 9], [30], [2, 3])] for _ in range(2))
-        for step in range(10):
-            tokens = [[[(step + row) % VOCAB] for row in range(len(cache.lengths))] for cache in alone]
-            expected = [forward(ids, cache) for ids, cache in zip(tokens, alone, strict=True)]
-            before = recorder.replays
-            found = forward.together(list(zip(tokens, shared, strict=True)))
-            assert recorder.replays - before == parts
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="10 rows are more than the 8"):
-            forward.together([(ids, cache) for ids, cache in zip(tokens * 2, shared * 2, strict=True)])
-    assert [cache.lengths for cache in shared] == [cache.lengths for cache in alone]
+def test_unused_rows_have_no_positions_of_earlier_steps() -> None:
+    forward, _ = recorded(tiny_model("llama"))
+    numbers = next(step.segments[0].numbers for step in forward._steps if step.shape.rows == 4)
+    for starts, expected in (([5, 9, 3, 12], [5, 9, 3, 12]), ([5, 9, 3], [5, 9, 3, 0])):
+        forward(decode_batch(forward.cache, starts), forward.cache)
+        assert numbers[:, 1].tolist() == expected
 
 
-def test_where_one_batch_fails_none_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    forward, layout = recorded(model)[0], CacheLayout(model.config)
-    with torch.inference_mode():
-        caches = [batch_of(forward, layout, lengths) for lengths in ([5, 9], [30])]
-        parts: list[Any] = [([[1]] * len(cache.lengths), cache) for cache in caches]
-        with monkeypatch.context() as patch:
-            patch.setattr(caches[1].slabs[-1], "extend", _fail)
-            with pytest.raises(RuntimeError, match="no memory"):
-                forward.together(parts)
-        assert [cache.lengths for cache in caches] == [[5, 9], [30]]
-        found = forward.together(parts)
-        twins = [batch_of(forward, layout, lengths) for lengths in ([5, 9], [30])]
-        for logits, (tokens, _), twin in zip(found, parts, twins, strict=True):
-            torch.testing.assert_close(logits, forward(tokens, twin), rtol=1e-4, atol=1e-4)
-
-
-def test_a_batch_takes_the_least_recording_that_holds_it() -> None:
-    model = tiny_model("llama")
-    forward, recorder = recorded(model, max_rows=5)
-    assert forward.max_batch_size == 8
-    parts = model.config.num_hidden_layers + 1
-    assert recorder.parts == 4 * parts  # of 1, 2, 4 and 8 rows
-    layout = CacheLayout(model.config)
-    with torch.inference_mode():
-        for rows, replays in ((8, parts), (9, 0)):  # more rows than were recorded: the model's own forward
-            batch = batch_of(forward, layout, [4] * rows)
-            before = recorder.replays
-            assert forward([[1]] * rows, batch).shape == (rows, VOCAB)
-            assert recorder.replays - before == replays
-
-
-def test_a_step_that_raises_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    forward, layout = recorded(model)[0], CacheLayout(model.config)
-    with torch.inference_mode():
-        batch = batch_of(forward, layout, [5, 9])
-        twin = batch_of(forward, layout, [5, 9])
-        slab = batch.slabs[-1]
-        with monkeypatch.context() as patch:
-            patch.setattr(slab, "extend", _fail)
-            with pytest.raises(RuntimeError, match="no memory"):
-                forward([[1], [2]], batch)
-        assert batch.lengths == [5, 9]
-        assert torch.equal(forward([[1], [2]], batch), forward([[1], [2]], twin))
-
-
-def _fail(*_: Any) -> None:
-    raise RuntimeError("no memory")
-
-
-def test_a_row_that_fails_alone_does_not_take_the_others_with_it() -> None:
-    model = tiny_model("llama")
-    forward = recorded(model)[0]
-    with torch.inference_mode():
-        findings = check_batching(model)
-    failing, *others = REQUESTS
-    sequence, *expected = [reference(model, *request) for request in REQUESTS]
-    used = {token for prompt, _ in REQUESTS for token in prompt} | {token for each in expected for token in each}
-    victim = next(token for token in sequence[:-1] if token not in used)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[victim] = float("nan")
-
-    async def fails(engine: EngineCore) -> list[int]:
-        found: list[int] = []
-        with pytest.raises(GenerationFailed, match="not finite"):
-            async for event in engine.submit([EngineRequest(failing[0], greedy(failing[1]))]):
-                found += event.token_ids
-                if event.error is not None:
-                    raise event.error
-        return found
-
-    async def scenario(engine: EngineCore) -> list[list[int]]:
-        return list(
-            await asyncio.gather(fails(engine), *(tokens_of(engine, prompt, greedy(count)) for prompt, count in others))
-        )
-
-    with running(model, forward=forward, findings=findings) as engine:
-        assert run(scenario(engine)) == [sequence[: sequence.index(victim) + 1], *expected]
+def part(tokens: int, start: int, wanted: int = 1, pages: int = 40) -> BatchSequence:
+    return BatchSequence((1,) * tokens, start, (tuple(range(pages)),), wanted)
 
 
 @pytest.mark.parametrize(
-    ("family", "says"),
+    "batch",
     [
-        ("falcon", "0 attentions over 3 cache layers"),  # its code does not ask transformers for an attention
-        ("lfm2", "keep states"),
+        Batch((part(3, 0),)),  # a prompt
+        Batch((part(1, 5), part(2, 0, pages=1))),  # a chunk of one beside a decode row
+        Batch((part(3, 4, wanted=3),)),  # drafts
+        Batch(tuple(BatchSequence((1,), 2, ((page,),)) for page in range(5))),  # more sequences than were recorded
+        Batch((part(1, WIDTHS[-1] * PAGE_SIZE),)),  # longer than any that was recorded
     ],
 )
-def test_what_cannot_be_recorded_runs_as_ever(family: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model(family)
-    with refused(model, caplog, says):
+def test_what_a_recording_cannot_hold_runs_the_plain_forward(batch: Batch) -> None:
+    forward, recorder = recorded(tiny_model("llama"))
+    filled(forward.cache)
+    before = recorder.replays
+    got = forward(batch, forward.cache)
+    assert recorder.replays == before
+    assert torch.equal(got, forward.forward(batch, forward.cache))
+
+
+def test_pages_of_another_cache_are_not_in_a_recording() -> None:
+    model = tiny_model("llama")
+    forward, recorder = recorded(model)
+    other, before = cache_of(model), recorder.replays
+    forward(decode_batch(other, [0]), other)
+    assert recorder.replays == before
+
+
+def test_a_token_whose_logits_nobody_wants_has_none() -> None:
+    forward, recorder = recorded(tiny_model("llama"))
+    filled(forward.cache)
+    first, second, third = decode_batch(forward.cache, [5, 9, 2]).sequences
+    silent = BatchSequence(second.token_ids, second.start, second.tables, wanted=0)
+    before = recorder.replays
+    got = forward(Batch((first, silent, third)), forward.cache)
+    assert recorder.replays == before + 1
+    expected = forward.forward(Batch((first, second, third)), forward.cache)[[0, 2]]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_of_pages_are_made_before_a_replay() -> None:
+    forward, _ = recorded(tiny_model("llama"))
+    filled(forward.cache)
+    (sequence,) = decode_batch(forward.cache, [2]).sequences
+    target = next(page for page in range(PAGE_SIZE) if page != sequence.tables[0][0])
+    expected = forward(Batch((sequence,)), forward.cache)
+    moved = BatchSequence(sequence.token_ids, 2, ((target,),))
+    batch = Batch((moved,), copies=((0, sequence.tables[0][0], target),))
+    assert torch.equal(forward(batch, forward.cache), expected)
+
+
+def test_logits_outlive_the_next_step() -> None:
+    forward, _ = recorded(tiny_model("llama"))
+    filled(forward.cache)
+    logits = forward(decode_batch(forward.cache, [5, 9], seed=1), forward.cache)
+    kept = logits.clone()
+    forward(decode_batch(forward.cache, [7, 3], seed=2), forward.cache)
+    assert torch.equal(logits, kept)
+
+
+def test_a_sequence_that_is_not_a_number_does_not_take_the_others_with_it() -> None:
+    forward, _ = recorded(tiny_model("gpt_oss"))
+    filled(forward.cache)
+    batch = decode_batch(forward.cache, [5, 9, 2])
+    expected = forward(batch, forward.cache)
+    for layer in forward.cache.layers.values():
+        assert layer.values is not None
+        layer.values[list(batch.sequences[1].tables[layer.group])] = torch.nan
+    got = forward(batch, forward.cache)
+    assert got[1].isnan().all()
+    torch.testing.assert_close(got[[0, 2]], expected[[0, 2]])
+
+
+def test_there_is_one_recording_for_each_number_of_sequences_and_width() -> None:
+    forward, recorder = recorded(tiny_model("llama"), sequences=6)
+    assert [(shape.rows, shape.width) for shape in forward.shapes] == [
+        (rows, width) for rows in (1, 2, 4, 6) for width in WIDTHS
+    ]
+    assert recorder.parts == len(forward.shapes)  # the whole step in one
+
+
+def test_tables_are_recorded_in_several_widths_only_where_all_their_pages_are_copied() -> None:
+    assert table_widths(100, copies_keys=False) == [100]
+    assert table_widths(100, copies_keys=True) == [4, 16, 64, 100]
+    assert table_widths(3, copies_keys=True) == [3]
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "says"),
+    [
+        ("falcon", Way.MASKED_ROWS, "takes its batches as rows with masks"),
+        ("lfm2", Way.ROWS, "takes its batches as rows"),
+        ("lfm2", Way.PACKED, "keep states"),
+    ],
+)
+def test_what_cannot_be_recorded_is_named(family: str, way: Way, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    with refused(tiny_model(family), caplog, says, way=way) as recorder:
         pass
-    expected = [reference(model, *request) for request in REQUESTS[:2]]
-    with running(model) as engine:
-        found = [run(tokens_of(engine, prompt, greedy(count))) for prompt, count in REQUESTS[:2]]
-    assert found == expected
+    assert recorder.parts == 0
 
 
 @pytest.mark.parametrize(
@@ -238,13 +212,6 @@ def test_code_that_waits_for_its_device_is_refused_before_the_device_is_asked(
     with refused(model, caplog, "cannot be recorded") as recorder:
         model.model.layers[1].register_forward_hook(lambda *args: code(args[-1]))
     assert recorder.parts == 0
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_windows_that_begin_anew_with_every_chunk_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    """The few tokens of the check at load lie in one chunk, and would show no difference."""
-    with refused(tiny_model("llama4_text"), caplog, "see the tokens of a chunk"):
-        pass
 
 
 def test_masks_that_a_model_makes_itself_are_not_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,24 +224,7 @@ def test_masks_that_a_model_makes_itself_are_not_left_out(caplog: pytest.LogCapt
         model.model.layers[2].self_attn.register_forward_pre_hook(mask, with_kwargs=True)
 
 
-def test_rows_that_are_over_have_no_positions_of_earlier_steps() -> None:
-    model = tiny_model("llama")
-    forward, layout = recorded(model)[0], CacheLayout(model.config)
-    found: list[torch.Tensor] = []
-    with torch.inference_mode():
-        for lengths in ([5, 9, 3, 30], [5, 9, 3]):
-            forward([[1]] * len(lengths), batch_of(forward, layout, lengths))
-            found.append(next(step.inputs[1, :, 0].clone() for step in forward._steps if step.rows == 4))
-    assert [each.tolist() for each in found] == [[5, 9, 3, 30], [5, 9, 3, 0]]
-
-
-def test_other_attentions_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("llama")
-    with refused(model, caplog, "its attention is 'flex_attention'"):
-        model.config._attn_implementation = "flex_attention"
-
-
-def test_recordings_whose_logits_are_not_the_models_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_recordings_whose_logits_are_not_the_forwards_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
 
     def by_step(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -282,53 +232,43 @@ def test_recordings_whose_logits_are_not_the_models_are_given_up(caplog: pytest.
         module.calls = getattr(module, "calls", 0) + 1
         return output if module.calls > 12 else output * 3
 
-    with refused(model, caplog, "its logits differ"):
+    with refused(model, caplog, "differ by"):
         model.model.layers[1].register_forward_hook(by_step)
 
 
-def test_rows_that_were_never_filled_begin_with_zeros() -> None:
-    """A scale over all rows, as quantised activations may have, would find whatever a GPU's memory held."""
+def test_recordings_of_more_sequences_are_compared_too(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
-    with torch.inference_mode():
-        step = capture_step(model, DryRun(), 2, CacheLayout(model.config).windows)
-    attentions = [work for work in step.segments[0].work if isinstance(work, CapturedAttention)]
-    assert len(attentions) == model.config.num_hidden_layers
-    assert not any(each.output.any() for each in attentions)
+    with refused(model, caplog, "logits of 8 sequences", sequences=8):
+        calls: list[int] = []
 
+        def once(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            full = output.shape[1] == 8
+            calls.extend([1] * full)
+            return output * (3 if full and len(calls) <= 2 * len(WIDTHS) else 1)
 
-def test_recordings_of_more_rows_are_compared_too(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("llama")
-    with refused(model, caplog, "logits of 8 rows differ", max_rows=8):
-        model.model.layers[1].register_forward_hook(lambda *args: args[-1] * (3 if len(args[-1]) == 8 else 1))
-
-
-def test_models_on_the_cpu_are_not_recorded() -> None:
-    assert take_graphs(tiny_model("llama"), 8, None) is None
-
-
-def test_ministral_3_scales_its_queries_in_a_recording_too() -> None:
-    model = tiny_model("ministral3", **MINISTRAL)
-    prompts = [prompt_of(length, length) for length in (20, 55, 100)]
-    expected = [reference(model, prompt, 20) for prompt in prompts]
-    forward, _ = recorded(model)
-    with running(model, forward=forward) as engine:
-
-        async def all_at_once() -> list[list[int]]:
-            return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(20)) for prompt in prompts)))
-
-        assert run(all_at_once()) == expected
+        model.model.layers[1].register_forward_hook(once)
 
 
 def test_a_decision_that_a_far_position_changes_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    """A recording holds on to what Python has decided; at near positions that was right."""
-    model = tiny_model(**LLAMA_3)
+    """A recording holds on to what Python has decided for the longest sequences."""
+    model = tiny_model("llama")
 
     def scale_far_ones(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        cache = kwargs["past_key_values"]
-        if cache is not None and cache.get_seq_length() >= LENGTH:
+        if kwargs["past_key_values"].get_seq_length() >= 70:
             kwargs["hidden_states"] = kwargs["hidden_states"] * 2
         return args, kwargs
 
     model.model.layers[0].self_attn.register_forward_pre_hook(scale_far_ones, with_kwargs=True)
-    with refused(model, caplog, "at position 9"):
+    with refused(model, caplog, "differ by", widths=[20]):
         pass
+
+
+def test_models_on_the_cpu_are_not_recorded() -> None:
+    model = tiny_model("llama")
+    assert take_graphs(ModelForward(model), cache_of(model), 8, 64) is None
+
+
+def test_a_step_has_logits_of_the_whole_vocabulary() -> None:
+    forward, _ = recorded(tiny_model("llama"))
+    filled(forward.cache)
+    assert forward(decode_batch(forward.cache, [5, 9, 2]), forward.cache).shape == (3, VOCAB)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -14,6 +15,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
+from mlserver_torch_stream.engine.sampling.adjust_rows import adjust_rows
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.types import SamplingParameters
 
@@ -38,7 +40,7 @@ def _logits(seed: int = 0) -> torch.Tensor:
 
 def _adjusted(adjuster: LogitAdjuster, logits: torch.Tensor) -> torch.Tensor:
     row = logits.clone()
-    adjuster.apply(row)
+    adjust_rows(row[None], [0], [adjuster.edits()])
     return row
 
 
@@ -102,3 +104,41 @@ def test_ids_outside_the_vocabulary_are_ignored() -> None:
         [9999], [[9999], [5, 9999]], (9999,), logit_bias={9999: 1.0}, repetition_penalty=1.2, min_tokens=2
     )
     assert bool(_adjusted(adjuster, _logits()).isfinite().all())
+
+
+_ALL_KINDS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.7},
+    {"logit_bias": {5: 2.0, 9: -3.0}},
+    {"min_tokens": 20, "repetition_penalty": 0.8, "logit_bias": {6: 1.0}},
+]
+
+
+def test_rows_are_adjusted_together_as_each_is_alone() -> None:
+    adjusters = [_adjuster([1, 2, 2, 7], [(3,)], **params) for params in _ALL_KINDS]
+    work = torch.stack([_logits(seed) for seed in range(6)])
+    expected = [_adjusted(adjuster, work[row]) for row, adjuster in zip((0, 2, 3, 5), adjusters, strict=True)]
+    untouched = work[[1, 4]].clone()
+    adjust_rows(work, [0, 2, 3, 5], [adjuster.edits() for adjuster in adjusters])
+    assert torch.equal(work[[0, 2, 3, 5]], torch.stack(expected))
+    assert torch.equal(work[[1, 4]], untouched)
+
+
+def test_more_rows_need_no_more_operations() -> None:
+    """Each operation on a GPU is a launch, and each copy to it was a wait."""
+
+    class Count(TorchDispatchMode):  # type: ignore[misc]
+        operations = 0
+
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.operations += 1
+            return operation(*args, **(kwargs or {}))
+
+    def operations(copies: int) -> int:
+        edits = [_adjuster([1, 2], [(3,)], **params).edits() for params in _ALL_KINDS * copies]
+        work = torch.zeros(len(edits), _VOCAB)
+        with Count() as count:
+            adjust_rows(work, range(len(edits)), edits)
+        return count.operations
+
+    assert operations(16) == operations(1)

@@ -89,7 +89,7 @@ class CudaAttention:
     def _choose(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> tuple[str, Candidate, str]:
         reasons: list[str] = []
         for name, candidate in self._candidates:
-            reason = candidate.refusal(query, layer, options) or _trial(candidate, query, layer, options)
+            reason = candidate.refusal(query, layer, options) or find_problem(candidate, query, layer, options)
             if reason is None:
                 return name, candidate, "; ".join(reasons)
             reasons.append(reason)
@@ -119,7 +119,9 @@ def _kind(query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> 
     )
 
 
-def _trial(candidate: PagedAttention, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
+def find_problem(
+    candidate: PagedAttention, query: torch.Tensor, layer: LayerPages, options: AttentionOptions
+) -> str | None:
     """Returns why a candidate is not right for a layer like this one, on random numbers; None if it is."""
     try:
         error = max(_errors(candidate, query, layer, options))

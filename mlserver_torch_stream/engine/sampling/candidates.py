@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
+from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.sampling.noise import gumbel
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
@@ -36,7 +37,7 @@ def draw(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
         _resolve(work, rows, chosen, width)
     tail = [i for i, token_id in enumerate(chosen) if token_id == _TAIL]
     if tail:
-        _store(chosen, tail, _draw_tail(work[tail], [rows[i] for i in tail]))
+        _store(chosen, tail, _draw_tail(work[from_host(tail, work.device)], [rows[i] for i in tail]))
     return chosen
 
 
@@ -45,7 +46,7 @@ def _resolve(work: torch.Tensor, rows: Sequence[RowSampler], chosen: list[int], 
     everything = width == work.shape[1]
     todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
     if todo:
-        some = work if len(todo) == len(rows) else work[todo]
+        some = work if len(todo) == len(rows) else work[from_host(todo, work.device)]
         _store(chosen, todo, _draw_among(some, [rows[i] for i in todo], width))
 
 
@@ -76,7 +77,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int) -> t
     open_ended = keep[:, -1] & (scaled[:, -1] > -torch.inf) & (width < work.shape[1])
     _keep_typical(keep, scaled, rows)
 
-    free = torch.tensor([_unfiltered(row) for row in rows], device=work.device)
+    free = from_host([_unfiltered(row) for row in rows], work.device)
     if width < work.shape[1]:
         head = values > values[:, -1:]  # values tied with the last candidate belong to the tail
         keep = torch.where(free[:, None], head, keep)
@@ -93,7 +94,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int) -> t
 
 
 def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    return from_host(values, like.device, torch.float32)[:, None]
 
 
 def _rest(
@@ -104,10 +105,11 @@ def _rest(
     needing = [i for i, row in enumerate(rows) if not row.top_k and (row.top_p < 1.0 or _unfiltered(row))]
     if not needing or ids.shape[1] == work.shape[1]:
         return rest
+    where = from_host(needing, work.device)
     if len(needing) < len(rows):
-        work, ids, top, temperature = work[needing], ids[needing], top[needing], temperature[needing]
+        work, ids, top, temperature = work[where], ids[where], top[where], temperature[where]
     weights = work.sub(top).div_(temperature).exp_().scatter_(1, ids, 0.0)
-    rest[needing] = weights.sum(dim=-1)
+    rest[where] = weights.sum(dim=-1)
     return rest
 
 
@@ -115,7 +117,7 @@ def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows
     """Returns the smallest scaled logit that top-k, top-p and min-p keep, [n, 1]. ``scaled`` is sorted from 0 down."""
     floor = _column(scaled, [row.min_p for row in rows]).log_()
     if any(row.top_k for row in rows):
-        last = torch.tensor([row.top_k - 1 for row in rows], device=scaled.device)[:, None]
+        last = from_host([row.top_k - 1 for row in rows], scaled.device)[:, None]
         kth = scaled.gather(1, last.clamp(0, scaled.shape[1] - 1))
         kth = kth.masked_fill(last < 0, -torch.inf)
         weights = weights * (scaled >= kth)
@@ -132,16 +134,15 @@ def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows
 
 def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSampler]) -> None:
     """Narrows ``keep`` in place for the rows that use typical-p."""
-    for i, row in enumerate(rows):
-        if row.typical_p < 1.0:
-            survivors = scaled[i : i + 1].masked_fill(~keep[i], -torch.inf)
-            kept = TypicalLogitsWarper(mass=row.typical_p)(None, survivors)
-            keep[i] &= kept[0] > -torch.inf
+    for mass in {row.typical_p for row in rows if row.typical_p < 1.0}:
+        where = from_host([i for i, row in enumerate(rows) if row.typical_p == mass], scaled.device)
+        survivors = scaled[where].masked_fill(~keep[where], -torch.inf)
+        keep[where] &= TypicalLogitsWarper(mass=mass)(None, survivors) > -torch.inf
 
 
 def _tail_score(keys: list[int], weight: torch.Tensor) -> torch.Tensor:
     """Returns the perturbed log-weight of all tokens beyond the candidates, as if they were one token, float32 [n]."""
-    counter = torch.tensor([_TAIL_COUNTER], device=weight.device)
+    counter = torch.full((1,), _TAIL_COUNTER, device=weight.device)
     return weight.log() + gumbel(keys, counter)[:, 0]
 
 

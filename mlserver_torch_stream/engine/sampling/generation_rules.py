@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
@@ -43,10 +41,6 @@ class RowRules:
     def active(self, position: int) -> bool:
         return bool(self._always or self._forced.get(position) or self._suppressed.get(position))
 
-    def apply(self, row: torch.Tensor, position: int) -> None:
-        """Changes the logits of the sequence's token ``position`` in place."""
-        if forced := self._forced.get(position):
-            row.fill_(-torch.inf)
-            row[forced] = 0.0
-        if banned := self._always + self._suppressed.get(position, []):
-            row[banned] = -torch.inf
+    def of(self, position: int) -> tuple[list[int], list[int]]:
+        """Returns the only possible ids of the sequence's token ``position``, or none, and those that are not."""
+        return self._forced.get(position, []), self._always + self._suppressed.get(position, [])

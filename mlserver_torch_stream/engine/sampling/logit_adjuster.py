@@ -1,15 +1,16 @@
-"""Adjusts the logits of one row before sampling: bias, penalties, forbidden words, minimum length.
+"""Says how the logits of one row change before sampling: bias, penalties, forbidden words, minimum length.
 
-Knows nothing of the batch, the temperature or the random numbers. It changes only the ids concerned, never a whole row.
+Knows nothing of the batch, the temperature or the random numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
+from mlserver_torch_stream.engine.sampling.adjust_rows import NO_FLOATS, NO_IDS, RowEdits
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules, RowRules
 from mlserver_torch_stream.types import SamplingParameters
 
@@ -38,7 +39,7 @@ class LogitAdjuster:
         end_ids = {token_id for token_id in end_ids if 0 <= token_id < vocab_size}
         self._min_tokens = params.min_tokens if end_ids else 0
         self._end_ids = sorted(end_ids)
-        self._bias = _Bias(params.logit_bias, vocab_size) if params.logit_bias else None
+        self._bias = _bias(params.logit_bias, vocab_size) if params.logit_bias else None
         self._bad_words = _BadWords(bad_words_ids, prompt_ids, vocab_size, end_ids) if bad_words_ids else None
         self._repetition = params.repetition_penalty
         self._presence = params.presence_penalty
@@ -62,40 +63,21 @@ class LogitAdjuster:
         if self._bad_words is not None:
             self._bad_words.add(token_id)
 
-    def apply(self, row: torch.Tensor) -> None:
-        """Changes ``row`` (float32 [vocab_size], writable) in place."""
-        if self._bias is not None:
-            self._bias.apply(row)
-        if self._seen is not None:
-            self._penalise(row, self._seen)
-        banned = self._bad_words.banned() if self._bad_words is not None else []
-        if self._accepted < self._min_tokens:
-            banned = banned + self._end_ids
-        if banned:
-            row.index_fill_(0, torch.tensor(banned, device=row.device), -torch.inf)
-        self._rules.apply(row, self._accepted)
-
-    def _penalise(self, row: torch.Tensor, seen: _SeenTokens) -> None:
-        ids, counts = seen.tensors(row.device)
-        if not len(ids):
-            return
-        values = row[ids]
-        if self._repetition != 1.0:
-            values = torch.where(values < 0, values * self._repetition, values / self._repetition)
-        if self._presence != 0.0 or self._frequency != 0.0:
-            values = values - (self._frequency * counts + self._presence * (counts > 0))
-        row.index_copy_(0, ids, values)
+    def edits(self) -> RowEdits:
+        """Returns what is done to the sequence's next logits."""
+        forced, banned = self._rules.of(self._accepted)
+        if not forced:  # it leaves none of the others
+            banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]
+            banned += self._end_ids if self._accepted < self._min_tokens else []
+        bias_ids, added = (NO_IDS, NO_FLOATS) if self._bias is None else self._bias
+        seen_ids, counts = (NO_IDS, NO_FLOATS) if self._seen is None else self._seen.arrays()
+        subtracted = np.float32(self._frequency) * counts + np.float32(self._presence) * (counts > 0)
+        return RowEdits(bias_ids, added, seen_ids, subtracted, self._repetition, forced, banned)
 
 
-class _Bias:
-    def __init__(self, bias: Mapping[int, float], vocab_size: int) -> None:
-        known = {token_id: value for token_id, value in bias.items() if 0 <= token_id < vocab_size}
-        self._ids = torch.tensor(list(known), dtype=torch.int64)
-        self._values = torch.tensor(list(known.values()), dtype=torch.float32)
-
-    def apply(self, row: torch.Tensor) -> None:
-        self._ids, self._values = self._ids.to(row.device), self._values.to(row.device)
-        row.index_add_(0, self._ids, self._values)
+def _bias(bias: Mapping[int, float], vocab_size: int) -> tuple[Any, Any]:
+    known = {token_id: value for token_id, value in bias.items() if 0 <= token_id < vocab_size}
+    return np.array(list(known), dtype=np.int64), np.array(list(known.values()), dtype=np.float32)
 
 
 class _SeenTokens:
@@ -119,10 +101,10 @@ class _SeenTokens:
         self._ids[slot] = token_id
         self._counts[slot] += 1
 
-    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrays(self) -> tuple[Any, Any]:
         """Ids int64 [m] and counts float32 [m], valid until the next ``add``."""
         used = len(self._slot)
-        return torch.from_numpy(self._ids[:used]).to(device), torch.from_numpy(self._counts[:used]).to(device)
+        return self._ids[:used], self._counts[:used]
 
 
 class _BadWords:

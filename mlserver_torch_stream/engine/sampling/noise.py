@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from mlserver_torch_stream.engine.devices import from_host
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -39,7 +41,7 @@ def gumbel(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
     ``keys`` are n integers of 64 bits, ``ids`` int64 [n, c], or [c] for the same ids in every row. The noise is float32
     [n, c].
     """
-    column = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=ids.device)[:, None]
+    column = from_host([_signed(key) for key in keys], ids.device)[:, None]
     bits = (ids + 1) * _signed(_GOLDEN) + column
     bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[0])).mul_(_signed(_MULTIPLIERS[0]))
     bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[1])).mul_(_signed(_MULTIPLIERS[1]))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mlserver_torch_stream.engine.devices import from_host, to_host
+from mlserver_torch_stream.engine.sampling.adjust_rows import adjust_rows
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.errors import GenerationFailed
@@ -53,8 +55,8 @@ def _adjusted(raw: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     changing = [i for i, row in enumerate(rows) if row.adjuster.active]
     if changing and work.dtype == raw.dtype:
         work = work.clone()
-    for i in changing:
-        rows[i].adjuster.apply(work[i])
+    if changing:
+        adjust_rows(work, changing, [rows[i].adjuster.edits() for i in changing])
     return work
 
 
@@ -65,8 +67,8 @@ def _choose(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
     if not greedy:
         return draw(work, rows)
     sampled = [i for i, row in enumerate(rows) if not row.greedy]
-    chosen = dict(zip(greedy, _argmax(work[greedy]), strict=True))
-    chosen.update(zip(sampled, draw(work[sampled], [rows[i] for i in sampled]), strict=True))
+    chosen = dict(zip(greedy, _argmax(work[from_host(greedy, work.device)]), strict=True))
+    chosen.update(zip(sampled, draw(work[from_host(sampled, work.device)], [rows[i] for i in sampled]), strict=True))
     return [chosen[i] for i in range(len(rows))]
 
 
@@ -87,11 +89,11 @@ def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampler], token_ids: list[int
     asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
     if not asking:
         return found
-    table = raw[asking].float().log_softmax(dim=-1)
-    chosen = torch.tensor([token_ids[i] for i in asking], device=raw.device)
-    own = table.gather(1, chosen[:, None])[:, 0].tolist()
+    table = raw[from_host(asking, raw.device)].float().log_softmax(dim=-1)
+    chosen = from_host([token_ids[i] for i in asking], raw.device)
     top = table.topk(max(rows[i].top_logprobs for i in asking), dim=-1)
-    for i, logprob, ids, values in zip(asking, own, top.indices.tolist(), top.values.tolist(), strict=True):
+    own, indices, found_values = to_host(table.gather(1, chosen[:, None])[:, 0], top.indices, top.values)
+    for i, logprob, ids, values in zip(asking, own, indices, found_values, strict=True):
         pairs = tuple(zip(ids, values, strict=True))[: rows[i].top_logprobs]
         found[i] = TokenLogprob(token_ids[i], logprob, pairs)
     return found

@@ -1,0 +1,77 @@
+"""Adjusts the logits of all rows of a step at once: the operations and copies to the device do not grow with the rows.
+
+Knows nothing of parameters: a ``LogitAdjuster`` says what each row needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlserver_torch_stream.engine.devices import from_host, sent
+
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
+_Floats = np.ndarray[Any, np.dtype[np.float32]]
+NO_IDS: _Ids = np.zeros(0, dtype=np.int64)
+NO_FLOATS: _Floats = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowEdits:
+    """What is done to a row, in this order. ``added`` and ``subtracted`` belong to the ids before them.
+
+    A logit of ``seen_ids`` is divided by ``repetition`` if it is positive, else multiplied, and then lowered. If
+    ``forced`` is given, all other ids are impossible.
+    """
+
+    bias_ids: _Ids
+    added: _Floats
+    seen_ids: _Ids
+    subtracted: _Floats
+    repetition: float
+    forced: Sequence[int]
+    banned: Sequence[int]
+
+
+def adjust_rows(work: torch.Tensor, rows: Sequence[int], edits: Sequence[RowEdits]) -> None:
+    """Changes these rows of ``work`` (float32 [n, vocab_size], writable) in place."""
+    if at := _places(work, rows, [each.bias_ids for each in edits]):
+        work[at] += _sent(work, np.concatenate([each.added for each in edits]))
+    if at := _places(work, rows, [each.seen_ids for each in edits]):
+        work[at] = _penalised(work[at], edits)
+    if forced := [row for row, each in zip(rows, edits, strict=True) if each.forced]:
+        work.index_fill_(0, from_host(forced, work.device), -torch.inf)
+    _fill(work, rows, [each.forced for each in edits], 0.0)
+    _fill(work, rows, [each.banned for each in edits], -torch.inf)
+
+
+def _penalised(values: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor:
+    counts = [len(each.seen_ids) for each in edits]
+    repetition = np.repeat(np.array([each.repetition for each in edits], dtype=np.float32), counts)
+    factors = _sent(values, np.stack([repetition, np.concatenate([each.subtracted for each in edits])]))
+    return torch.where(values < 0, values * factors[0], values / factors[0]) - factors[1]
+
+
+def _fill(work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int]], value: float) -> None:
+    if at := _places(work, rows, ids):
+        work[at] = torch.full((), value, device=work.device)
+
+
+def _places(
+    work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int] | _Ids]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the indices of all ids of all rows; None if there are none."""
+    counts = [len(each) for each in ids]
+    if not any(counts):
+        return None
+    pairs = np.stack([np.repeat(np.array(rows), counts), np.concatenate([np.asarray(each, np.int64) for each in ids])])
+    first, second = _sent(work, pairs)
+    return first, second
+
+
+def _sent(like: torch.Tensor, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return sent(torch.from_numpy(array), like.device)
