@@ -18,6 +18,7 @@ from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
+    VOCAB,
     Watch,
     collect,
     greedy,
@@ -129,11 +130,8 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     model = tiny_model(family)
     requests = [(prompt_of(4 + 3 * i, i), 80 + i) for i in range(5)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
-    poison = next(
-        token
-        for token in range(251)
-        if not any(token in (*p, *tokens) for (p, _), tokens in zip(requests, expected, strict=True))
-    )
+    taken = {token for (prompt, _), answer in zip(requests, expected, strict=True) for token in (*prompt, *answer)}
+    poison = min(set(range(VOCAB)) - taken)
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(poison)
