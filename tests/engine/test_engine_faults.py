@@ -18,6 +18,7 @@ from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
+    VOCAB,
     Watch,
     collect,
     greedy,
@@ -129,14 +130,16 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     model = tiny_model(family)
     requests = [(prompt_of(4 + 3 * i, i), 80 + i) for i in range(5)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
+    taken = {token for (prompt, _), answer in zip(requests, expected, strict=True) for token in (*prompt, *answer)}
+    poison = min(set(range(VOCAB)) - taken)
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
-        watch.fail = raise_on(POISON)
+        watch.fail = raise_on(poison)
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
         await until(lambda: engine.stats().running_sequences == len(requests), "a batch")
-        for prompt in (prompt_of(7, 9), prompt_of(21, 8)):
-            event = await failed(engine, prompt, forced(10, POISON))
-            assert event.token_ids == (POISON,)  # chosen by the prefill; the step that takes it in raises
+        for prompt in requests[0][0][:2], requests[3][0]:
+            event = await failed(engine, prompt, forced(10, poison))
+            assert event.token_ids == (poison,)  # chosen by the prefill; the step that takes it in raises
             assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
         assert [await other for other in others] == expected
         await settled(engine)
