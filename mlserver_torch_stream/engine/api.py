@@ -49,6 +49,8 @@ class EngineStats:
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
     num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
+    draft_tokens: int = 0  # drafted by prompt lookup
+    accepted_draft_tokens: int = 0  # of them, equal to the tokens that were then sampled
     cancelled_sequences: int = 0  # whose stream was closed
     timed_out_sequences: int = 0
     wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
@@ -64,6 +66,8 @@ COUNTERS = (
     "prefix_cache_hit_tokens",
     "generation_tokens",
     "num_preemptions",
+    "draft_tokens",
+    "accepted_draft_tokens",
     "cancelled_sequences",
     "timed_out_sequences",
     "wasted_tokens",

@@ -24,6 +24,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
 from mlserver_torch_stream.engine.forward.model_forward import Way
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
 from mlserver_torch_stream.engine.kv_cache.page_counts import pages_on_host
@@ -43,6 +44,7 @@ from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_d
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
@@ -292,6 +294,7 @@ def _batch_continuously(
             samplers,
             limits,
             spec,
+            lookup=_prompt_lookup(resolved, spec),
             pipeline=prepared.pipeline,
             faults=faults,
             check_devices=prepared.check_devices,
@@ -324,6 +327,15 @@ def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice:
     if choice.packed:
         ways.append(f"{choice.packed} linear layers laid out for this CPU, ")
     return "".join(ways)
+
+
+def _prompt_lookup(resolved: ResolvedSettings, spec: CacheSpec) -> PromptLookup | None:
+    speculative = resolved.settings.speculative
+    if speculative is None:
+        return None
+    if spec.state_bytes:
+        raise LoadFailed("parameters.extra.speculative: this model keeps states, which no rejected draft can leave")
+    return PromptLookup(speculative.prompt_lookup)
 
 
 def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:

@@ -36,7 +36,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
-def some_drafts(sequence: SequenceState) -> list[int]:
+def some_drafts(sequence: SequenceState, running: int) -> list[int]:
     """Guesses up to three tokens; every fifth guess is wrong."""
     key = 0
     for token in [*sequence.request.prompt, *sequence.tokens]:
@@ -510,7 +510,7 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
 def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens() -> None:
     engine = engine_of(
         token_budget=4,
-        drafts=lambda sequence: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 3),
+        drafts=lambda sequence, running: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 3),
     )
     engine.add(request_of(prompt_of(4), 30))
     engine.step()

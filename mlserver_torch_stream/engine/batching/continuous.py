@@ -36,9 +36,10 @@ from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, In
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.scheduler import Drafts, Scheduler
+from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -77,7 +78,7 @@ class ContinuousBatcher(Batcher):
         limits: SchedulerLimits,
         spec: CacheSpec,
         *,
-        drafts: Drafts | None = None,
+        lookup: PromptLookup | None = None,
         pipeline: Pipeline | None = None,
         faults: FaultInjector | None = None,
         check_devices: Callable[[], None] = lambda: None,
@@ -87,7 +88,8 @@ class ContinuousBatcher(Batcher):
             forward = StagedForward(forward, pipeline)
         self._forward: Forward = forward if faults is None else faults.wrap(forward)
         self._cache = cache
-        self._scheduler = Scheduler(limits, spec, drafts)
+        self._lookup = lookup
+        self._scheduler = Scheduler(limits, spec, None if lookup is None else lookup.drafts)
         self._choice = TokenChoice(samplers, check_devices)
         self._check_devices = check_devices
         self._depth = 1 if pipeline is None else pipeline.depth
@@ -149,6 +151,8 @@ class ContinuousBatcher(Batcher):
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
+        if self._lookup is not None:
+            self._note_drafts(self._lookup, step, chosen)
         self._release(chosen.spoiled, forget=True)
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
@@ -156,6 +160,16 @@ class ContinuousBatcher(Batcher):
         self._release(sequence for sequence in sequences if sequence.finish_reason is not None)
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
+
+    def _note_drafts(self, lookup: PromptLookup, step: _Step, chosen: ChosenTokens) -> None:
+        if not step.prefills:
+            lookup.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
+        drafted = accepted = 0
+        for part, tokens in chosen.verified.items():
+            right = tokens - (part.count - len(part.drafts))
+            lookup.verified(part.sequence, len(part.drafts), right)
+            drafted, accepted = drafted + len(part.drafts), accepted + right
+        self.count(draft_tokens=drafted, accepted_draft_tokens=accepted)
 
     def _advance(self, part: ScheduledSequence) -> bool:
         """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
@@ -204,6 +218,8 @@ class ContinuousBatcher(Batcher):
         """Frees the pages of sequences that are in no forward. Returns those that are computed again by that."""
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}
+        if self._lookup is not None:
+            self._lookup.forget(gone)
         return self._scheduler.release(gone, forget=forget)
 
     # --- counters ---

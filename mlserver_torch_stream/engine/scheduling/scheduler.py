@@ -21,8 +21,8 @@ from mlserver_torch_stream.engine.scheduling.sequence_account import NO_SLOT, Se
 from mlserver_torch_stream.engine.scheduling.step_draft import StepDraft
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 
-Drafts = Callable[[SequenceState], Sequence[int]]
-"""Returns the tokens that are likely to follow; none is fine."""
+Drafts = Callable[[SequenceState, int], Sequence[int]]
+"""Returns the tokens that are likely to follow a sequence, when so many sequences decode; none is fine."""
 
 # Tokens that each running sequence shall have pages for when a prompt is admitted. 150 requests of some 60 tokens, at
 # most 32 at a time, in pages of 16 that are full: 0 leads to 32 preemptions in 206 steps, 8 to none in 224, 16 to none
@@ -261,7 +261,7 @@ class Scheduler:
         for part in draft.decoding if self._drafts is not None else ():
             sequence, pages = part.account.sequence, part.account.pages
             most = int(min(draft.left, sequence.request.max_tokens - len(sequence.tokens) - 1))
-            drafts = list(self._drafts(sequence)[:most]) if most > 0 and self._drafts is not None else []
+            drafts = list(self._drafts(sequence, len(draft.decoding))[:most]) if most > 0 and self._drafts is not None else []
             end = part.start + part.count + len(drafts)
             if drafts and self._pool.fits(pages.lacking(end)):
                 pages.grow(end)

@@ -39,6 +39,8 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hit_tokens": "Prompt tokens that were found in the prefix cache instead",
     "generation_tokens": "Tokens that were generated, whether or not a client read them",
     "num_preemptions": "Sequences that gave their KV cache to older ones, to be computed again",
+    "draft_tokens": "Tokens that prompt lookup drafted",
+    "accepted_draft_tokens": "Drafted tokens that were verified and taken",
     "cancelled_sequences": "Sequences whose client disconnected",
     "timed_out_sequences": "Sequences that timed out, in the queue or later",
     "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",

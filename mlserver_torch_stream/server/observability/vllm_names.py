@@ -46,6 +46,8 @@ _TOKENS: dict[str, Callable[[EngineStats], float]] = {
     "prefix_cache_hits": lambda stats: stats.prefix_cache_hit_tokens,
     "generation_tokens": lambda stats: stats.generation_tokens,
     "num_preemptions": lambda stats: stats.num_preemptions,
+    "spec_decode_num_draft_tokens": lambda stats: stats.draft_tokens,
+    "spec_decode_num_accepted_tokens": lambda stats: stats.accepted_draft_tokens,
 }
 
 
