@@ -261,7 +261,11 @@ class Scheduler:
         for part in draft.decoding if self._drafts is not None else ():
             sequence, pages = part.account.sequence, part.account.pages
             most = int(min(draft.left, sequence.request.max_tokens - len(sequence.tokens) - 1))
-            drafts = list(self._drafts(sequence, len(draft.decoding))[:most]) if most > 0 and self._drafts is not None else []
+            drafts = (
+                list(self._drafts(sequence, len(draft.decoding))[:most])
+                if most > 0 and self._drafts is not None
+                else []
+            )
             end = part.start + part.count + len(drafts)
             if drafts and self._pool.fits(pages.lacking(end)):
                 pages.grow(end)
