@@ -395,6 +395,17 @@ def test_the_last_admitted_of_the_lowest_priority_is_preempted_and_gets_the_same
     engine.check_end()
 
 
+def test_a_sequence_that_fills_the_cache_goes_on_after_it_has_lost_its_pages() -> None:
+    engine = engine_of(pages=24, prefix_bytes=0)
+    request = request_of(prompt_of(60), 36)
+    engine.add(request)
+    while len(request.sequences[0].tokens) < 35:
+        engine.step()
+    engine.scheduler.recompute(request.sequences)
+    engine.run()
+    engine.check_end()
+
+
 def test_a_fresh_prompt_waits_for_the_pages_of_all_of_it_and_for_preempted_ones() -> None:
     engine = engine_of(pages=16, token_budget=8, prefix_bytes=0)
     first, second = request_of(prompt_of(30), 20), request_of(prompt_of(36, 1), 4)
@@ -468,6 +479,19 @@ def test_the_common_beginning_of_a_whole_prompt_that_differs_is_kept() -> None:
     assert computed(engine) == 9
     engine.run()
     engine.check_end()
+
+
+def test_nobody_finds_the_page_in_which_a_whole_prompt_differs_by_its_old_tokens() -> None:
+    engine = engine_of(token_budget=100)
+    request = opened(engine, prompt_of(30))
+    engine.step()
+    request.grow([*prompt_of(30)[:18], *prompt_of(9, 2)], True)
+    engine.run()
+    again = request_of(prompt_of(30), 5)
+    engine.add(again)
+    engine.run()
+    engine.check_end()
+    assert again.cached_tokens == 16
 
 
 def test_paused_prompts_keep_nobody_out_and_are_given_up_once() -> None:
