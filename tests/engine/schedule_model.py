@@ -201,7 +201,7 @@ class ModelledEngine:
         tokens = sum(each.count for each in prompts) + sum(len(each.drafts) for each in plan.scheduled)
         if self.limits.whole_prompts:
             assert len(prompts) <= 1
-            assert all(part.samples for part in plan.scheduled)
+            assert all(part.samples and (part.start == 0 or part.count == 1) for part in plan.scheduled)
         elif self.limits.token_budget is not None:
             assert tokens <= self.limits.token_budget
         self.largest = max(self.largest, tokens)

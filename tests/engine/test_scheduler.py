@@ -237,6 +237,8 @@ def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
     for length in (30, 20, 10):
         engine.add(request_of(prompt_of(length, length), 9))
     assert sorted(computed(engine) for _ in range(4)) == [0, 10, 20, 30]
+    engine.add(request_of(prompt_of(30, 30), 9))
+    assert computed(engine) == 30  # nor does it go on from what is known
 
 
 def test_a_request_that_waits_for_room_is_not_overtaken_for_ever() -> None:
@@ -529,6 +531,8 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
     again = engine.scheduler.schedule()
     assert [part.start for part in again.scheduled] == [0, 32]
     assert engine.scheduler.recompute([again.scheduled[0].sequence]) == sharing
+    (first, second) = [part.sequence for part in engine.scheduler.schedule().scheduled]
+    assert engine.scheduler.release([first]) == [second]
 
 
 def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens() -> None:
