@@ -44,14 +44,19 @@ class Scheduler:
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
-        """``drafts`` guesses the next tokens of a sequence. A model with states gets none: those cannot go back."""
+        """``drafts`` guesses the next tokens of a sequence.
+
+        Nobody goes on from pages of a model with states, nor of one that takes prompts whole: those get no drafts, and
+        have no prefix cache.
+        """
         self.limits = limits
         self.spec = spec
         self.waiting = FairQueue()
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
-        self._drafts = None if spec.state_bytes else drafts
-        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes)
+        goes_on = not spec.state_bytes and not limits.whole_prompts
+        self._drafts = drafts if goes_on else None
+        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=goes_on)
         self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
         self._state_copies: list[tuple[int, int]] = []
         self._accounts: dict[SequenceState, SequenceAccount] = {}
@@ -371,7 +376,7 @@ class Scheduler:
 
     def _victim(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> SequenceAccount | None:
         for other in reversed(self._admitted):
-            if other.order <= account.order:
+            if other is account:
                 return None
             if other.sequence not in busy and other not in draft and other.holds_something:
                 return other
