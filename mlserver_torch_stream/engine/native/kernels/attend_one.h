@@ -45,19 +45,19 @@ struct AttentionShape {
 template <class T> struct OneScratch {
     std::vector<float> scores;
     std::vector<T> chances;  // [group][seen positions, padded to whole rows of 16]
-    std::vector<T> rows;     // room for 16 keys or values
+    std::vector<T> keys, values;  // of a sequence whose pages are no multiple of 16
 };
 
 // V: vectors of 16 words that hold a head; the last may be partly filled.
 template <class T, int V> class AttendOne {
   public:
     // q [group][V * 16 words], zero padded; out [group][head_dim].
-    static void run(const Word* q, const Live<T>& live, const Live<T>& next, const AttentionShape& shape,
+    static void run(const Word* q, const Live<T>& seen, const Live<T>& next, const AttentionShape& shape,
                     OneScratch<T>& scratch, T* out) {
+        const Live<T> live = seen.page_size % kRows == 0 ? seen : in_one_page(seen, scratch);
         const int64_t padded = ceil_rows(live.stop) - floor_rows(live.first);
         scratch.scores.resize(padded);
         scratch.chances.resize(padded * shape.group);
-        scratch.rows.resize(kRows * shape.head_dim);
         float sums[64];
         Ahead<T> ahead(next, shape.group * (padded / kRows));
         for (int first = 0; first < shape.group; first += 64) {
@@ -70,14 +70,29 @@ template <class T, int V> class AttendOne {
             for (int g = 0; g < heads;) {
                 const int count = std::min(kHeads, heads - g);
                 const T* p = &scratch.chances[padded * (first + g)];
-                mix_some(count, p, padded, live, scratch.rows.data(), shape.head_dim, sums + g,
-                         out + (first + g) * shape.head_dim);
+                mix_some(count, p, padded, live, shape.head_dim, sums + g, out + (first + g) * shape.head_dim);
                 g += count;
             }
         }
     }
 
   private:
+    // A copy of what is seen. Calls in the loops below would cost their sums the registers.
+    static Live<T> in_one_page(const Live<T>& live, OneScratch<T>& scratch) {
+        static const int32_t kFirst = 0;
+        const int64_t base = floor_rows(live.first), size = ceil_rows(live.stop) - base;
+        return {{copied(live, live.keys, base, size, scratch.keys), 0, live.keys.row},
+                {copied(live, live.values, base, size, scratch.values), 0, live.values.row},
+                &kFirst, size, live.first - base, live.stop - base};
+    }
+    static const T* copied(const Live<T>& live, const Column<T>& column, int64_t base, int64_t size,
+                           std::vector<T>& to) {
+        to.resize(size * column.row);
+        for (int64_t i = live.first; i < live.stop; i++)
+            memcpy(&to[(i - base) * column.row], live.at(column, i), column.row * sizeof(T));
+        return to.data();
+    }
+
     // Heads whose sums fit into registers together: with 64 bf16 dimensions four, of four vectors each.
     static constexpr int kHeads = V >= 8 ? 1 : V >= 4 ? 2 : 4;
 
@@ -97,18 +112,12 @@ template <class T, int V> class AttendOne {
         for (int v = 0; v < V; v++) query[v] = load(q + 16 * v);
         for (int64_t at = base; at < live.stop; at += kRows) {
             ahead.fetch();
-            const T* rows = live.rows(live.keys, at, scratch.rows.data());
+            const T* rows = live.at(live.keys, at);
             const int64_t low = live.first - at, high = live.stop - 1 - at;
-            F16 x[16];
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < kRows; i++) {
-                const int64_t key = std::min(std::max(i, low), high);
-                const Word* k = reinterpret_cast<const Word*>(rows + key * shape.head_dim);
-                x[i] = F16{};
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) x[i] = dot<T>(x[i], load_part(k + 16 * v, filled.of[v]), query[v]);
-            }
-            store(scores + at - base, native::sums(x));
+            const F16 found = low <= 0 && high >= kRows - 1
+                                  ? sixteen<true>(rows, 0, 0, query, filled, shape.head_dim)
+                                  : sixteen<false>(rows, low, high, query, filled, shape.head_dim);
+            store(scores + at - base, found);
         }
         const float most = scale_scores(scores, padded, shape.scale, shape.cap);
         const float hidden = -std::numeric_limits<float>::infinity();
@@ -117,12 +126,27 @@ template <class T, int V> class AttendOne {
         return exponentials(scores, padded, most, to);
     }
 
-    static void mix_some(int heads, const T* p, int64_t lp, const Live<T>& live, T* copy, int dim, const float* sums,
+    // A query times sixteen keys. Those that are not seen, before `low` or behind `high`, are not read.
+    template <bool kWhole>
+    static F16 sixteen(const T* rows, int64_t low, int64_t high, const U16 (&query)[V], const Filled& filled, int dim) {
+        F16 x[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            const int64_t key = kWhole ? i : std::min(std::max<int64_t>(i, low), high);
+            const Word* k = reinterpret_cast<const Word*>(rows + key * dim);
+            x[i] = F16{};
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) x[i] = dot<T>(x[i], load_part(k + 16 * v, filled.of[v]), query[v]);
+        }
+        return native::sums(x);
+    }
+
+    static void mix_some(int heads, const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums,
                          T* out) {
-        if (heads == 4) return mix<std::min(4, kHeads)>(p, lp, live, copy, dim, sums, out);
-        if (heads == 3) return mix<std::min(3, kHeads)>(p, lp, live, copy, dim, sums, out);
-        if (heads == 2) return mix<std::min(2, kHeads)>(p, lp, live, copy, dim, sums, out);
-        mix<1>(p, lp, live, copy, dim, sums, out);
+        if (heads == 4) return mix<std::min(4, kHeads)>(p, lp, live, dim, sums, out);
+        if (heads == 3) return mix<std::min(3, kHeads)>(p, lp, live, dim, sums, out);
+        if (heads == 2) return mix<std::min(2, kHeads)>(p, lp, live, dim, sums, out);
+        mix<1>(p, lp, live, dim, sums, out);
     }
 
     static Word word_at(const T* from) {
@@ -132,13 +156,13 @@ template <class T, int V> class AttendOne {
     }
 
     template <int H>
-    static void mix(const T* p, int64_t lp, const Live<T>& live, T* copy, int dim, const float* sums, T* out) {
+    static void mix(const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums, T* out) {
         constexpr int kParts = per_word<T>;
         const Filled filled(dim / kParts);
         const int64_t base = floor_rows(live.first);
         F16 acc[H][V][kParts] = {};
         for (int64_t at = base; at < live.stop; at += kRows) {
-            const T* rows = live.rows(live.values, at, copy);
+            const T* rows = live.at(live.values, at);
             const int64_t low = std::max<int64_t>(0, live.first - at), high = std::min<int64_t>(kRows, live.stop - at) - 1;
             for (int64_t key = low / kParts * kParts; key <= high; key += kParts) {
                 const Word* first = reinterpret_cast<const Word*>(rows + std::max(key, low) * dim);
