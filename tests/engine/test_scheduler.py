@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 from hypothesis import given, settings
@@ -14,9 +16,8 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
-
-from .schedule_model import CONTEXT, ModelledEngine, choice, key_after, request_of
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone, longest_sequence
+from tests.engine.schedule_model import CONTEXT, ModelledEngine, choice, expected, key_after, request_of
 
 FULL = LayerGroup((0,), token_bytes=4)
 SPEC = CacheSpec(4, (FULL,))
@@ -171,5 +172,359 @@ def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(seed: int, count
     engine.check_end()
 
 
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**40), count=st.integers(2, 30), prompt=st.integers(1, 40), tokens=st.integers(1, 20))
+def test_equal_requests_start_in_the_order_of_arrival(seed: int, count: int, prompt: int, tokens: int) -> None:
+    engine = engine_from(random.Random(seed))
+    requests = [request_of(prompt_of(prompt, number), tokens) for number in range(count)]
+    started: dict[RequestState, None] = {}
+    for request in requests:
+        assert engine.add(request)
+    while not engine.idle:
+        plan = engine.step()
+        started.update(dict.fromkeys(part.sequence.request for part in plan.scheduled))
+    assert list(started) == requests
+
+
 def test_a_step_without_work_has_an_empty_plan() -> None:
     assert not engine_of().scheduler.schedule()
+
+
+# --- the order of a step ---
+
+
+def computed(engine: ModelledEngine) -> int:
+    before = engine.prefilled
+    engine.step()
+    return engine.prefilled - before
+
+
+def test_a_running_sequence_gets_a_token_in_each_step_of_a_long_prompt() -> None:
+    engine = engine_of()
+    running = request_of(prompt_of(3), 90)
+    engine.add(running)
+    engine.step()
+    engine.add(request_of(prompt_of(100, 1), 5))
+    decoded = len(running.sequences[0].tokens)
+    assert [computed(engine) for _ in range(7)] == [16] * 6 + [4]
+    assert len(running.sequences[0].tokens) == decoded + 7
+
+
+def test_a_prompt_of_a_higher_priority_comes_before_the_rest_of_a_begun_one() -> None:
+    engine = engine_of()
+    long, equal = (request_of(prompt_of(length, length), 5, priority=2) for length in (100, 20))
+    urgent = request_of(prompt_of(20, 3), 5)
+    engine.add(long)
+    engine.step()
+    engine.add(equal)
+    engine.add(urgent)
+    plans = [engine.step() for _ in range(3)]
+    found = [[part.sequence.request for part in plan.scheduled] for plan in plans]
+    assert found == [[urgent], [urgent, long], [urgent, long]]
+    assert engine.scheduler.waiting.has_before(3)  # the equal one waits for the rest of the long one
+    engine.run()
+
+
+def test_a_flood_of_short_chunks_is_bounded_where_each_is_a_forward() -> None:
+    engine = engine_of(token_budget=64, prefill_floor=16, max_num_seqs=40)
+    for number in range(6):
+        engine.add(request_of(prompt_of(2, number), 5))
+    assert [computed(engine) for _ in range(3)] == [8, 4, 0]
+
+
+def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
+    engine = engine_of(whole_prompts=True)
+    for length in (30, 20, 10):
+        engine.add(request_of(prompt_of(length, length), 9))
+    assert sorted(computed(engine) for _ in range(4)) == [0, 10, 20, 30]
+
+
+def test_a_request_that_waits_for_room_is_not_overtaken_for_ever() -> None:
+    """A stream of small requests would always fit; the large one gets its turn."""
+    engine = engine_of(pages=40)
+    large = request_of(prompt_of(100, 1), 9)
+    for step in range(400):
+        if step % 3 == 0:
+            engine.add(request_of(prompt_of(12, step), 20))
+        if step == 20:
+            engine.add(large)
+        engine.step()
+    assert large.finished
+
+
+def test_each_stage_of_a_pipeline_gets_its_share_of_the_sequences_that_decode() -> None:
+    engine = engine_of(stages=3, max_num_seqs=7, token_budget=100)
+    for number in range(7):
+        engine.add(request_of(prompt_of(4, number), 30))
+    for _ in range(12):
+        engine.step()
+    engine.step()
+    busy = engine.busy
+    plan = engine.scheduler.schedule(busy)
+    assert len(plan.scheduled) <= 3
+    assert len(busy) + len(plan.scheduled) == 7
+    assert not busy & {part.sequence for part in plan.scheduled}
+
+
+# --- what is shared ---
+
+
+def test_a_shared_beginning_of_prompts_that_arrive_together_is_computed_and_held_once() -> None:
+    engine = engine_of(max_num_seqs=32, token_budget=64, pages=400)
+    beginning = prompt_of(80)
+    requests = [request_of([*beginning, 5000 + number], 4) for number in range(32)]
+    for request in requests:
+        engine.add(request)
+    held = 0
+    while any(not request.sequences[0].tokens for request in requests):
+        engine.step()
+        held = max(held, engine.scheduler.used_bytes)
+    assert engine.prefilled == 80 + 32
+    assert held <= (80 // 4 + 2 * 32) * SPEC.page_bytes(0)
+    assert sorted(request.cached_tokens for request in requests) == [0] + [80] * 31
+    assert engine.scheduler.hit_tokens == 31 * 80
+    engine.run()
+    engine.check_end()
+
+
+def test_a_page_is_found_while_the_batch_that_writes_it_is_in_flight() -> None:
+    engine = engine_of(stages=2)
+    for number in range(2):
+        engine.add(request_of([*prompt_of(32), 5000 + number], 4))
+    engine.run()
+    engine.check_end()
+    assert engine.prefilled == 34
+
+
+def test_the_same_prompt_again_leaves_one_token_for_the_logits() -> None:
+    engine = engine_of()
+    for cached in (0, 28):
+        request = request_of(prompt_of(32), 4)
+        engine.add(request)
+        engine.run()
+        assert request.cached_tokens == cached
+
+
+def test_the_next_turn_of_a_conversation_begins_with_the_last_answer() -> None:
+    engine = engine_of()
+    first = request_of(prompt_of(10), 11)
+    engine.add(first)
+    engine.run()
+    second = request_of([*first.prompt, *first.sequences[0].tokens, 1, 2, 3], 4)
+    engine.add(second)
+    engine.run()
+    assert second.cached_tokens == 20  # of the 20 that were computed: the last token was not
+    engine.check_end()
+
+
+def test_nothing_is_kept_of_ended_sequences_without_bytes_for_it() -> None:
+    engine = engine_of(prefix_bytes=0)
+    for _ in range(2):
+        engine.add(request_of(prompt_of(32), 4))
+        engine.run()
+    assert engine.scheduler.hit_tokens == 0
+    assert engine.scheduler.cached_bytes == 0
+
+
+def test_keys_that_may_hold_nan_are_not_found() -> None:
+    engine = engine_of()
+    engine.add(request_of(prompt_of(32), 20))
+    for _ in range(6):
+        engine.step()
+    engine.forget(engine.requests[0].sequences[0])
+    again = request_of(prompt_of(32), 20)
+    engine.add(again)
+    engine.run()
+    assert again.cached_tokens == 0
+
+
+def test_sequences_of_one_request_share_their_prompt_and_copy_its_last_page() -> None:
+    engine = engine_of()
+    engine.add(request_of(prompt_of(14), 20, n=4))
+    engine.step()
+    assert engine.scheduler.used_bytes == 4 * SPEC.page_bytes(0)
+    plan = engine.step()
+    assert len(plan.batch.copies) == 3
+    assert engine.scheduler.used_bytes == (3 + 4) * SPEC.page_bytes(0)
+    engine.run()
+    engine.check_end()
+
+
+def test_states_are_copied_for_each_sequence_of_a_request_and_never_found_by_others() -> None:
+    engine = engine_of(CacheSpec(4, (FULL,), state_bytes=100))
+    for _ in range(2):
+        engine.add(request_of(prompt_of(14), 20, n=3))
+    engine.step()
+    copies = engine.step().batch.state_copies
+    assert len({target for _, target in copies}) == len(copies) == 2
+    engine.run()
+    engine.check_end()
+    assert engine.scheduler.hit_tokens == 0
+
+
+def test_pages_behind_a_window_are_given_back_and_a_prefix_needs_only_those_in_it() -> None:
+    spec = CacheSpec(4, (FULL, LayerGroup((1,), window=9, token_bytes=100)))
+    engine = engine_of(spec)
+    engine.add(request_of(prompt_of(100), 10))
+    for _ in range(10):
+        plan = engine.step()
+    (table, windowed) = plan.batch.sequences[0].tables
+    assert min(table) >= 0
+    assert list(windowed).count(-1) == len(windowed) - 3
+    engine.run()
+    again = request_of(prompt_of(100), 10)
+    engine.add(again)
+    engine.run()
+    assert again.cached_tokens == 96
+    engine.check_end()
+
+
+# --- too little memory ---
+
+
+def test_the_last_admitted_of_the_lowest_priority_is_preempted_and_gets_the_same_tokens() -> None:
+    engine = engine_of(pages=16, token_budget=64, prefix_bytes=0)
+    first, late, important = (request_of(prompt_of(15, seed), 20, priority=2 - seed // 2) for seed in range(3))
+    for request in (first, late, important):
+        engine.add(request)
+    while not engine.scheduler.preemptions:
+        engine.step()
+    (preempted,) = [account for account in engine.scheduler._admitted if account.restarts]
+    assert preempted.sequence.request is late
+    engine.run()
+    engine.check_end()
+
+
+def test_a_fresh_prompt_waits_for_the_pages_of_all_of_it_and_for_preempted_ones() -> None:
+    engine = engine_of(pages=16, token_budget=8, prefix_bytes=0)
+    first, second = request_of(prompt_of(30), 20), request_of(prompt_of(36, 1), 4)
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    while not first.finished:
+        engine.step()
+        assert engine.scheduler.prefilling_requests + engine.scheduler.running_sequences <= 1
+    engine.run()
+    assert engine.scheduler.preemptions == 0
+
+
+def test_preemptions_are_rare_where_memory_is_full() -> None:
+    dice = random.Random(1)
+    engine = engine_of(CacheSpec(16, (FULL,)), pages=80, token_budget=64, prefix_bytes=0, max_num_seqs=32)
+    for number in range(100):
+        engine.add(request_of(prompt_of(dice.randint(4, 60), number), dice.randint(2, 50)))
+    engine.run()
+    engine.check_end()
+    assert engine.scheduler.preemptions <= 2
+
+
+def test_the_longest_sequence_is_exactly_what_fits() -> None:
+    spec = CacheSpec(4, (FULL, LayerGroup((1,), window=9, token_bytes=12)), state_bytes=30)
+    for cache_bytes in range(0, 3_000, 97):
+        limits = limits_of(spec, cache_bytes=cache_bytes)
+        longest = longest_sequence(spec, limits, 700)
+        assert longest == 0 or fits_alone(spec, limits, 1, longest, longest)
+        assert not fits_alone(spec, limits, 1, longest + 1, longest + 1)
+
+
+def test_what_can_never_run_is_refused_with_a_reason() -> None:
+    scheduler = engine_of(pages=24).scheduler
+    assert scheduler.refusal(1, 10, 96) is None
+    assert "1 x 97 tokens" in (scheduler.refusal(1, 10, 97) or "")
+    assert "9 x 4 tokens" in (scheduler.refusal(9, 1, 4) or "")
+    assert scheduler.refusal(8, 64, 66) is None  # they share their prompt
+    assert scheduler.refusal(8, 1, 16) is not None
+
+
+# --- open prompts ---
+
+
+def opened(engine: ModelledEngine, prompt: list[int], tokens: int = 5) -> RequestState:
+    request = request_of([], tokens, is_open=True)
+    engine.add(request)
+    request.grow(prompt, False)
+    return request
+
+
+def test_an_open_prompt_is_computed_as_it_comes_and_takes_no_place() -> None:
+    engine = engine_of(max_num_seqs=1, token_budget=100)
+    request = opened(engine, prompt_of(30))
+    assert computed(engine) == 29
+    assert engine.scheduler.open_prompts == 1
+    engine.add(request_of(prompt_of(10, 1), 2))
+    assert computed(engine) == 10
+    request.grow(prompt_of(30), True)
+    engine.run()
+    engine.check_end()
+    assert engine.prefilled == 40
+    assert request.cached_tokens == 0
+
+
+def test_the_common_beginning_of_a_whole_prompt_that_differs_is_kept() -> None:
+    engine = engine_of(token_budget=100, prefix_bytes=0)
+    request = opened(engine, prompt_of(30))
+    engine.step()
+    request.grow([*prompt_of(30)[:18], *prompt_of(9, 2)], True)
+    assert computed(engine) == 9
+    engine.run()
+    engine.check_end()
+
+
+def test_paused_prompts_keep_nobody_out_and_are_given_up_once() -> None:
+    engine = engine_of(pages=40, token_budget=100, prefix_bytes=0)
+    paused = [opened(engine, prompt_of(50, seed)) for seed in range(3)]
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.used_bytes == 39 * SPEC.page_bytes(0)
+    engine.add(request_of(prompt_of(60, 9), 9))
+    engine.step()
+    assert engine.scheduler.running_sequences == 1
+    assert engine.scheduler.used_bytes == (13 + 15) * SPEC.page_bytes(0)  # one is left: the last that grew
+    paused[0].grow(prompt_of(5, 7), False)
+    assert computed(engine) == 0  # it would be computed and given up again and again
+    for seed, request in enumerate(paused):
+        request.grow(prompt_of(50, seed), True)
+    engine.run()
+    engine.check_end()
+    assert engine.scheduler.preemptions == 0
+
+
+# --- failures and drafts ---
+
+
+def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> None:
+    engine = engine_of(token_budget=40)
+    for number in range(3):
+        engine.add(request_of([*prompt_of(32), 5000 + number], 4))
+    plan = engine.scheduler.schedule()
+    writer, *sharing = [part.sequence for part in plan.scheduled]
+    assert len(sharing) == 2
+    assert engine.scheduler.isolate(plan.scheduled) == sharing
+    assert not any(engine.scheduler.advance(part, part.count) for part in plan.scheduled[1:])
+    assert engine.scheduler.release([writer], forget=True) == []
+    again = engine.scheduler.schedule()
+    assert [part.start for part in again.scheduled] == [0, 32]
+    assert engine.scheduler.recompute([again.scheduled[0].sequence]) == sharing
+
+
+def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens() -> None:
+    engine = engine_of(
+        token_budget=4,
+        drafts=lambda sequence: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 3),
+    )
+    engine.add(request_of(prompt_of(4), 30))
+    engine.step()
+    engine.add(request_of(prompt_of(7, 1), 2))
+    wanted = [[part.wanted for part in engine.step().batch.sequences] for _ in range(3)]
+    assert wanted == [[1, 0], [2, 1], [4, 1]]
+    steps = 0
+    while not engine.idle:
+        engine.step()
+        steps += 1
+    engine.check_end()
+    assert steps <= 7
+
+
+def test_the_scheduler_needs_no_torch() -> None:
+    code = "import sys, mlserver_torch_stream.engine.scheduling.scheduler; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.kv_cache.page_size import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.loading.selfcheck import (
+    SelfCheckResult,
+    check_batching,
+    check_forward,
+    check_generate,
+)
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
@@ -36,19 +47,135 @@ def findings_with(change: Callable[[Kwargs], None]) -> SelfCheckResult:
 
 def test_a_sound_model_passes() -> None:
     findings = findings_with(lambda kwargs: None)
-    assert findings.problem is None and findings.chunked
-    assert findings.cost is not None and findings.cost.per_column == 3 * 2 * 2 * 8 * 4
+    assert (findings.problem, findings.way, findings.chunked) == (None, Way.PACKED, True)
+    assert findings.spec is not None and findings.spec.token_bytes == 3 * 2 * 2 * 8 * 4
+    assert findings.spec.page_size == findings.page_size == CPU_PAGE_SIZE
 
 
 def test_a_model_that_ignores_its_positions_is_found_out() -> None:
     findings = findings_with(lambda kwargs: kwargs.pop("position_ids", None))
     assert findings.problem is not None and "differ" in findings.problem
-    assert findings.cost is None
+    assert findings.spec is None
 
 
 def test_a_model_that_ignores_its_mask_is_found_out() -> None:
-    findings = findings_with(lambda kwargs: kwargs.update(attention_mask=None))
+    """One whose attention makes masks of its own: others get none."""
+    model = tiny("bloom")
+
+    def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> tuple[Any, Kwargs]:
+        return args, {**kwargs, "attention_mask": None}
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    with torch.inference_mode():
+        findings = check_batching(model)
     assert findings.problem is not None and "differ" in findings.problem
+
+
+WAYS = {
+    "llama": Way.PACKED,
+    "gemma3_text": Way.PACKED,
+    "mixtral": Way.PACKED,
+    "qwen3_next": Way.ROWS,
+    "mamba2": Way.ROWS,
+    "bloom": Way.MASKED_ROWS,
+    "falcon": Way.MASKED_ROWS,
+}
+
+
+@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_way_that_gives_the_logits_is_taken(family: str, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        findings = check_batching(tiny(family).to(dtype))
+    assert (findings.problem, findings.way, findings.chunked) == (None, WAYS[family], True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_a_model_hides_in_its_modules_is_found_out(dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        findings = check_batching(tiny("recurrent_gemma").to(dtype))
+    assert findings.problem is not None and "differ" in findings.problem
+
+
+class Disturbed(ModelForward):
+    """A forward that goes wrong for some batches."""
+
+    def __init__(self, model: PreTrainedModel, change: Callable[[Batch, PagedCache], Batch]) -> None:
+        super().__init__(model)
+        self._change = change
+
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        return super().__call__(self._change(batch, cache), cache)
+
+
+def without_copies(batch: Batch, cache: PagedCache) -> Batch:
+    return replace(batch, copies=())
+
+
+def shared_pages_of_the_last(batch: Batch, cache: PagedCache) -> Batch:
+    """All sequences of a batch of several write to the last page of the last one."""
+    last = batch.sequences[-1]
+    if len(batch.sequences) < 3:
+        return batch
+    tables = tuple((*table[:-1], last.tables[group][-1]) for group, table in enumerate(batch.sequences[0].tables))
+    return replace(batch, sequences=(replace(batch.sequences[0], tables=tables), *batch.sequences[1:]))
+
+
+def wrong_page_beyond_the_first(batch: Batch, cache: PagedCache) -> Batch:
+    """As if pages lay one after the other."""
+    return replace(
+        batch,
+        sequences=tuple(
+            replace(each, tables=tuple(tuple(range(table[0], table[0] + len(table))) for table in each.tables))
+            if each.count > 1 and each.start > 0 and each.tables[0][0] >= 0
+            else each
+            for each in batch.sequences
+        ),
+    )
+
+
+def draft_at_the_wrong_place(batch: Batch, cache: PagedCache) -> Batch:
+    return replace(
+        batch,
+        sequences=tuple(
+            replace(each, token_ids=[each.token_ids[0]] * each.count) if each.wanted > 1 else each
+            for each in batch.sequences
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [without_copies, shared_pages_of_the_last, wrong_page_beyond_the_first, draft_at_the_wrong_place]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_that_mistakes_pages_is_found_out(
+    change: Callable[[Batch, PagedCache], Batch], dtype: torch.dtype
+) -> None:
+    model = tiny().to(dtype)
+    with torch.inference_mode():
+        expected = ExpectedLogits(model)
+        assert check_forward(model, ModelForward(model), expected=expected) is None
+        problem = check_forward(model, Disturbed(model, change), expected=expected)
+    assert problem is not None and "differ" in problem
+
+
+def test_what_the_check_runs_is_mixed_as_a_scheduler_mixes_it() -> None:
+    """Decode beside chunks of more than 64 tokens, with pages passed by the window, in one forward."""
+    model, batches = tiny("mistral"), []
+
+    def seen(batch: Batch, cache: PagedCache) -> Batch:
+        batches.append(batch)
+        return batch
+
+    with torch.inference_mode():
+        assert check_forward(model, Disturbed(model, seen)) is None
+    counts = [sorted(each.count for each in batch.sequences) for batch in batches]
+    assert any(1 in each and max(each) > 64 for each in counts)
+    assert any(len(each) == 4 for each in counts)
+    tables = [each.tables[0] for batch in batches for each in batch.sequences]
+    assert any(-1 in table for table in tables)
+    assert any(table[i + 1] != table[i] + 1 for table in tables for i in range(len(table) - 1) if table[i] >= 0)
+    assert any(batch.copies for batch in batches)
 
 
 def test_a_model_that_forgets_its_cache_is_found_out() -> None:
@@ -62,7 +189,7 @@ def test_one_wrong_position_of_many_is_found_out(position: int) -> None:
 
     def change(kwargs: Kwargs) -> None:
         positions = kwargs.get("position_ids")
-        if positions is not None and positions.shape[1] == 1:
+        if positions is not None:
             kwargs["position_ids"] = positions + (positions == position)
 
     assert findings_with(change).problem is not None
@@ -72,7 +199,7 @@ def test_nan_only_in_a_batch_is_found_out() -> None:
     model = tiny("llama")
 
     def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * torch.nan if output.shape[0] == 3 else output
+        return output * torch.nan if output.shape[:2] in {(1, 3), (3, 1)} else output
 
     model.model.norm.register_forward_hook(hook)
     with torch.inference_mode():
@@ -82,14 +209,14 @@ def test_nan_only_in_a_batch_is_found_out() -> None:
 def test_a_model_that_raises_in_a_batch_is_found_out() -> None:
     model = tiny("llama")
 
-    def hook(module: torch.nn.Module, args: Any) -> None:
-        if args[0].shape[0] > 1:
-            raise ValueError("one sequence at a time, please")
+    def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> None:
+        if kwargs.get("past_key_values") is not None and kwargs["input_ids"].numel() > 1:
+            raise ValueError("one token at a time, please")
 
-    model.get_input_embeddings().register_forward_pre_hook(hook)
+    model.model.register_forward_pre_hook(hook, with_kwargs=True)
     with torch.inference_mode():
         findings = check_batching(model)
-    assert findings.problem == "ValueError: one sequence at a time, please"
+    assert findings.problem == "ValueError: one token at a time, please"
 
 
 def uncuttable() -> PreTrainedModel:
@@ -98,8 +225,10 @@ def uncuttable() -> PreTrainedModel:
 
     def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> tuple[Any, Kwargs]:
         positions = kwargs.get("position_ids")
-        if positions is not None and positions.shape[1] > 1 and int(positions[0, 0]) > 0:
-            kwargs["position_ids"] = positions - positions[:, :1]
+        if positions is not None:
+            begins = torch.cat([positions.new_ones((len(positions), 1)), positions.diff() != 1], 1).bool()
+            ends = torch.cat([begins[:, 1:], begins[:, :1]], 1)
+            kwargs["position_ids"] = positions + (begins & ~ends & (positions > 0))
         return args, kwargs
 
     model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -110,7 +239,7 @@ def test_a_model_that_cannot_go_on_with_a_prompt_is_batched_with_whole_prompts()
     model = uncuttable()
     with torch.inference_mode():
         findings = check_batching(model)
-    assert findings.problem is None and not findings.chunked and findings.cost is not None
+    assert findings.problem is None and not findings.chunked and findings.spec is not None
     expected = reference(model, prompt_of(30), 10)
     with running(model, prefill_tokens=4) as engine:
         assert run(tokens_of(engine, prompt_of(30), greedy(10))) == expected

@@ -47,10 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """A step whose forward is not back yet. ``began`` is the time of its decision."""
+    """A step whose forward is not back yet. ``began`` is the time of its decision.
+
+    ``prefills`` are its chunks of prompts and of sequences that resume; the others decode.
+    """
 
     plan: StepPlan
     began: float
+    prefills: frozenset[ScheduledSequence]
 
     @property
     def sequences(self) -> set[SequenceState]:
@@ -131,7 +135,7 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
-            step = _Step(plan, began)
+            step = _Step(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
             self._begin(plan)
             self._busy |= step.sequences
             self.progress.launched(step, *_description(plan))
@@ -212,11 +216,11 @@ class ContinuousBatcher(Batcher):
                 request.started_at = time.monotonic()
 
     def _count(self, step: _Step, result: StepResult, chosen: ChosenTokens) -> None:
-        parts = [each.part for each in result.computed]
-        decoding = [part for part in step.plan.scheduled if not part.prefills]
+        parts = {each.part for each in result.computed}
+        decoding = [part for part in step.plan.scheduled if part not in step.prefills]
         self.count(
-            prefill_tokens=sum(part.count for part in parts if part.prefills),
-            decode_steps=int(any(not part.prefills for part in parts)),
+            prefill_tokens=sum(part.count for part in parts & step.prefills),
+            decode_steps=int(not parts <= step.prefills),
             generation_tokens=chosen.tokens,
             wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
         )

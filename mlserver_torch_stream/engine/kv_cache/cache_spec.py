@@ -59,6 +59,11 @@ class CacheSpec:
         pages = (self.most_pages(group, tokens, step) * self.page_bytes(group) for group in range(len(self.groups)))
         return sum(pages) + self.state_bytes
 
+    def live_bytes(self, tokens: int) -> int:
+        """Returns the bytes that the next token of a sequence of ``tokens`` sees, states included."""
+        seen = (min(tokens, group.span or tokens) * group.token_bytes for group in self.groups)
+        return sum(seen) + self.state_bytes
+
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in all layers."""

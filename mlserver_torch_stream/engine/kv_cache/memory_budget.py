@@ -37,7 +37,7 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache with these ``specs``, of ``asked`` bytes on all devices or of what is free.
+    """Returns the pages and slots of a cache with these ``specs``: ``asked`` bytes on all devices, or what is free.
 
     A GPU's free memory excludes that of other engines already. ``engines`` share the host's memory equally. ``most`` is
     the free memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of
@@ -77,7 +77,5 @@ def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
     if asked is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget
     if asked > budget:
-        raise LoadFailed(
-            f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}"
-        )
+        raise LoadFailed(f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}")
     return asked

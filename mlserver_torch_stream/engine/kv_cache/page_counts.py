@@ -25,6 +25,12 @@ class CacheSize:
         pages = sum(count * spec.page_bytes(group) for group, count in enumerate(self.pages))
         return pages + self.state_slots * spec.state_bytes
 
+    def holds(self, spec: CacheSpec, sequences: int, tokens: int) -> bool:
+        """Whether so many sequences of ``tokens`` have room at the same time, as they decode."""
+        if spec.state_bytes and self.state_slots < sequences:
+            return False
+        return _covers(self.pages, [sequences * pages for pages in _pages(spec, tokens, 1)])
+
     def longest(self, spec: CacheSpec, tokens: int, step: int) -> int:
         """Returns the most tokens, up to ``tokens``, of a sequence alone that takes ``step`` new tokens at a time."""
         if spec.state_bytes and not self.state_slots:
@@ -32,9 +38,7 @@ class CacheSize:
         return _largest(tokens, lambda length: _covers(self.pages, _pages(spec, length, step)))
 
 
-def size_cache(
-    rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int
-) -> CacheSize:
+def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
     """Returns the size that fits all ``rooms``: the spec of a device, or of all together, and the bytes there.
 
     It holds one sequence of ``tokens`` if that is possible, then as long ones as possible for each of ``sequences``:

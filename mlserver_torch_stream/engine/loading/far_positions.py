@@ -46,7 +46,7 @@ def far_lengths(
 ) -> list[int]:
     """Returns the lengths beyond ``near`` tokens and within the context whose caches are small enough to compare.
 
-    ``room`` bytes are free for caches; None: as many as the devices have now. ``more`` lengths are taken too.
+    ``room`` bytes are free for caches; None: as many as the devices have now. ``more``: short ones that are taken too.
     """
     config = model.config.get_text_config(decoder=True)
     named = named_lengths(config) | {window for window in layout.windows if window is not None} | set(more)
@@ -56,9 +56,11 @@ def far_lengths(
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     room = min(free_bytes(specs, read_host()).values(), default=0) if room is None else room
     spec, most = in_all(specs.values()), min(weights, room) // _PART
-    lengths = [length for length in wanted if spec.state_bytes + length * spec.token_bytes <= most]
-    if len(lengths) < len(wanted):
-        logger.info("not compared at load, for the size of its cache: positions from %d on", wanted[len(lengths)])
+    lengths = [
+        length for length in wanted if length in more or spec.state_bytes + length * spec.token_bytes <= most
+    ]
+    if left := sorted(set(wanted) - set(lengths)):
+        logger.info("not compared at load, for the size of its cache: positions from %d on", left[0])
     return lengths
 
 
@@ -80,7 +82,9 @@ def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int
     compared = {}
     for end, count in zip(accumulate(counts), counts, strict=True):
         near_end = beside.computed + end
-        batch = Batch((far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end)))
+        batch = Batch(
+            (far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end))
+        )
         got = trial.forward(batch, far.cache)
         compared[first + end - 1] = comparison = Comparison(trial.expected.dtype)
         comparison.add(expected[end - 1], got[0])

@@ -36,6 +36,7 @@ from mlserver_torch_stream.engine.loading.quantised import (
     read_quantisation,
     wants_packed_gguf,
 )
+from mlserver_torch_stream.engine.loading.weight_share import weight_bytes, weight_share
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.errors import LoadFailed
@@ -43,8 +44,6 @@ from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 
 logger = logging.getLogger(__name__)
 
-# Of the free memory of a GPU, where the settings give no map: the rest is for the KV cache.
-GPU_WEIGHT_SHARE = 0.7
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allow_pickle to true"
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
@@ -173,7 +172,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     place, gguf_file = files.location, files.gguf_file
     code = {"revision": settings.revision or "main", "trust_remote_code": settings.trust_remote_code}
     check_device_map(settings.device_map, place, gguf_file, **code)
-    options = _placement(settings)
+    options = _placement(settings, lambda: weight_bytes(place, gguf_file, settings.dtype, **code))
     if settings.attn_implementation is not None:
         options["attn_implementation"] = settings.attn_implementation
     asked = settings.quantization_config
@@ -227,8 +226,11 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
     )
 
 
-def _placement(settings: EngineSettings) -> dict[str, Any]:
-    """Returns the placement of the weights: the settings', else the first GPU, then the next ones, then the CPU."""
+def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> dict[str, Any]:
+    """Returns the placement of the weights: the settings', else the first GPU, then the next ones, then the CPU.
+
+    ``weights`` reads their bytes.
+    """
     options: dict[str, Any] = {}
     if settings.tensor_parallel_size > 1:
         return {"distributed_config": DistributedConfig(tp_size=settings.tensor_parallel_size)}
@@ -238,10 +240,11 @@ def _placement(settings: EngineSettings) -> dict[str, Any]:
         options["device_map"] = "auto"
     elif torch.cuda.is_available():
         options["device_map"] = "sequential"
-        options["max_memory"] = {
-            index: int(torch.cuda.mem_get_info(index)[0] * GPU_WEIGHT_SHARE)
-            for index in range(torch.cuda.device_count())
-        } | {"cpu": read_host().available_bytes}
+        free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        share = weight_share(weights(), free)
+        options["max_memory"] = {index: int(room * share) for index, room in enumerate(free)} | {
+            "cpu": read_host().available_bytes
+        }
     if settings.max_memory is not None:
         options["max_memory"] = settings.max_memory
     if settings.offload_folder is not None:

@@ -42,6 +42,7 @@ class SelfCheckResult:
     problem: str | None
     chunked: bool = False
     way: Way = Way.PACKED
+    page_size: int = CPU_PAGE_SIZE
     specs: Mapping[torch.device, CacheSpec] = field(default_factory=dict)
 
     @property
@@ -84,7 +85,7 @@ def check_batching(
         if differing is None:
             specs = specs_by_device(trial.cache)
             real = {device: replace(spec, page_size=page_size) for device, spec in specs.items()}
-            return SelfCheckResult(None, chunked, way, real)
+            return SelfCheckResult(None, chunked, way, page_size, real)
         problem = f"batched logits differ from single ones by {differing}"
     return SelfCheckResult(problem=problem)
 
@@ -132,9 +133,7 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _trial(
-    expected: ExpectedLogits, layout: CacheLayout, forward: Forward, page_size: int, chunked: bool
-) -> Trial:
+def _trial(expected: ExpectedLogits, layout: CacheLayout, forward: Forward, page_size: int, chunked: bool) -> Trial:
     longest = max(_SHORTEST, min(LONGEST, comparable_context(expected.model) - AFTER))
     return Trial(expected, layout, forward, page_size, longest, chunked)
 

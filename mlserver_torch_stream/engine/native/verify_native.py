@@ -9,9 +9,9 @@ import logging
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
@@ -23,34 +23,42 @@ from mlserver_torch_stream.errors import LoadFailed
 logger = logging.getLogger(__name__)
 
 
-def take_fast_path(model: PreTrainedModel, threads: int, cache_dir: Path) -> NativeForward | str:
+def take_fast_path(
+    expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path
+) -> NativeForward | str:
     """Returns the verified forward and frees the model's own weights; or returns why there is none, in one line.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
-    taken = _verified(model, threads, cache_dir, int8=False)
+    taken = _verified(expected, findings, threads, cache_dir, int8=False)
     if isinstance(taken, str):
         # The kernels are for CPUs: on a GPU their absence is normal.
-        level = logging.WARNING if input_device(model).type == "cpu" else logging.INFO
+        level = logging.WARNING if input_device(expected.model).type == "cpu" else logging.INFO
         logger.log(level, "no fast path, transformers' forward runs: %s", taken)
     return taken
 
 
-def take_int8(model: PreTrainedModel, findings: SelfCheckResult, threads: int, cache_dir: Path) -> NativeForward:
+def take_int8(expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path) -> NativeForward:
     """Does the same with weights in int8. Raises LoadFailed, as there is no other forward for them."""
-    taken = findings.problem or _verified(model, threads, cache_dir, int8=True)
+    taken = findings.problem or _verified(expected, findings, threads, cache_dir, int8=True)
     if isinstance(taken, str):
         raise LoadFailed(f"parameters.extra.weights: int8 is not to be had for this model here: {taken}")
     return taken
 
 
-def _verified(model: PreTrainedModel, threads: int, cache_dir: Path, int8: bool) -> NativeForward | str:
+def _verified(
+    expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path, int8: bool
+) -> NativeForward | str:
+    model = expected.model
     try:
         forward = NativeForward(model, threads, cache_dir, int8)
         if int8:  # the same rounding in transformers' forward lets the check be as strict as otherwise
             round_weights(read_decoder(model))
+            expected = ExpectedLogits(model)
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
-            problem = check_forward(model, forward)
+            problem = check_forward(
+                model, forward, expected=expected, page_size=findings.page_size, chunked=findings.chunked
+            )
     except LoadFailed:
         raise
     except (NoKernels, UnsupportedLayout) as error:

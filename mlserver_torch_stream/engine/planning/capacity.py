@@ -7,16 +7,17 @@ reaches.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlserver_torch_stream.engine.kv_cache.memory_budget import GPU_CACHE_SHARE, prefix_bytes
+from mlserver_torch_stream.engine.kv_cache.memory_budget import GPU_CACHE_SHARE
+from mlserver_torch_stream.engine.kv_cache.page_counts import size_cache
 from mlserver_torch_stream.engine.loading.host_limits import KV_SHARE
 from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
 from mlserver_torch_stream.engine.planning.model_size import ModelSize
-from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from mlserver_torch_stream.settings import EngineSettings
 
 _MOST_STREAMS = 4096
+_CHUNK = EngineSettings.model_fields["chunked_prefill_size"].default  # new tokens of a prompt at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +46,16 @@ def plan_model(
     """
     share = KV_SHARE if on_host else GPU_CACHE_SHARE
     counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else most_devices)]
-    return [make_plan(size, device, ranks, context, share, on_host=on_host) for ranks in counts]
+    return [make_plan(size, device, ranks, context, share) for ranks in counts]
 
 
 def make_plan(
-    size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float, *, on_host: bool = False
+    size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float
 ) -> CapacityPlan:
-    """``context`` counts the tokens that each stream reaches; ``cache_share`` is of the memory that the weights leave.
-
-    The prefix cache has its default size.
-    """
+    """``context`` counts the tokens that each stream reaches; ``cache_share`` is of the memory that the weights leave."""
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))
-    left = cache - prefix_bytes(cache, None, on_host)
-    streams = _streams(lambda rows, columns: size.cost.of(rows, columns) // ranks, left, context)
+    streams = _streams(size, ranks, cache, context)
     return CapacityPlan(
         ranks=ranks,
         weights=weights,
@@ -70,16 +67,20 @@ def make_plan(
     )
 
 
-def _streams(cost: Callable[[int, int], int], budget: int, context: int) -> int:
-    """Returns the most sequences of this length that the engine's scheduler admits at a time."""
-    scheduler = Scheduler(SchedulerLimits(_MOST_STREAMS, None, budget, cost))
-    counts = range(1, _MOST_STREAMS + 1)
-    return bisect_left(counts, True, key=lambda count: not scheduler.fits_alone(count, context, context))
+def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
+    """Returns the most sequences of this length whose pages and states an engine has at a time."""
+
+    def holds(count: int) -> bool:
+        rooms = [(size.spec, cache * ranks)]
+        pages = size_cache(rooms, sequences=count, tokens=context, step=min(_CHUNK, context))
+        return pages.holds(size.spec, count, context)
+
+    return bisect_left(range(1, _MOST_STREAMS + 1), True, key=lambda count: not holds(count))
 
 
 def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, sequences: int) -> float:
     """Returns tokens per second: a step reads all weights and caches, and multiplies each token with the weights."""
-    seconds = (size.read_per_step(sequences) + size.cost.of(sequences, context)) / (ranks * device.bandwidth)
+    seconds = (size.read_per_step(sequences) + sequences * size.spec.live_bytes(context)) / (ranks * device.bandwidth)
     if device.flops is not None:
         seconds = max(seconds, sequences * 2 * size.active / (ranks * device.flops))
     return sequences / seconds

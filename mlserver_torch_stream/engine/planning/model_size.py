@@ -14,9 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, cost_by_device
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout, UnsupportedCache
+from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.registered import CannotPage
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all, specs_by_device
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
+from mlserver_torch_stream.engine.kv_cache.page_size import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
@@ -39,7 +45,7 @@ class ModelSize:
     experts: int
     expert_share: float
     unread: int  # an embedding of which a step reads one row per token
-    cost: CacheCost
+    spec: CacheSpec
     max_model_len: int
     ranks: tuple[int, ...]  # the numbers of ranks that can share the model
 
@@ -61,8 +67,10 @@ class ModelSize:
         return self.parameters - self.unread - self.experts * (1 - self.expert_share)
 
 
-def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = None) -> ModelSize:
-    """Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes."""
+def read_size(
+    source: ModelSource, dtype: str = "auto", revision: str | None = None, page_size: int = CPU_PAGE_SIZE
+) -> ModelSize:
+    """``page_size``: of the cache, in tokens. Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes."""
     location, gguf_file = source.location, None
     if source.kind in ("gguf", "embedded"):
         gguf_file = find_embedded(location) if source.kind == "embedded" else Path(location)
@@ -93,26 +101,45 @@ def read_size(source: ModelSource, dtype: str = "auto", revision: str | None = N
         experts=experts,
         expert_share=taken / total if experts else 1.0,
         unread=0 if tied else embedding.numel(),
-        cost=_cost(model),
+        spec=_spec(model, page_size),
         max_model_len=max_model_len(model, None),
         ranks=_ranks(config),
     )
 
 
-def _cost(model: PreTrainedModel) -> CacheCost:
+def _spec(model: PreTrainedModel, page_size: int) -> CacheSpec:
+    """Runs three tokens that have shapes only, in the first way in which the model takes them."""
+    problem: Exception | None = None
     try:
-        cache = CacheLayout(model.config).cache(capacity=4)
-        cache.begin_row()
-        forward = ModelForward(model)
-        forward.device = _META
-        with torch.inference_mode(), _META:
-            forward([[1, 2, 3]], cache)
-    except (RuntimeError, NotImplementedError, UnsupportedCache) as error:
-        what = " ".join(str(error).split())[:200]
-        raise LoadFailed(
-            f"the cache of models of type {model.config.model_type} shows with weights only: {what}"
-        ) from error
-    return sum(cost_by_device(cache.cache.layers).values(), CacheCost())
+        layout = CacheLayout(model.config)
+    except UnsupportedCache as error:
+        raise _hidden(model, error) from error
+    groups = len(layout.spec(page_size).groups)
+    batch = Batch((BatchSequence((1, 2, 3), 0, ((0,),) * groups, state_slot=0 if layout.has_states else -1),))
+    for way in Way:
+        cache = PagedCache(layout, page_size, [1] * groups, state_slots=1)
+        try:
+            with torch.inference_mode(), _META:
+                forward = ModelForward(model, way, _shapes_only)
+                forward.device = _META
+                forward(batch, cache)
+            return in_all(specs_by_device(cache).values())
+        except (RuntimeError, NotImplementedError, TypeError, CannotPage) as error:
+            problem = error
+    assert problem is not None
+    raise _hidden(model, problem) from problem
+
+
+def _shapes_only(
+    query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+) -> torch.Tensor:
+    assert layer.values is not None
+    return query.new_empty((*query.shape[:2], layer.values.shape[-1]))
+
+
+def _hidden(model: PreTrainedModel, error: Exception) -> LoadFailed:
+    what = " ".join(str(error).split())[:200]
+    return LoadFailed(f"the cache of models of type {model.config.model_type} shows with weights only: {what}")
 
 
 def _ranks(config: Any) -> tuple[int, ...]:

@@ -24,7 +24,10 @@ from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence,
 Drafts = Callable[[SequenceState], Sequence[int]]
 """Returns the tokens that are likely to follow; none is fine."""
 
-_SOON = 16  # tokens that each running sequence shall have pages for when a prompt is admitted
+# Tokens that each running sequence shall have pages for when a prompt is admitted. 150 requests of some 60 tokens, at
+# most 32 at a time, in pages of 16 that are full: 0 leads to 32 preemptions in 206 steps, 8 to none in 224, 16 to none
+# in 245.
+_SOON = 8
 
 Busy = Collection[SequenceState]
 
@@ -276,6 +279,9 @@ class Scheduler:
             return False
         restarting = min((account.priority for account in self._admitted if account.restarts), default=math.inf)
         reserved = self._plus(self._margin(), self._promised())
+
+        if not self._ahead and not self._pool.fits(reserved):
+            return False  # at once: a long queue is not looked up in the prefix cache for nothing
 
         def place(request: RequestState) -> SequenceAccount | None:
             fits = request.params.n <= places and request.priority < min(before, restarting)

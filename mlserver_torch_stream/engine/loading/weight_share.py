@@ -1,0 +1,91 @@
+"""Decides which share of the GPUs' free memory weights may take, by their bytes, before any is read.
+
+Knows nothing of device maps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mlserver_torch_stream.byte_size import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# Of the free memory of a GPU; the rest is for the KV cache and activations. A larger share is better than weights on
+# the CPU, which every step moves to the GPU.
+GPU_WEIGHT_SHARES = (0.7, 0.9)
+_LEAST = GPU_WEIGHT_SHARES[0]
+# Whole layers go to one GPU: what does not fill a GPU to the end.
+_LOST_PER_GPU = 0.03
+_STORED_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+                "U16": 16, "F4": 4}  # fmt: skip
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def weight_share(weights: int | None, free: Sequence[int]) -> float:
+    """Returns the smallest share of these GPUs' ``free`` bytes that holds ``weights``, else the largest one.
+
+    The weights that it does not hold go to the CPU. None: their bytes are not known, and the smallest share is taken.
+    """
+    if weights is None:
+        logger.info("weights may take %.0f %% of the GPUs: their size is not known before they are read", 100 * _LEAST)
+        return _LEAST
+    whole = 1.0 - (_LOST_PER_GPU if len(free) > 1 else 0.0)
+    fitting = (share for share in GPU_WEIGHT_SHARES if weights <= sum(free) * share * whole)
+    share = next(fitting, None)
+    rest = "" if share is not None else "; the CPU holds the rest, which every step moves"
+    share = share or GPU_WEIGHT_SHARES[-1]
+    logger.info(
+        "weights of %s may take %.0f %% of the %s that are free on %d GPUs%s",
+        *(format_bytes(weights), 100 * share, format_bytes(sum(free)), len(free), rest),
+    )
+    return share
+
+
+def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
+    """Returns the bytes of a model's weights in memory; None if its files do not tell.
+
+    A folder's safetensors tell of quantised weights too. Of others the config tells how many there are. ``options``
+    are those of ``from_pretrained`` for reading the config.
+    """
+    try:
+        asked = None if dtype == "auto" else getattr(torch, dtype)
+        if gguf_file is None and (files := sorted(Path(place).glob("*.safetensors"))):
+            return sum(_stored_bytes(file, asked) for file in files)
+        if gguf_file is not None:
+            place, options["gguf_file"] = str(gguf_file.parent), gguf_file.name
+        config = AutoConfig.from_pretrained(place, **options)
+        if getattr(config, "quantization_config", None):
+            return None
+        kind = asked or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=kind, trust_remote_code=options.get("trust_remote_code", False)
+            )
+        return sum(each.numel() * each.element_size() for each in model.parameters())
+    except Exception as error:  # a config or a model's code can raise any error, which the load itself will tell
+        logger.info("the size of the weights is not known: %s", " ".join(str(error).split())[:200])
+        return None
+
+
+def _stored_bytes(file: Path, asked: torch.dtype | None) -> int:
+    """Returns the bytes of a safetensors file's tensors, in the dtype that is asked for."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: Mapping[str, Any] = json.loads(stream.read(length))
+    tensors = [each for name, each in header.items() if name != "__metadata__"]
+    return sum(_bytes_of(each["dtype"], math.prod(each["shape"]), asked) for each in tensors)
+
+
+def _bytes_of(stored: str, count: int, asked: torch.dtype | None) -> int:
+    bits = asked.itemsize * 8 if asked is not None and stored in _FLOATS else _STORED_BITS.get(stored, 8)
+    return count * bits // 8
