@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
@@ -40,9 +41,11 @@ def told(answer: Sequence[int], wrong: Callable[[int], bool] = lambda position: 
     return drafts
 
 
-def ask(model: PreTrainedModel, params: SamplingParameters, drafts: Drafts | None = None) -> tuple[TokenEvent, int]:
+def ask(
+    model: PreTrainedModel, params: SamplingParameters, drafts: Drafts | None = None, **more: Any
+) -> tuple[TokenEvent, int]:
     """Returns the merged events of one answer, and the decode steps that it took."""
-    with running(model, prefill_tokens=64, drafts=drafts) as engine:
+    with running(model, prefill_tokens=64, drafts=drafts, **more) as engine:
         event = run(collect(engine, [EngineRequest(PROMPT, params)]))[0]
         return event, engine.stats().decode_steps
 
@@ -79,13 +82,13 @@ def test_sampled_tokens_and_their_log_probabilities_are_those_without_drafts(
 
 
 def test_an_answer_ends_in_the_middle_of_its_drafts(model: PreTrainedModel) -> None:
-    answer = spelled("one two three four")
+    answer, findings = spelled("one two three four"), check_batching(model)
     with dictated(model, answer, len(PROMPT)):
-        stop, _ = ask(model, greedy(15, stop=("thr",)), told(answer))
+        stop, _ = ask(model, greedy(15, stop=("thr",)), told(answer), findings=findings)
         assert stop.text == "one two " and stop.stop_reason == "thr" and len(stop.token_ids) == len("one two thr")
-        end, _ = ask(model, greedy(15, stop_token_ids=(answer[6],)), told(answer))
+        end, _ = ask(model, greedy(15, stop_token_ids=(answer[6],)), told(answer), findings=findings)
         assert list(end.token_ids) == answer[: answer.index(answer[6]) + 1] and end.finish_reason is FinishReason.STOP
-        length, _ = ask(model, greedy(7), told(answer))
+        length, _ = ask(model, greedy(7), told(answer), findings=findings)
         assert length.text == "one two" and length.finish_reason is FinishReason.LENGTH
 
 
