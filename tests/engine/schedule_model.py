@@ -71,7 +71,7 @@ def expected(prompt: Sequence[int], index: int, count: int) -> list[int]:
 
 @dataclass
 class ModelledForward:
-    """Pages and state slots. ``run`` returns for each sequence the keys of its new tokens, or None if it read others."""
+    """Pages and state slots. ``run`` returns for each sequence the keys of its new tokens; None: it read others."""
 
     spec: CacheSpec
     keys: dict[tuple[int, int, int], int] = field(default_factory=dict)

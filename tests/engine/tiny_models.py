@@ -1,4 +1,4 @@
-"""Tiny random models of many families, a byte-level tokenizer, and transformers' own answers. Knows nothing of engines."""
+"""Tiny random models of many families, a byte-level tokenizer, and transformers' answers. Knows no engines."""
 
 from __future__ import annotations
 

@@ -286,7 +286,8 @@ def _rows(batch: Batch) -> list[Batch]:
     """
     parts: list[Batch] = []
     for together, group in groupby(batch.sequences, lambda each: each.count == 1 and each.start > 0):
-        parts += [Batch(tuple(group))] if together else [Batch((each,)) for each in group]
+        sequences = tuple(group)
+        parts += [Batch(sequences)] if together else [Batch((each,)) for each in sequences]
     return parts
 
 
