@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -49,6 +50,9 @@ class WorkerSlot:
         self.idle_since = 0.0
         self.timer: asyncio.TimerHandle | None = None  # runs while the slot has active requests
         self.active_at = 0.0  # the time of the last message
+        self.batches: deque[int] = deque()  # requests of each batch that it has got and not ended
+        self.began_at = 0.0  # when the first of them began
+        self.is_quick = False  # its latest batch took so little time that the way to it takes as much
         self.delay_s = _FIRST_DELAY_S  # before the next start
         self.ready_at = 0.0
         self.has_answered = False  # this process

@@ -402,3 +402,49 @@ def test_a_wrong_number_of_results_fails_only_the_request_that_it_comes_of(tmp_p
             assert isinstance(wrong, HandlerFailed) and "returned 2 results for 1 requests" in wrong.message
 
     run(scenario())
+
+
+# Notes each text that it is called with; "slow" takes half a second.
+NOTING = """
+import os, time
+
+def handle(data, context):
+    if data is None:
+        return None
+    text = data[0]["body"].decode()
+    with open(os.environ["NOTES"], "a") as notes:
+        notes.write(text + " ")
+    if text == "slow":
+        time.sleep(0.5)
+    return [text]
+"""
+
+
+def test_a_quick_worker_has_its_next_request_while_it_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a slow one it has one at a time again; what left before its turn is not run."""
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, NOTING), responseTimeout=60) as pool:
+            for number in range(20):  # until one of them was quick, which a busy machine may delay
+                await texts(pool.submit(request(f"quick{number}", f"q{number}")))
+            jobs = [pool.submit(request(text, text)) for text in ("slow", "left", "next")]
+            assert pool.gauges()["waiting_requests"] == 1
+            jobs[1].close()
+            assert await asyncio.gather(*map(outcome, jobs)) == [["slow"], [], ["next"]]
+            assert (tmp_path / "notes").read_text().split()[-2:] == ["slow", "next"]
+
+    run(scenario())
+
+
+def test_a_slow_worker_gets_one_request_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, NOTING), responseTimeout=60) as pool:
+            await texts(pool.submit(request("slow", "first")))
+            jobs = [pool.submit(request(text, text)) for text in ("slow", "left", "next")]
+            assert pool.gauges()["waiting_requests"] == 2
+            assert await asyncio.gather(*map(outcome, jobs)) == [["slow"], ["left"], ["next"]]
+
+    run(scenario())
