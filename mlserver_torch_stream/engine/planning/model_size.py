@@ -70,7 +70,7 @@ class ModelSize:
 def read_size(
     source: ModelSource, dtype: str = "auto", revision: str | None = None, page_size: int = CPU_PAGE_SIZE
 ) -> ModelSize:
-    """``page_size``: of the cache, in tokens. Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes."""
+    """``page_size``: of the cache, in tokens. Raises LoadFailed if the config cannot be read or shapes do not suffice."""
     location, gguf_file = source.location, None
     if source.kind in ("gguf", "embedded"):
         gguf_file = find_embedded(location) if source.kind == "embedded" else Path(location)
