@@ -25,6 +25,7 @@ class Driven:
     tables: tuple[list[int], ...]
     answer: list[int] = field(default_factory=list)
     computed: int = 0
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # those of the token at each position
     keeps: bool = False  # pages that a window has passed, so that others can share them
 
     @property
@@ -117,6 +118,7 @@ class PageDriver:
         ends = iter(logits.split([part.wanted for part in parts]))
         for (each, count), rows in zip(counts, ends, strict=True):
             each.computed += count
+            each.logits.update(zip(range(each.computed - len(rows), each.computed), rows, strict=True))
             if each.computed == len(each.tokens):
                 each.answer.append(int(rows[-1].argmax()))
             self._pass_windows(each, each.computed - len(rows) + 1)  # drafts may not stay

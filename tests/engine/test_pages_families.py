@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_forward import Way
@@ -18,26 +19,39 @@ Right = Callable[..., None]
 
 
 class Answers:
-    """What ``generate`` says to each prompt, computed once."""
+    """What the model says to each prompt alone, computed once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._known: dict[tuple[int, ...], list[int]] = {}
+        self._tokens: dict[tuple[int, ...], list[int]] = {}
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
 
     def to(self, prompt: Sequence[int]) -> list[int]:
-        if tuple(prompt) not in self._known:
-            self._known[tuple(prompt)] = reference(self._model, prompt, 12)
-        return self._known[tuple(prompt)]
+        if tuple(prompt) not in self._tokens:
+            self._tokens[tuple(prompt)] = reference(self._model, prompt, 12)
+        return self._tokens[tuple(prompt)]
+
+    def check(self, sequence: Driven) -> None:
+        """Raises unless the tokens are those of ``generate``, and all logits those of one call without a cache."""
+        assert (len(sequence.prompt), sequence.answer) == (
+            len(sequence.prompt),
+            self.to(sequence.prompt)[: len(sequence.answer)],
+        )
+        tokens = tuple(sequence.tokens)
+        if tokens not in self._logits:
+            with torch.inference_mode():
+                self._logits[tokens] = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
+        for position, logits in sequence.logits.items():
+            torch.testing.assert_close(logits, self._logits[tokens][position], rtol=1e-3, atol=2e-3)
 
 
 def check(model: PreTrainedModel, way: Way, page_size: int, answers: Answers, chunked: bool = True) -> None:
-    """Raises if a sequence does not get the tokens that it gets alone."""
+    """Raises if a sequence does not get what it gets alone."""
     driver = PageDriver(model, way, page_size, chunked=chunked)
 
     def right(*sequences: Driven) -> None:
         for each in sequences:
-            got = (len(each.prompt), each.answer)
-            assert got == (len(each.prompt), answers.to(each.prompt)[: len(each.answer)])
+            answers.check(each)
 
     joins_and_leaves(driver, right)
     goes_on_after_a_preemption(driver, right)
@@ -77,6 +91,21 @@ def test_every_family_gets_its_tokens_over_pages_of_any_size(family: str) -> Non
     assert table()[family] == (way.value, "in chunks" if chunked else "whole")
     for page_size in (1, 256):
         check(model, way, page_size, answers, chunked)
+
+
+@pytest.mark.parametrize("way", [Way.ROWS, Way.MASKED_ROWS])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_chunked", "gpt_oss"])
+def test_models_that_can_be_packed_take_rows_too(family: str, way: Way) -> None:
+    """Windows and chunks are those of masks here, over pages that have been given back."""
+    model = tiny_model(family)
+    check(model, way, 1, Answers(model))
+
+
+@pytest.mark.parametrize("family", SERIAL_FAMILIES)
+def test_families_that_keep_states_in_their_modules_are_found_out(family: str) -> None:
+    model = tiny_model(family)
+    assert way_of(model, Answers(model)) is None
+    assert table()[family][0] == "serial"
 
 
 def joins_and_leaves(driver: PageDriver, right: Right) -> None:
@@ -139,6 +168,7 @@ def verifies_drafts(driver: PageDriver, right: Right, known: list[int]) -> None:
     assert logits[1:4].argmax(-1).tolist() == known[1:4]
     drafted.computed -= 1
     drafted.answer[3:] = known[3:4]
+    del drafted.logits[drafted.computed]
     driver.step([(drafted, 1), (other, 1)])
     right(drafted, other)
     driver.leave(drafted)
