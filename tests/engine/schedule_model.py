@@ -213,7 +213,8 @@ class ModelledEngine:
     def launch(self, plan: StepPlan) -> None:
         ids = [self._ids(part) for part in plan.scheduled]
         culprit, self.fail_next = self.fail_next, None
-        self.forward.prepare(plan.batch)
+        if culprit is None or culprit % 2:  # a forward that fails may have made the copies, or not
+            self.forward.prepare(plan.batch)
         if culprit is not None:
             self.forward.poison(plan.batch)
             found = None

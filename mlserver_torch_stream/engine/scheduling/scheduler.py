@@ -142,14 +142,16 @@ class Scheduler:
     def isolate(self, parts: Iterable[ScheduledSequence]) -> list[SequenceState]:
         """Prepares parts whose forward failed for being tried again, each alone.
 
-        Returns the sequences that are computed again instead, as they share pages that were not written: the result of
-        their part, in this batch or in one behind it, is void.
+        Returns the sequences that are computed again instead: the result of their part, in this batch or in one behind
+        it, is void. They share pages that were not written, or the batch had a copy for them, which may be made or not.
         """
-        return self._void([self._accounts[part.sequence] for part in parts if part.sequence in self._accounts])
+        void = self._void([self._accounts[part.sequence] for part in parts if part.sequence in self._accounts])
+        return [*void, *self.recompute(())]
 
     def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Computes sequences again whose forward failed. Returns them, and the others whose parts are void by that."""
-        accounts = [self._accounts[each] for each in sequences if each in self._accounts]
+        given = set(sequences)
+        accounts = [account for each, account in self._accounts.items() if each in given or account.copied]
         void = self._void(accounts)
         for account in accounts:
             self._restart(account)
@@ -178,6 +180,7 @@ class Scheduler:
 
     def _clear(self, account: SequenceAccount) -> None:
         account.part = None
+        account.copied = False
         account.found = 0
         account.pages.clear()
         self._ahead.pop(account, None)
@@ -240,7 +243,9 @@ class Scheduler:
         draft.add(account, tokens, decodes=decodes)
         end = account.computed + tokens
         self._take_slot(account)
-        draft.copies += account.pages.extend(end)
+        copies = account.pages.extend(end)
+        account.copied |= bool(copies)
+        draft.copies += copies
         account.pages.name(end)
         account.restarts = False
 
@@ -439,6 +444,7 @@ class Scheduler:
         if account is None or account.part is not part:
             return False
         account.part = None
+        account.copied = False
         account.pages.computed = part.start + tokens
         account.pages.written = account.pages.named
         if part.samples and not account.sequence.tokens:
@@ -467,4 +473,5 @@ class Scheduler:
         self._take_slot(twin)
         if twin.slot != NO_SLOT:
             self._state_copies.append((account.slot, twin.slot))
+            twin.copied = True
         return twin
