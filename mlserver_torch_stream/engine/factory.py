@@ -19,13 +19,15 @@ from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import device_shares
+from mlserver_torch_stream.engine.forward.model_forward import Way
+from mlserver_torch_stream.engine.forward_choice import ForwardChoice
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
+from mlserver_torch_stream.engine.kv_cache.page_counts import pages_on_host
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
@@ -40,15 +42,18 @@ from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResou
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.engine.scheduling.scheduler import longest_sequence
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, longest_sequence
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
+# Prompts that a model takes in forwards of their own: a forward of few tokens takes about as long as one of 64
+# (benchmarks/LOG.md).
+_ROWS_FLOOR = 64
 
 OnDeath = Callable[[BaseException], None]
 
@@ -188,7 +193,7 @@ def _start(
             settings.chunked_prefill_size,
         ),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
-        threads=1 if isinstance(prepared.forward, NativeForward) else threads,
+        threads=1 if prepared.choice is not None and isinstance(prepared.choice.forward, NativeForward) else threads,
         fair_lock=prepared.fair_lock,
         rebuild=partial(_rebuild, batching.make, prepared),
         on_death=on_death,
@@ -246,61 +251,78 @@ def _batch_continuously(
     resources: ProcessResources,
 ) -> _Batching:
     settings, findings, ranks = resolved.settings, prepared.findings, prepared.ranks
-    assert findings.cost is not None  # as ``findings.problem`` is None
-    parts = device_shares(findings.costs, loaded.max_model_len)
-    budget = cache_budget(
-        *(parts, settings.kv_cache_memory, resources, codec, host),
+    spec, choice = findings.spec, prepared.choice
+    assert spec is not None and choice is not None  # as ``findings.problem`` is None
+    chunk = settings.chunked_prefill_size if findings.chunked else None
+    size = cache_budget(
+        *(findings.specs, settings.kv_cache_memory, resources, codec, host),
+        sequences=settings.max_num_seqs,
+        tokens=loaded.max_model_len,
+        step=loaded.max_model_len if chunk is None else chunk,
         engines=settings.replicas,
         most=sys.maxsize if ranks is None else ranks.shard.room,
     )
-    make = partial(
-        ContinuousBatcher if prepared.pipeline is None else partial(PipelinedBatcher, pipeline=prepared.pipeline),
-        loaded.model,
-        samplers,
-        cost=findings.cost,
-        cache_bytes=budget,
-        prefix_bytes=prefix_bytes(budget, settings.prefix_cache_memory, on_host=HOST in parts),
-        max_num_seqs=settings.max_num_seqs,
-        prefill_tokens=settings.chunked_prefill_size if findings.chunked else None,
-        forward=prepared.forward if ranks is None else ranks.forward,
-        layout=None if ranks is None else ranks.layout,
-        faults=_faults(),
-        check_devices=prepared.check_devices,
+    on_host = HOST in findings.specs
+    budget = size.bytes_of(spec)
+    # A prefix is of no use to a model that takes whole prompts, or that keeps states.
+    keeps_prefixes = findings.chunked and not spec.state_bytes
+    limits = SchedulerLimits(
+        size.state_slots if spec.state_bytes else settings.max_num_seqs,
+        chunk,
+        pages_on_host(spec, budget) if set(findings.specs) == {HOST} else size.pages,
+        budget,
+        prefix_bytes(budget, settings.prefix_cache_memory, on_host) if keeps_prefixes else 0,
+        stages=1 if prepared.pipeline is None else prepared.pipeline.depth,
+        whole_prompts=not findings.chunked,
+        prefill_floor=1 if findings.way is Way.PACKED or isinstance(choice.forward, NativeForward) else _ROWS_FLOOR,
     )
-    batcher = make()
-    left = batcher.stats().kv_cache_budget  # without the prefix cache
-    context = longest_sequence(findings.cost.of, left, loaded.max_model_len)
+    context = longest_sequence(spec, limits, loaded.max_model_len)
     if context < 2:
         key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        if settings.prefix_cache_memory and longest_sequence(findings.cost.of, budget, loaded.max_model_len) >= 2:
-            key = "prefix_cache_memory"
-        why = no_room(prepared.placement, findings.costs, left, free_bytes(findings.costs, host))
+        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
         raise LoadFailed(f"parameters.extra.{key}: {why}")
+    slots = limits.max_num_seqs if spec.state_bytes else 0
+    layout = CacheLayout(loaded.model.config)
+    faults = _faults()
+
+    def make() -> ContinuousBatcher:
+        return ContinuousBatcher(
+            choice.forward,
+            (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots),
+            samplers,
+            limits,
+            spec,
+            pipeline=prepared.pipeline,
+            faults=faults,
+            check_devices=prepared.check_devices,
+        )
+
     if len(prepared.placement) > 1:
-        spread = describe_placement(prepared.placement, findings.costs, parts, budget)
+        spread = describe_placement(prepared.placement, findings.specs, size)
         logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
     description = (
-        f"{_describe_forward(resolved, prepared)}up to {settings.max_num_seqs} sequences at a time, "
+        f"{_describe_forward(settings, prepared, choice)}up to {settings.max_num_seqs} sequences at a time, "
         f"KV cache {format_bytes(budget)} "
-        f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'})"
+        f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'}) "
+        f"in pages of {spec.page_size} tokens"
     )
-    return _Batching(make, batcher, context, description)
+    return _Batching(make, make(), context, description)
 
 
-def _describe_forward(resolved: ResolvedSettings, prepared: PreparedModel) -> str:
-    if prepared.ranks is not None:
-        return f"{prepared.ranks.leader.size} ranks, "
-    if isinstance(prepared.forward, NativeForward):
-        int8 = "int8 weights, " if resolved.settings.weights == "int8" else ""
-        return f"our own kernels ({prepared.forward.variant}), {int8}"
-    ways = [f"transformers' forward ({prepared.no_kernels}), "] if prepared.no_kernels is not None else []
+def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
+    if isinstance(choice.forward, NativeForward):
+        int8 = "int8 weights, " if settings.weights == "int8" else ""
+        return f"our own kernels ({choice.forward.variant}), {int8}"
+    ways = [] if prepared.ranks is None else [f"{prepared.ranks.leader.size} ranks, "]
+    if choice.no_kernels is not None and prepared.device.type == "cpu":
+        ways.append(f"transformers' forward ({choice.no_kernels}), ")
+    attention = "" if choice.attention is None else f" with {choice.attention}"
+    ways.append(f"steps {prepared.findings.way.value}{attention}, ")
     if prepared.pipeline is not None:
         ways.append(f"{prepared.pipeline.depth} devices with a batch each, ")
-    if isinstance(prepared.forward, GraphForward):
-        ways.append(f"CUDA graphs of up to {prepared.forward.max_batch_size} sequences, ")
-    if prepared.packed:
-        ways.append(f"{prepared.packed} linear layers laid out for this CPU, ")
+    if choice.packed:
+        ways.append(f"{choice.packed} linear layers laid out for this CPU, ")
     return "".join(ways)
 
 

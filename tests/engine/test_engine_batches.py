@@ -1,15 +1,15 @@
-"""Batches of unlike rows: groups of lengths, slabs that move, random arrivals and departures against ``generate``."""
+"""Steps of unlike sequences: long and short together, shared beginnings, random company, against ``generate``."""
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from tests.engine.tiny import (
     Watch,
     greedy,
@@ -32,38 +32,40 @@ def model() -> PreTrainedModel:
     return tiny_model("llama", max_position_embeddings=LONG)
 
 
-def batches(engine: EngineCore) -> list[RowCache]:
-    batcher = engine._batcher
-    assert isinstance(batcher, ContinuousBatcher)
-    return list(batcher._caches.values())
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values of three layers with two heads of 8 floats
 
 
-def test_rows_of_very_different_lengths_decode_apart(model: PreTrainedModel, watch: Watch) -> None:
+async def seen(engine: EngineCore, stats: list[EngineStats]) -> None:
+    while True:
+        stats.append(engine.stats())
+        await asyncio.sleep(0)
+
+
+def test_long_and_short_sequences_decode_in_one_forward_and_pay_for_their_own_tokens(
+    model: PreTrainedModel, watch: Watch
+) -> None:
     requests = [(prompt_of(1500, 1), 30), (prompt_of(5, 2), 60), (prompt_of(1400, 3), 30), (prompt_of(30, 4), 60)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
     async def scenario(engine: EngineCore) -> None:
         sequences = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-        await until(lambda: engine.stats().running_sequences == 4, "four rows")
-        assert sorted(len(cache.lengths) for cache in batches(engine)) == [2, 2]
-        for cache in batches(engine):
-            assert max(cache.lengths) <= 4 * max(256, *cache.lengths)
-        short = min(batches(engine), key=lambda cache: max(cache.lengths))
-        assert short.columns.span < 200  # the short ones do not pay for the long ones
+        await until(lambda: engine.stats().running_sequences == 4, "four sequences")
+        live = sum(len(prompt) for prompt, _ in requests)
+        assert live < engine.stats().kv_cache_bytes / TOKEN_BYTES < 1.1 * live + 4 * 60
         assert [await sequence for sequence in sequences] == expected
         await until(lambda: idle(engine), "an idle engine")
 
     with running(model, context=LONG, prefill_tokens=512) as engine:
         watch.calls.clear()
         run(scenario(engine))
-    assert max(len(step) for step in watch.steps) == 2
+    assert max(len(step) for step in watch.steps) == 4
 
 
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(each, marks=_SLOW) for each in ("mistral", "gemma2", "gpt_oss"))]
 )
-def test_a_long_run_with_many_short_visitors_moves_its_slabs_and_stays_right(family: str) -> None:
-    """The write pointer passes the slab's end many times; windows are left behind; rows come and go meanwhile."""
+def test_a_long_run_with_many_short_visitors_stays_right(family: str) -> None:
+    """Its windows pass page after page, which visitors take; they come and go meanwhile."""
     model = tiny_model(family, max_position_embeddings=1024)
     visitors = [(prompt_of(1 + 5 * i % 37, i), 1 + 7 * i % 40) for i in range(40)]
     expected = [reference(model, prompt, count) for prompt, count in visitors]
@@ -84,49 +86,96 @@ def test_a_long_run_with_many_short_visitors_moves_its_slabs_and_stays_right(fam
         run(scenario(engine))
 
 
-def test_a_batch_whose_longest_row_left_moves_along_and_does_not_grow(model: PreTrainedModel) -> None:
-    """Rows that come and go for ever must not make the slab grow, nor write beyond it."""
+def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(model: PreTrainedModel) -> None:
     expected = [reference(model, prompt_of(6, i), 30) for i in range(4)]
+    stats: list[EngineStats] = []
 
     async def scenario(engine: EngineCore) -> None:
         async def again(seed: int) -> None:
             for _ in range(12):
                 assert await tokens_of(engine, prompt_of(6, seed), greedy(30)) == expected[seed]
 
-        async def watching() -> None:
-            while True:
-                for cache in batches(engine):
-                    sizes.add(cache.allocated[1])
-                await asyncio.sleep(0)
-
-        watcher = asyncio.create_task(watching())
+        watcher = asyncio.create_task(seen(engine, stats))
         await asyncio.gather(*(again(seed) for seed in range(4)))
+        await until(lambda: idle(engine), "an idle engine")
         watcher.cancel()
 
-    sizes: set[int] = set()
     with running(model, context=LONG) as engine:
         run(scenario(engine))
-    assert max(sizes) <= 48  # 36 tokens and the slack
+    assert 0 < max(each.kv_cache_bytes for each in stats) <= 4 * 36 * TOKEN_BYTES
 
 
-def test_a_flood_of_short_prompts_does_not_keep_rows_from_decoding(model: PreTrainedModel, watch: Watch) -> None:
-    """Between two decode steps there are at most as many forwards as ``chunked_prefill_size`` pays for."""
+def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrainedModel, watch: Watch) -> None:
+    """Each forward has the stream's next token in it, and at most ``chunked_prefill_size`` tokens of prompts."""
+    ends = 16, 32, 512
 
     async def scenario(engine: EngineCore) -> None:
-        row = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
+        stream = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
+        await until(lambda: engine.stats().running_sequences == 1, "a stream")
         await watch.hold()
         watch.calls.clear()
-        flood = [asyncio.create_task(tokens_of(engine, prompt_of(16, seed), greedy(4))) for seed in range(32)]
+        length, count, _ = ends
+        seeds = range(1, count + 1)
+        flood = [asyncio.create_task(tokens_of(engine, prompt_of(length, seed), greedy(4))) for seed in seeds]
         await asyncio.sleep(0)  # they are submitted
         watch.let_go()
-        await asyncio.gather(row, *flood)
+        await asyncio.gather(stream, *flood)
 
-    with running(model, prefill_tokens=512, max_num_seqs=40) as engine:
+    with running(model, prefill_tokens=ends[2], max_num_seqs=40) as engine:
         run(scenario(engine))
-    prefills = "".join("d" if len(call[0]) == 1 else "p" for call in watch.calls).strip("d").split("d")
-    assert sum(map(len, prefills)) == 32
-    assert max(map(len, prefills)) <= 512 // 64
+    calls = watch.calls[:50]  # the stream goes on for longer than these
+    assert all(len(call[0]) == 1 for call in calls)
+    prefilled = [sum(len(ids) for ids in call if len(ids) > 1) for call in calls]
+    assert sum(prefilled) == 16 * 32 and max(prefilled) <= 512
+    assert sum(map(bool, prefilled)) <= 3  # many prompts in a forward
+
+
+def test_a_beginning_of_many_requests_at_once_is_computed_once_and_held_once(model: PreTrainedModel) -> None:
+    shared = prompt_of(1000, 3)
+    prompts = [(*shared, 200 + seed, 7) for seed in range(32)]
+    expected = {seed: reference(model, prompts[seed], 8) for seed in (0, 17, 31)}
+    stats: list[EngineStats] = []
+
+    async def scenario(engine: EngineCore) -> list[list[int]]:
+        watcher = asyncio.create_task(seen(engine, stats))
+        found = await asyncio.gather(*(tokens_of(engine, prompt, greedy(8)) for prompt in prompts))
+        await until(lambda: idle(engine), "an idle engine")
+        watcher.cancel()
+        return list(found)
+
+    with running(model, context=LONG, prefill_tokens=512, max_num_seqs=32, page_size=8, cache_bytes=2**22) as engine:
+        found = run(scenario(engine))
+        last = engine.stats()
+    assert all(found[seed] == tokens for seed, tokens in expected.items())
+    assert last.prefill_tokens == 1000 + 32 * 2
+    assert last.prefix_cache_hit_tokens == 31 * 1000
+    held = max(each.kv_cache_bytes for each in stats) / TOKEN_BYTES
+    assert 1000 < held <= 1000 + 32 * 16  # two pages of its own for each
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
+def test_many_sequences_of_a_prompt_share_few_pages_and_are_preempted_rightly(family: str) -> None:
+    """Five answers to a prompt of 30 tokens, in memory for two of them apart."""
+    model = tiny_model(family)
+    prompt, other = prompt_of(30, 1), prompt_of(9, 2)
+    expected, beside = reference(model, prompt, 25), reference(model, other, 40)
+
+    async def scenario(engine: EngineCore) -> None:
+        neighbour = asyncio.create_task(tokens_of(engine, other, greedy(40)))
+        stream = engine.submit([EngineRequest(prompt, greedy(25, n=2)), EngineRequest(prompt, greedy(25, n=3), 2)])
+        tokens: dict[int, list[int]] = {}
+        async for event in stream:
+            assert event.error is None, event.error
+            tokens.setdefault(event.index, []).extend(event.token_ids)
+        assert tokens == dict.fromkeys(range(5), expected)
+        assert await neighbour == beside
+        await until(lambda: idle(engine), "an idle engine")
+
+    findings = check_batching(model)
+    assert findings.spec is not None
+    room = replace(findings.spec, page_size=4).sequence_bytes(55) * 3 + 6 * findings.spec.state_bytes
+    with running(model, cache_bytes=room, findings=findings) as engine:
+        run(scenario(engine))
 
 
 def test_whole_prompts_where_they_cannot_be_cut(model: PreTrainedModel, watch: Watch) -> None:
@@ -144,7 +193,7 @@ def test_whole_prompts_where_they_cannot_be_cut(model: PreTrainedModel, watch: W
     with running(model, prefill_tokens=None, context=LONG) as engine:
         checks = len(watch.calls)
         run(scenario(engine))
-    prefills = [len(call[0]) for call in watch.calls[checks:] if len(call[0]) > 1]
+    prefills = [len(ids) for call in watch.calls[checks:] for ids in call if len(ids) > 1]
     assert sorted(prefills) == sorted([len(prompt) for prompt, _ in requests] + [len(requests[0][0])])
 
 

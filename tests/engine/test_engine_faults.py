@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
-from mlserver_torch_stream.engine.kv_cache.slab import SlabLayer
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
+    VOCAB,
     Watch,
     collect,
     greedy,
@@ -123,39 +125,23 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
         run(scenario(engine))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "lfm2"])
 def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     model = tiny_model(family)
     requests = [(prompt_of(4 + 3 * i, i), 80 + i) for i in range(5)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
+    taken = {token for (prompt, _), answer in zip(requests, expected, strict=True) for token in (*prompt, *answer)}
+    poison = min(set(range(VOCAB)) - taken)
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
-        watch.fail = raise_on(POISON)
+        watch.fail = raise_on(poison)
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
         await until(lambda: engine.stats().running_sequences == len(requests), "a batch")
-        for prompt in (prompt_of(7, 9), prompt_of(21, 8)):
-            event = await failed(engine, prompt, forced(10, POISON))
-            assert event.token_ids == (POISON,)  # chosen by the prefill; the step that takes it in raises
+        for prompt in requests[0][0][:2], requests[3][0]:
+            event = await failed(engine, prompt, forced(10, poison))
+            assert event.token_ids == (poison,)  # chosen by the prefill; the step that takes it in raises
             assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
         assert [await other for other in others] == expected
-        await settled(engine)
-
-    with running(model) as engine, watched(model) as watch:
-        run(scenario(engine, watch))
-
-
-def test_rows_with_states_end_together_and_the_next_are_served() -> None:
-    """A recurrent state has no way back from half a step: the honest limit of isolation."""
-    model = tiny_model("lfm2")
-    expected = reference(model, prompt_of(9, 1), 12)
-
-    async def scenario(engine: EngineCore, watch: Watch) -> None:
-        watch.fail = raise_on(POISON)
-        other = asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5), greedy(200))]))
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
-        await failed(engine, prompt_of(7, 9), forced(10, POISON))
-        assert (await other)[0].finish_reason is FinishReason.ERROR
-        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await settled(engine)
 
     with running(model) as engine, watched(model) as watch:
@@ -198,7 +184,7 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
             asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
         ]
         await until(lambda: engine.stats().running_sequences == 4, "a batch")
-        watch.fail = lambda ids: RuntimeError("out of order") if len(ids[0]) == 1 else None
+        watch.fail = lambda ids: RuntimeError("out of order")
         for stream in streams:
             assert (await stream)[0].finish_reason is FinishReason.ERROR
         watch.fail = lambda ids: None
@@ -226,48 +212,56 @@ def test_a_step_that_fails_only_for_the_whole_batch_does_not_loop(model: PreTrai
         run(scenario(engine))
 
 
-@pytest.mark.parametrize("place", ["resize", "join", "leave"])
-def test_no_memory_while_rows_are_moved_hurts_nobody_who_is_there(
-    model: PreTrainedModel, place: str, monkeypatch: pytest.MonkeyPatch
+def test_no_memory_for_the_pages_of_the_first_step_ends_its_requests_alone(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocation itself fails, in the middle of the slabs of several layers."""
-    expected = reference(model, prompt_of(9, 1), 120)
-    later = reference(model, prompt_of(4, 2), 8)
-    armed: list[int] = []
-    moved, write = SlabLayer._moved, SlabLayer.write
+    """The allocation itself fails, in the middle of the layers."""
+    expected = reference(model, prompt_of(9, 1), 12)
+    pool, calls = LayerPages._pool, 0
 
-    def scarce(self: SlabLayer, *args: Any) -> torch.Tensor:
-        if armed and (armed.append(1) or len(armed) == 4):
+    def scarce(self: LayerPages, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 4):
             raise torch.OutOfMemoryError("no memory")
-        return moved(self, *args)
-
-    def scarce_write(self: SlabLayer, *args: Any) -> None:
-        if armed and (armed.append(1) or len(armed) == 3):
-            raise torch.OutOfMemoryError("no memory")
-        write(self, *args)
+        return pool(self, *args)
 
     async def scenario(engine: EngineCore) -> None:
-        stream = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(120)))
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
-        if place == "leave":
-            crowd = engine.submit([EngineRequest(prompt_of(100), greedy(140, n=7))])
-            await until(lambda: engine.stats().running_sequences == 8, "a full batch")
-            monkeypatch.setattr(SlabLayer, "_moved", scarce)
-            armed.append(1)
-            crowd.close()
-        else:
-            name, failing = ("_moved", scarce) if place == "resize" else ("write", scarce_write)
-            monkeypatch.setattr(SlabLayer, name, failing)
-            armed.append(1)
-            event = await failed(engine, prompt_of(60, 3), greedy(100, n=3))
-            assert "out of memory" in str(event.error)
-        assert await tokens_of(engine, prompt_of(4, 2), greedy(8)) == later
-        assert await stream == expected
-        assert len(armed) > 3  # it did happen
+        monkeypatch.setattr(LayerPages, "_pool", scarce)  # the check at load has run
+        event = await failed(engine, prompt_of(30, 3), greedy(10))
+        assert "out of memory" in str(event.error)
+        await failed(engine, prompt_of(30, 4), greedy(10))
+        assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await settled(engine)
 
     with running(model) as engine:
         run(scenario(engine))
+    assert calls > 4
+
+
+def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTrainedModel, watch: Watch) -> None:
+    """Two prompts begin alike and come in one step: the second reads pages that the first one's chunk writes."""
+    shared = prompt_of(40, 3)
+    expected = reference(model, (*shared, 7), 12)
+
+    async def scenario(engine: EngineCore) -> None:
+        blocker = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(40)))
+        await until(lambda: engine.stats().running_sequences == 1, "another one")
+        await watch.hold()
+        first = asyncio.create_task(collect(engine, [EngineRequest((*shared, POISON), greedy(12))]))
+        second = asyncio.create_task(tokens_of(engine, (*shared, 7), greedy(12)))
+        await asyncio.sleep(0)  # they are submitted
+        watch.fail = raise_on(POISON)
+        watch.let_go()
+        assert (await first)[0].finish_reason is FinishReason.ERROR
+        assert await second == expected
+        await blocker
+        await settled(engine)
+
+    with running(model, prefill_tokens=512) as engine:
+        run(scenario(engine))
+    together = [call for call in watch.calls if any(POISON in ids for ids in call)]
+    assert max(len(call) for call in together) > 1
 
 
 def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedModel) -> None:
@@ -277,17 +271,17 @@ def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedM
     trial = False
 
     def fail_once(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """In one step of all three rows, and then in the first row that is tried alone."""
+        """In one step of all three sequences, and then in the first that is tried alone."""
         nonlocal batches, trial
-        rows, queries = (args[0] if args else kwargs["hidden_states"]).shape[:2]
-        if (rows, queries) == (3, 1):
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+        if tokens == 3:
             batches += 1
             trial = batches == 3
             if trial:
                 raise RuntimeError("once")
-        elif (rows, queries) == (1, 1) and trial:
+        elif tokens == 1 and trial:
             trial = False
-            raise RuntimeError("the first row, when it is tried alone")
+            raise RuntimeError("the first one, when it is tried alone")
 
     async def scenario(engine: EngineCore) -> None:
         requests = [EngineRequest(prompt_of(6 + i, i), greedy(20), first_index=i) for i in range(3)]
@@ -352,13 +346,13 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
 ) -> None:
     """Dropping rows raises, too: the streams must not wait for what a broken cache will never do."""
 
-    def broken(self: RowCache, leaving: set[int]) -> list[int]:
+    def broken(self: Scheduler, *args: Any, **options: Any) -> list[SequenceState]:
         raise torch.OutOfMemoryError("no memory")
 
     async def scenario(engine: EngineCore) -> None:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200))]) for i in range(4)]
         await until(lambda: engine.stats().running_sequences == 4, "a batch")
-        monkeypatch.setattr(RowCache, "leave", broken)
+        monkeypatch.setattr(Scheduler, "release", broken)
         streams[0].close()
         for stream in streams[1:]:
             assert [event async for event in stream][-1].finish_reason is FinishReason.ERROR
@@ -381,7 +375,8 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
         closed = engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         closed.close()
         streams[0].close()
-        watch.fail = lambda ids: SystemExit("the end") if (len(ids[0]) == 1) == (where == "decode") else None
+        decodes = where == "decode"
+        watch.fail = lambda ids: SystemExit("the end") if any((len(row) == 1) == decodes for row in ids) else None
         watch.let_go()
         for stream in (*streams[1:], late, opened):
             ends = [event async for event in stream if event.finish_reason is not None]
@@ -494,17 +489,20 @@ def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedMod
         run(scenario(engine))
 
 
-def test_an_answer_that_cannot_leave_is_told_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with states, rows that stay are copied when others leave, for which there may be no memory."""
-    model = tiny_model("lfm2")
+def test_an_answer_that_cannot_leave_is_told_its_end_once(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Scheduler.release
 
-    def broken(self: RowCache, leaving: set[int]) -> list[int]:
-        raise torch.OutOfMemoryError("no memory")
+    def broken(self: Scheduler, sequences: Any, **options: Any) -> list[SequenceState]:
+        if leaving := list(sequences):
+            raise torch.OutOfMemoryError("no memory")
+        return release(self, leaving, **options)
 
     async def scenario(engine: EngineCore) -> None:
         stays = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
         await anext(stays)
-        monkeypatch.setattr(RowCache, "leave", broken)
+        monkeypatch.setattr(Scheduler, "release", broken)
         ends: list[TokenEvent] = []
         last = engine.submit([EngineRequest(prompt_of(6), greedy(2, n=2))])
         ends += [event async for event in last if event.finish_reason is not None]

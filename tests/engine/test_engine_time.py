@@ -10,16 +10,25 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batching.batcher import Batcher
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.types import FinishReason, ModelInfo
-from tests.engine.tiny import CONTEXT, VOCAB, byte_tokenizer, collect, greedy, reference, run, tiny_model, tokens_of
+from tests.engine.tiny import (
+    CONTEXT,
+    VOCAB,
+    batcher_over,
+    byte_tokenizer,
+    collect,
+    greedy,
+    reference,
+    run,
+    tiny_model,
+    tokens_of,
+)
 
 PROMPT = [7, 8, 9]
 
@@ -36,12 +45,7 @@ def batcher_of(kind: str, model: torch.nn.Module, max_num_seqs: int = 2) -> Batc
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     if kind == "serial":
         return SerialBatcher(model, samplers, max_num_seqs=max_num_seqs)
-    with torch.inference_mode():
-        cost = check_batching(model).cost
-    assert cost is not None
-    return ContinuousBatcher(
-        model, samplers, cost=cost, cache_bytes=2**24, max_num_seqs=max_num_seqs, prefill_tokens=16
-    )
+    return batcher_over(model, max_num_seqs=max_num_seqs, prefill_tokens=16)
 
 
 def engine_of(batcher: Batcher, queue_limits: QueueLimits | None = None, **options: object) -> EngineCore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, size_cache
+from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, pages_on_host, size_cache
 from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
 
 FULL = CacheSpec(16, (LayerGroup((0, 1), token_bytes=100),))
@@ -71,3 +71,8 @@ def test_a_sequences_bytes_are_its_pages_and_states() -> None:
 
 def test_pages_are_large_where_a_gpu_reads_them() -> None:
     assert page_size_of(["cpu", "cuda"]) == 256 and page_size_of(["cpu"]) == 16
+
+
+def test_on_a_host_any_group_may_take_all_of_the_budget() -> None:
+    spec = CacheSpec(16, (LayerGroup((0,), token_bytes=100), LayerGroup((1,), window=8, token_bytes=300)))
+    assert pages_on_host(spec, 48_000) == (30, 10)

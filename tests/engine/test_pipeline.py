@@ -1,4 +1,4 @@
-"""Layers on several devices at once: groups of rows in flight, the tokens of one device, and every way to end.
+"""Layers on several devices at once: several batches in flight, the tokens of one device, and every way to end.
 
 The devices are emulated: a map that names several, over layers that are all on the CPU. What a stage is to the engine,
 a part of the model that lets one forward in at a time, is the real thing.
@@ -9,23 +9,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.kv_cache.row_cache import RowCache
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.emulated import Busy, laid_out, pipelined, together
 from tests.engine.tiny import (
+    VOCAB,
+    Watch,
     collect,
     greedy,
     idle,
@@ -53,7 +57,7 @@ def test_the_tokens_of_one_device(family: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_all_stages_work_at_once_and_each_on_one_group(stages: int) -> None:
+def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
     model = laid_out(tiny_model("llama", num_hidden_layers=4), stages)
     requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
@@ -69,7 +73,7 @@ def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> No
     requests = [(prompt_of(5, i), 30) for i in range(2)]
     expected = [reference(model, *request) for request in requests]
     with torch.inference_mode():
-        assert not waits_midway(model)
+        assert not waits_midway(model, ModelForward(model))
     inside: list[int] = []
     most: list[int] = []
 
@@ -83,8 +87,8 @@ def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> No
     model.model.layers[0].register_forward_hook(wait)
     model.model.layers[-1].register_forward_hook(wait)
     with torch.inference_mode():
-        assert waits_midway(model)
-        pipeline = take_pipeline(model, 1)
+        assert waits_midway(model, ModelForward(model))
+        pipeline = take_pipeline(model, 1, ModelForward(model))
     assert pipeline is not None
     with pipelined(model, pipeline) as (engine, _):
         most.clear()
@@ -124,21 +128,22 @@ def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
     assert busy.most_in_one == 1 and busy.most_stages == 2
 
 
-def test_rows_are_spread_over_as_many_groups_as_there_are_stages() -> None:
+def test_sequences_are_spread_over_as_many_batches_as_there_are_stages() -> None:
     model = laid_out(tiny_model("llama"), 3)
 
-    async def scenario(engine: EngineCore) -> list[int]:
+    async def scenario(engine: EngineCore, watch: Watch) -> list[int]:
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(150))]) for i in range(6)]
-        await until(lambda: engine.stats().running_sequences == 6, "six rows")
-        assert isinstance(engine._batcher, PipelinedBatcher)
-        sizes = [len(batch.sequences) for batch in engine._batcher._scheduler.batches]
+        await until(lambda: engine.stats().running_sequences == 6, "six sequences")
+        seen = len(watch.calls) + 12  # those that began before have landed
+        await until(lambda: len(watch.calls) > seen + 12, "some steps")
+        sizes = [len(call) for call in watch.calls[seen : seen + 12]]
         for stream in streams:
             stream.close()
         await until(lambda: idle(engine), "an idle engine")
         return sizes
 
-    with pipelined(model) as (engine, _):
-        assert run(scenario(engine)) == [2, 2, 2]
+    with watched(model) as watch, pipelined(model) as (engine, _):
+        assert run(scenario(engine, watch)) == [2] * 12
 
 
 def test_prompts_are_prefilled_side_by_side() -> None:
@@ -182,50 +187,82 @@ def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
         events = await collect(engine, [EngineRequest(prompt, greedy(12, n=3))])
         assert [list(events[index].token_ids) for index in range(3)] == [expected] * 3
         assert await tokens_of(engine, prompt, greedy(12)) == expected
-        assert engine.stats().prefix_cache_hit_tokens == 29
+        assert engine.stats().prefix_cache_hit_tokens == 28  # full pages
 
     with pipelined(model, prefix_bytes=2**20) as (engine, _):
         run(scenario(engine))
 
 
-@pytest.mark.parametrize(("whole", "rows"), [("The end", 8), ("The ca", 8), ("The ca", 1)])
-def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(whole: str, rows: int) -> None:
-    """Or exactly with the piece; and where it has to wait for a row, too."""
+def test_prompts_with_the_same_beginning_compute_it_once() -> None:
+    """Also where the batch of the first one is still in flight."""
+    model = laid_out(tiny_model("llama"), 3)
+    requests = [((*prompt_of(24), number), 12) for number in range(4)]
+    expected = [reference(model, *request) for request in requests]
+
+    async def scenario(engine: EngineCore) -> None:
+        assert await together(engine, requests) == expected
+        assert engine.stats().prefix_cache_hit_tokens >= 24
+
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=8) as (engine, _):
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
+def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family: str) -> None:
+    model = laid_out(tiny_model(family), 3)
+    requests = [(prompt_of(20, i), 40) for i in range(4)]
+    expected = [reference(model, *request) for request in requests]
+    with torch.inference_mode():
+        spec = check_batching(model).spec
+    assert spec is not None
+    page = 4 * next(group.token_bytes for group in spec.groups if group.span is None)
+    with pipelined(model, cache_bytes=36 * page + 8 * spec.state_bytes) as (engine, _):
+        assert run(together(engine, requests)) == expected
+        assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(("whole", "others"), [("The end", 2), ("The ca", 2), ("The ca", 1)])
+def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(whole: str, others: int) -> None:
+    """Or exactly with the piece; and where it has to wait for its place, too: then there is one, for one other."""
     model = laid_out(tiny_model("llama"), 2)
     ids = spelled(whole)
     expected = reference(model, ids, 10)
     reached, gate = threading.Event(), threading.Event()
 
-    def hold(prefill: Forward) -> Forward:
-        """Before any stage, so that other rows go on."""
+    def hold(forward: Forward) -> Forward:
+        """Before any stage, so that the other batch goes on."""
 
-        def held(tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-            if len(tokens[0]) == 6:
+        def held(batch: Batch, cache: PagedCache) -> torch.Tensor:
+            if any(each.count == 6 for each in batch.sequences):
                 reached.set()
                 assert gate.wait(30)
-            return prefill(tokens, cache)
+            return forward(batch, cache)
 
         return held
 
     async def scenario(engine: EngineCore) -> None:
-        other = engine.submit([EngineRequest(prompt_of(3), greedy(240))])
-        await anext(other)
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(others)]
+        for other in beside:
+            await anext(other)
         stream = engine.submit([EngineRequest((), greedy(10), open=True)])
         stream.extend(spelled("The cap"))  # all but the last one go in
         await until(reached.is_set, "the piece")
         stream.seal(ids)
-        steps = engine.stats().decode_steps
-        await until(lambda: engine.stats().decode_steps > steps + 1, "two steps, between which the seal is taken in")
+        if others > 1:  # one may be in the batch of the piece
+            steps = engine.stats().decode_steps
+            await until(lambda: engine.stats().decode_steps > steps + 1, "two steps, between which the seal is read")
         gate.set()
-        if rows == 1:
+        if others == 1:
             await until(lambda: engine.stats().waiting_requests == 1, "the prompt in the queue")
-            other.close()
+            beside[0].close()
         assert [token async for event in stream for token in event.token_ids] == expected
-        other.close()
+        for other in beside:
+            other.close()
 
-    with pipelined(model, prefill_tokens=8, max_num_seqs=rows) as (engine, _):
-        assert isinstance(engine._batcher, PipelinedBatcher)
-        engine._batcher._prefill_forward = hold(engine._batcher._prefill_forward)
+    with pipelined(model, prefill_tokens=8, max_num_seqs=8 if others > 1 else 1) as (engine, _):
+        batcher = engine._batcher
+        assert isinstance(batcher, ContinuousBatcher)
+        batcher._forward = hold(batcher._forward)
         try:
             run(scenario(engine))
         finally:
@@ -249,19 +286,21 @@ def test_an_open_prompt_is_prefilled_as_it_comes(whole: str) -> None:
         run(scenario(engine))
 
 
-def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
+def test_a_sequence_that_a_stage_cannot_compute_ends_alone() -> None:
     model = laid_out(tiny_model("llama"), 3)
     good = [(prompt_of(6, i), 30) for i in range(4)]
     expected = [reference(model, prompt, count) for prompt, count in good]
-    marked = 249
+    prompts = [prompt_of(7, 9), *(prompt for prompt, _ in good)]
+    taken = {token for ids in (*prompts, *expected) for token in ids}
+    marked = next(token for token in range(VOCAB) if token not in taken)
 
     def fail(ids: list[list[int]]) -> BaseException | None:
-        return RuntimeError("no such row") if any(row == [marked] for row in ids) else None
+        return RuntimeError("no such token") if any(marked in row for row in ids) else None
 
     async def scenario(engine: EngineCore) -> None:
         sequences = asyncio.create_task(together(engine, good))
         forced = greedy(5, logit_bias={marked: 100.0})
-        events = await collect(engine, [EngineRequest(prompt_of(7, 9), forced)])
+        events = await collect(engine, [EngineRequest(prompts[0], forced)])
         assert events[0].finish_reason is FinishReason.ERROR and "decode failed: RuntimeError" in str(events[0].error)
         assert await sequences == expected
         await until(lambda: idle(engine), "an idle engine")
@@ -275,23 +314,27 @@ def test_a_row_that_a_stage_cannot_compute_ends_alone() -> None:
 def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> None:
     model = laid_out(tiny_model("llama"), 3)
     expected = [reference(model, *request) for request in REQUESTS]
-    wanted = 1 if phase == "decode" else 3
-    failing = True
+    failing = phase == "prefill"
 
-    def fail(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if failing and hidden.shape[1] == wanted:
+    def fail(*_: Any) -> None:
+        if failing:
             raise RuntimeError("in the middle")
 
     async def scenario(engine: EngineCore) -> None:
         nonlocal failing
-        events = await collect(engine, [EngineRequest(prompt_of(3, i), greedy(9), first_index=i) for i in range(6)])
-        assert {event.finish_reason for event in events.values()} == {FinishReason.ERROR}
+        streams = [engine.submit([EngineRequest(prompt_of(3, i), greedy(200))]) for i in range(6)]
+        if phase == "decode":
+            for stream in streams:
+                await anext(stream)
+            failing = True
+        ends = list(await asyncio.gather(*map(last_of, streams)))
+        assert {end.finish_reason for end in ends} == {FinishReason.ERROR}
+        assert {str(end.error).partition(" failed")[0] for end in ends} == {phase}
         failing = False
         assert await together(engine, REQUESTS) == expected
 
     with pipelined(model) as (engine, _):
-        model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+        model.model.layers[1].register_forward_pre_hook(fail)
         run(scenario(engine))
 
 
@@ -324,20 +367,28 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
     model = laid_out(tiny_model("llama"), 2)
     gate = threading.Event()
 
-    def hang(tokens: Sequence[Sequence[int]], cache: RowCache) -> torch.Tensor:
-        assert gate.wait(60)
-        raise RuntimeError("too late")
+    def hang(forward: Forward) -> Forward:
+        def hung(batch: Batch, cache: PagedCache) -> torch.Tensor:
+            if all(each.count == 1 for each in batch.sequences):
+                return forward(batch, cache)
+            assert gate.wait(60)
+            raise RuntimeError("too late")
+
+        return hung
 
     async def scenario(engine: EngineCore) -> None:
-        beside = engine.submit([EngineRequest(prompt_of(3), greedy(240))])
-        await anext(beside)
-        assert isinstance(engine._batcher, PipelinedBatcher)
-        engine._batcher._prefill_forward = hang
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(2)]
+        for each in beside:
+            await anext(each)
+        assert isinstance(engine._batcher, ContinuousBatcher)
+        engine._batcher._forward = hang(engine._batcher._forward)
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(9))])
-        await until(lambda: "the prefill of 5 tokens has not come back" in str(engine.trouble), "trouble")
+        await until(lambda: "the prefill of 5 tokens" in str(engine.trouble), "trouble")
+        assert "has not come back" in str(engine.trouble)
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
         assert not engine.alive
-        beside.close()
+        for each in beside:
+            each.close()
 
     with pipelined(model, step_timeout=4.0, prefill_tokens=8) as (engine, _):
         try:
@@ -350,7 +401,8 @@ def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
         "from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards\n"
-        "InFlightForwards(1, 1).launch('one', lambda: time.sleep(600))\n"
+        "from mlserver_torch_stream.engine.batch import Batch\n"
+        "InFlightForwards(1, 1, 16).launch('one', lambda: time.sleep(600), Batch(()))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
@@ -389,7 +441,7 @@ def test_stages_are_read_off_the_map() -> None:
     model = tiny_model("llama")
     assert read_stages(model) == ()
     model.hf_device_map = {"": "cpu"}
-    assert len(read_stages(model)) == 1 and take_pipeline(model, 1) is None
+    assert len(read_stages(model)) == 1 and take_pipeline(model, 1, ModelForward(model)) is None
     model.hf_device_map = {"model.embed_tokens": 1, "model.layers": 0, "model.norm": 1, "lm_head": 1, "gone": 2}
     one, zero = read_stages(model)
     assert [one.name, zero.name] == ["cuda:1", "cuda:0"]
@@ -411,14 +463,14 @@ def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> No
         return output + kept[0].mean()
 
     with torch.inference_mode():
-        assert check_pipeline(model, pipeline) is None
+        assert check_pipeline(model, pipeline, ModelForward(model)) is None
         model.model.layers[0].register_forward_hook(keep)  # what a model's code might do: it keeps a state between
         model.model.layers[2].register_forward_hook(give)
-        problem = check_pipeline(model, pipeline)
+        problem = check_pipeline(model, pipeline, ModelForward(model))
     assert problem is not None and "standard deviations" in problem
     model.model.layers[1].register_forward_pre_hook(_fail)
-    assert "cannot" in (check_pipeline(model, pipeline) or "")
-    assert waits_midway(model), "what cannot be seen may be"
+    assert "cannot" in (check_pipeline(model, pipeline, ModelForward(model)) or "")
+    assert waits_midway(model, ModelForward(model)), "what cannot be seen may be"
 
 
 def _fail(*_: Any) -> None:

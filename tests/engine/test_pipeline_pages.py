@@ -181,3 +181,16 @@ def test_a_batch_whose_pages_nobody_has_written_does_not_run(take_off: Callable[
     flight.launch("again", flight.part(PROMPT, 0, 0, 1, 2, 3))
     flight.launch("after it", flight.part(OTHER, 8, 0, 1, 4, 5))
     close(flight.land("after it"), last_logits(flight.model, OTHER))
+
+
+@pytest.mark.parametrize("way", [Way.PACKED, Way.MASKED_ROWS])
+def test_a_part_of_a_batch_reads_pages_that_one_before_it_writes(take_off: Callable[..., Flight], way: Way) -> None:
+    """Also one with a single token, which other single tokens do not take along to the front."""
+    flight = take_off(way=way)
+    flight.launch("before", flight.part(PROMPT[:6], 0, 8, 9))
+    flight.land("before")
+    answer, same = (*PROMPT[:6], 77), (*PROMPT[:12], 88)
+    parts = flight.part(answer, 6, 8, 9), flight.part(PROMPT, 0, 0, 1, 2, 3), flight.part(same, 12, 0, 1, 2, 4)
+    flight.launch("all", *parts)
+    expected = [last_logits(flight.model, each) for each in (answer, PROMPT, same)]
+    close(flight.land("all"), torch.cat(expected))

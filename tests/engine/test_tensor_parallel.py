@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
@@ -25,7 +26,7 @@ from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServin
 from mlserver_torch_stream.model_source import ModelSource
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
-from tests.engine.tiny import collect, greedy, idle, prompt_of, run, tokens_of, until
+from tests.engine.tiny import collect, greedy, idle, prompt_of, reference, run, tokens_of, until
 from tests.engine.tiny import tiny_model as make
 from tests.waiting import rank_pids
 
@@ -88,9 +89,9 @@ def test_kept_prompts_are_kept_on_every_rank(ranks: BuiltEngine, expected: list[
 def test_each_rank_holds_half_of_the_cache_and_of_the_layers(ranks: BuiltEngine, tiny_model: Path) -> None:
     prepared = ranks.lease.value.weights.value
     whole = build(tiny_model)
-    cost = prepared.findings.cost
-    assert cost is not None
-    assert 2 * cost.of(1, 100) == whole.lease.value.weights.value.findings.cost.of(1, 100)  # type: ignore[union-attr]
+    (group,) = prepared.findings.spec.groups
+    (whole_group,) = whole.lease.value.weights.value.findings.spec.groups
+    assert 2 * group.token_bytes == whole_group.token_bytes > 0
     end(whole)
     weight = prepared.weights.model.model.layers[0].mlp.up_proj.weight
     assert 2 * weight.to_local().numel() == weight.numel()
@@ -133,6 +134,28 @@ def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
     assert run(together(ranks.engine, REQUESTS)) == expected
 
 
+def test_sequences_that_gave_their_pages_away_resume_with_the_same_tokens(ranks: BuiltEngine, tiny_model: Path) -> None:
+    requests = [(prompt_of(5, number), 70) for number in range(4)]  # two of them fit
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    spec = ranks.lease.value.weights.value.findings.spec
+    memory = 11 * sum(spec.page_bytes(group) for group in range(len(spec.groups)))
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "kv_cache_memory": memory, "prefix_cache_memory": 0}
+    small = build_engine(parse_settings(str(tiny_model), settings, environ={}), resources=ranks.resources)
+    assert ranks.resources.weights.made == 1
+    try:
+        assert run(together(small.engine, requests)) == [reference(model, *request) for request in requests]
+        assert small.engine.stats().num_preemptions > 0
+    finally:
+        end(small)
+
+
+def test_several_answers_to_a_prompt_part_on_every_rank(ranks: BuiltEngine, expected: list[list[int]]) -> None:
+    prompt, count = REQUESTS[-1]
+    events = run(collect(ranks.engine, [EngineRequest(prompt, greedy(count, n=3))]))
+    assert [list(events[index].token_ids) for index in range(3)] == [expected[-1]] * 3
+
+
 def test_another_split_model_in_the_same_process_is_refused(ranks: BuiltEngine, tiny_model: Path) -> None:
     with pytest.raises(LoadFailed, match="another model in this process is split over ranks"):
         build(tiny_model, tensor_parallel_size=2, dtype="bfloat16")
@@ -149,7 +172,7 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
             asyncio.create_task(collect(ranks.engine, [EngineRequest(prompt_of(9, number), greedy(900))]))
             for number in range(3)
         ]
-        await until(lambda: ranks.engine.stats().running_sequences == 3, "three rows")
+        await until(lambda: ranks.engine.stats().running_sequences == 3, "three sequences")
         os.kill(rank_pids(os.getpid())[0], signal.SIGKILL)
         for reader in readers:
             event = (await asyncio.wait_for(reader, 30))[0]

@@ -38,7 +38,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler import Drafts, Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduling.step_plan import StepPlan
+from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -47,10 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """A step whose forward is not back yet. ``began`` is the time of its decision."""
+    """A step whose forward is not back yet. ``began`` is the time of its decision.
+
+    ``prefills`` are its chunks of prompts and of sequences that resume; the others decode.
+    """
 
     plan: StepPlan
     began: float
+    prefills: frozenset[ScheduledSequence]
 
     @property
     def sequences(self) -> set[SequenceState]:
@@ -60,8 +64,8 @@ class _Step:
 class ContinuousBatcher(Batcher):
     """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
 
-    With a ``pipeline`` as many steps are in a forward as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``check_devices`` raises if a device is lost. No request is to blame for that, so the
+    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
+    ``step`` waits for one of them. ``check_devices`` raises if a device is lost: no request is to blame, so the
     error ends the thread.
     """
 
@@ -131,7 +135,7 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
-            step = _Step(plan, began)
+            step = _Step(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
             self._begin(plan)
             self._busy |= step.sequences
             self.progress.launched(step, *_description(plan))
@@ -140,18 +144,22 @@ class ContinuousBatcher(Batcher):
 
     def _complete(self, step: _Step, forward: Future[torch.Tensor], deliver: Deliver) -> None:
         result = self._fresh(self._result(step.plan, forward))
+        result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
         with self._aside(result.logits.device):
             chosen = self._choice.choose(result)
-        void = self._release(chosen.spoiled, forget=True)
-        for computed in result.computed:
-            if computed.part.sequence not in (*chosen.spoiled, *void):
-                self._scheduler.advance(computed.part, chosen.computed[computed])
+        for part, tokens in chosen.verified.items():
+            self._scheduler.advance(part, tokens)
+        self._release(chosen.spoiled, forget=True)
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
         self._release(sequence for sequence in sequences if sequence.finish_reason is not None)
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
+
+    def _advance(self, part: ScheduledSequence) -> bool:
+        """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
+        return bool(part.drafts) or self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
         """Returns what came of a step's forward, and ends the sequences that failed."""
@@ -208,11 +216,11 @@ class ContinuousBatcher(Batcher):
                 request.started_at = time.monotonic()
 
     def _count(self, step: _Step, result: StepResult, chosen: ChosenTokens) -> None:
-        parts = [each.part for each in result.computed]
-        decoding = [part for part in step.plan.scheduled if not part.prefills]
+        parts = {each.part for each in result.computed}
+        decoding = [part for part in step.plan.scheduled if part not in step.prefills]
         self.count(
-            prefill_tokens=sum(part.count for part in parts if part.prefills),
-            decode_steps=int(any(not part.prefills for part in parts)),
+            prefill_tokens=sum(part.count for part in parts & step.prefills),
+            decode_steps=int(not parts <= step.prefills),
             generation_tokens=chosen.tokens,
             wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
         )

@@ -62,7 +62,7 @@ def each_alone(plan: StepPlan, page_size: int, run: Run, error: Exception) -> St
     for part, each in pairs if len(pairs) > 1 else ():
         if missing.isdisjoint(_pages(each, 0, page_size)):
             try:
-                logits.append(run(_alone(plan.batch, each)))
+                logits.append(run(_alone(plan.batch, each)).clone())  # the next call may overwrite them
                 computed.append((part, each))
                 continue
             except Exception as failure:

@@ -16,6 +16,7 @@ from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 class ChosenTokens:
     """What the sequences of a step have got: ``tokens`` of all of them together.
 
-    ``computed`` is how many of a part's tokens count: all but the drafts that were not accepted. The logits of
-    ``spoiled`` sequences hold NaN, and so may their pages.
+    ``verified`` is how many tokens count of each part with drafts: all but the drafts that were not accepted. The
+    logits of ``spoiled`` sequences hold NaN, and so may their pages.
     """
 
-    computed: dict[ComputedPart, int]
+    verified: dict[ScheduledSequence, int]
     tokens: int = 0
     spoiled: list[SequenceState] = field(default_factory=list)
 
@@ -61,7 +62,8 @@ class TokenChoice:
 
     def choose(self, result: StepResult) -> ChosenTokens:
         """Gives the unfinished sequences of a step their tokens."""
-        chosen = ChosenTokens({each: each.part.count - len(each.part.drafts) for each in result.computed})
+        parts = [computed.part for computed in result.computed]
+        chosen = ChosenTokens({part: part.count - len(part.drafts) for part in parts if part.drafts})
         turns = [
             _Turn(computed, sequence)
             for computed in result.computed
@@ -120,5 +122,5 @@ def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTo
     drafts = turn.computed.part.drafts
     if turn.drafts == len(drafts) or choice.token_id != drafts[turn.drafts]:
         return None
-    chosen.computed[turn.computed] += 1
+    chosen.verified[turn.computed.part] += 1
     return replace(turn, drafts=turn.drafts + 1) if sequence.finish_reason is None else None

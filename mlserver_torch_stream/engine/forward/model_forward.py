@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -261,10 +262,14 @@ class _NoLayer:
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Returns the sequences with one token as one batch, and each other one alone; none of the first is fresh."""
-    single = tuple(each for each in batch.sequences if each.count == 1 and each.start > 0)
-    others = [Batch((each,)) for each in batch.sequences if each.count > 1 or each.start == 0]
-    return [Batch(single), *others] if single else others
+    """Returns neighbours with one token as one batch, none of them fresh, and each other sequence alone.
+
+    Their order stays: a sequence may read pages that one before it writes.
+    """
+    parts: list[Batch] = []
+    for together, group in groupby(batch.sequences, lambda each: each.count == 1 and each.start > 0):
+        parts += [Batch(tuple(group))] if together else [Batch((each,)) for each in group]
+    return parts
 
 
 def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tensor]) -> torch.Tensor:

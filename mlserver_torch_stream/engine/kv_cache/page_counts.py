@@ -67,6 +67,15 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
     return _with_pages(size, more)
 
 
+def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
+    """Returns how many pages of each group ``budget`` bytes can be.
+
+    A page in a host's memory takes none before somebody writes to it. So any group may come to take all of it, and the
+    scheduler keeps account of their sum.
+    """
+    return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
+
+
 def _pages(spec: CacheSpec, tokens: int, step: int) -> tuple[int, ...]:
     return tuple(spec.most_pages(group, tokens, step) for group in range(len(spec.groups)))
 

@@ -57,7 +57,7 @@ class PagePool:
     """
 
     def __init__(self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int) -> None:
-        self._pools = [_GroupPages(count) for count in pages]
+        self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
         self._cache_bytes = cache_bytes
         self._prefix_bytes = prefix_bytes
@@ -69,7 +69,7 @@ class PagePool:
         """Whether so many pages of each group can be had at once, and ``more_bytes`` beside them."""
         more_bytes += sum(count * size for count, size in zip(needed, self._page_bytes, strict=True))
         return self.used_bytes + more_bytes <= self._cache_bytes and all(
-            count <= pool.spare for count, pool in zip(needed, self._pools, strict=True)
+            count <= pool.spare for count, pool in zip(needed, self._groups, strict=True)
         )
 
     def reserve(self, count: int) -> None:
@@ -79,7 +79,7 @@ class PagePool:
 
     def take(self, group: int) -> int:
         """Returns a page that nobody holds. ``fits`` says whether there is one."""
-        pool = self._pools[group]
+        pool = self._groups[group]
         self._make_room(self._page_bytes[group])
         page = pool.lowest()
         if page is None:
@@ -91,35 +91,35 @@ class PagePool:
         return page
 
     def find(self, group: int, digest: bytes) -> int | None:
-        return self._pools[group].found.get(digest)
+        return self._groups[group].found.get(digest)
 
     def share(self, group: int, page: int) -> None:
         """Counts one more holder of a page that is held or cached."""
-        pool = self._pools[group]
+        pool = self._groups[group]
         if pool.cached.pop(page, None) is not None:
             self.cached_bytes -= self._page_bytes[group]
             self.used_bytes += self._page_bytes[group]
         pool.references[page] = pool.references.get(page, 0) + 1
 
     def holders(self, group: int, page: int) -> int:
-        return self._pools[group].references.get(page, 0)
+        return self._groups[group].references.get(page, 0)
 
     def name(self, group: int, page: int, digest: bytes) -> None:
         """Lets others find a held page, unless they find another one with the same tokens already."""
-        pool = self._pools[group]
+        pool = self._groups[group]
         if digest not in pool.found and page not in pool.digests:
             pool.digests[page] = digest
             pool.found[digest] = page
 
     def forget(self, group: int, page: int) -> None:
         """Lets nobody find a page any more."""
-        self._pools[group].forget(page)
-        if page in self._pools[group].cached:
+        self._groups[group].forget(page)
+        if page in self._groups[group].cached:
             self._free(group, page)
 
     def give_back(self, group: int, page: int) -> None:
         """Counts one holder less. A page that nobody holds is cached if it can be found, and free otherwise."""
-        pool = self._pools[group]
+        pool = self._groups[group]
         pool.references[page] -= 1
         if pool.references[page]:
             return
@@ -140,16 +140,16 @@ class PagePool:
             self._evict_oldest()
 
     def _evict_oldest(self) -> None:
-        groups = [group for group, pool in enumerate(self._pools) if pool.cached]
-        self._evict(min(groups, key=lambda group: next(iter(self._pools[group].cached.values()))))
+        groups = [group for group, pool in enumerate(self._groups) if pool.cached]
+        self._evict(min(groups, key=lambda group: next(iter(self._groups[group].cached.values()))))
 
     def _evict(self, group: int) -> None:
-        page = next(iter(self._pools[group].cached))
-        self._pools[group].forget(page)
+        page = next(iter(self._groups[group].cached))
+        self._groups[group].forget(page)
         self._free(group, page)
 
     def _free(self, group: int, page: int) -> None:
-        pool = self._pools[group]
+        pool = self._groups[group]
         del pool.cached[page]
         self.cached_bytes -= self._page_bytes[group]
         heapq.heappush(pool.free, page)

@@ -6,7 +6,7 @@ Knows nothing of requests, budgets or other sequences; the page pool counts who 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.page_pool import PagePool, page_digest
@@ -39,8 +39,10 @@ class SequencePages:
         """The number of pages of each group."""
         return [len(table) - first for table, first in zip(self.tables, self._first, strict=True)]
 
-    def holds(self, pages: set[tuple[int, int]]) -> bool:
-        return any((group, page) in pages for group, table in enumerate(self.tables) for page in table)
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yields its pages, each with its group."""
+        for group, table in enumerate(self.tables):
+            yield from ((group, page) for page in table if page != GIVEN_BACK)
 
     # --- finding ---
 
@@ -115,7 +117,7 @@ class SequencePages:
         return pages
 
     def forget_all(self) -> None:
-        for group, page in self._pages(0, max(map(len, self.tables))):
+        for group, page in self:
             self._pool.forget(group, page)
 
     def _pages(self, start: int, stop: int) -> set[tuple[int, int]]:
@@ -136,10 +138,13 @@ class SequencePages:
                     table[index] = GIVEN_BACK
             self._first[group] = max(self._first[group], min(seen_from, len(table)))
 
+    def lacking(self, end: int) -> list[int]:
+        """Returns how many pages of each group its tables lack for the tokens up to ``end``."""
+        return [max(0, self._spec.pages(end) - len(table)) for table in self.tables]
+
     def missing(self, end: int) -> list[int]:
-        """Returns how many pages of each group it needs to write the tokens up to ``end``."""
-        pages = self._spec.pages(end)
-        return [max(0, pages - len(table)) + self._is_shared(group) for group, table in enumerate(self.tables)]
+        """Returns how many pages of each group it takes before the tokens up to ``end`` are written."""
+        return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]
 
     def _is_shared(self, group: int) -> bool:
         """Whether others hold the page that the next token is written to."""
@@ -147,7 +152,10 @@ class SequencePages:
         return index < len(table) and self._pool.holders(group, table[index]) > 1
 
     def extend(self, end: int) -> list[tuple[int, int, int]]:
-        """Takes the pages for the tokens up to ``end``. Returns the copies: (group, source page, target page)."""
+        """Takes the pages for the tokens up to ``end``, and one in place of a page that it is to write and shares.
+
+        Returns the copies to make before: (group, source page, target page).
+        """
         copies = []
         index = self.computed // self._spec.page_size
         for group, table in enumerate(self.tables):
@@ -158,8 +166,12 @@ class SequencePages:
                     copies.append((group, source, table[index]))
             elif index < len(table):
                 self._pool.forget(group, table[index])  # its tokens are about to change
-            table.extend(self._pool.take(group) for _ in range(self._spec.pages(end) - len(table)))
+        self.grow(end)
         return copies
+
+    def grow(self, end: int) -> None:
+        for group, lacking in enumerate(self.lacking(end)):
+            self.tables[group].extend(self._pool.take(group) for _ in range(lacking))
 
     def fork(self, token_ids: TokenIds) -> SequencePages:
         """Returns the account of another sequence with the same tokens so far, which shares all pages."""
@@ -195,7 +207,7 @@ class SequencePages:
 
     def clear(self) -> None:
         """Gives all pages back, the last tokens first: a beginning is found for longer than what follows it."""
-        for index in reversed(range(max(map(len, self.tables)))):
+        for index in reversed(range(max(map(len, self.tables), default=0))):
             for group, table in enumerate(self.tables):
                 if index < len(table) and table[index] != GIVEN_BACK:
                     self._pool.give_back(group, table[index])

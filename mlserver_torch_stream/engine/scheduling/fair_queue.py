@@ -44,7 +44,7 @@ class FairQueue:
     def __contains__(self, request: RequestState) -> bool:
         return request in self._tags
 
-    def has_before(self, priority: int) -> bool:
+    def has_before(self, priority: float) -> bool:
         """Whether a request of a higher priority, which is a lower number, waits."""
         return any(request.priority < priority for request in self._tags)
 

@@ -28,7 +28,6 @@ class SequenceAccount:
         self.slot = NO_SLOT
         self.order: Order = (0, 0, 0)
         self.part: ScheduledSequence | None = None  # planned, and not back from its forward
-        self.last_step = 0  # in which it was planned
         self.found = 0  # tokens of the prompt that the prefix cache had
         self.restarts = False  # it was admitted and has lost its pages
         self.began_anew = False

@@ -5,7 +5,7 @@ Knows nothing of tensors or pages: the batch of a plan names those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
@@ -16,7 +16,7 @@ class ScheduledSequence:
     """A sequence's part of a step, in the same place as its ``BatchSequence``.
 
     ``samples`` are the sequences that get a token from the logits of this part: none before the end of a prompt, all
-    ``n`` of a request at its end, afterwards ``sequence`` itself. ``drafts`` are the last of its tokens, to be verified.
+    ``n`` of a request at its end, afterwards ``sequence`` itself. ``drafts`` are its last tokens, to be verified.
     """
 
     sequence: SequenceState
@@ -36,7 +36,7 @@ class StepPlan:
     """The sequences of one step and their batch. An empty plan has nothing to run."""
 
     scheduled: tuple[ScheduledSequence, ...] = ()
-    batch: Batch = Batch(())
+    batch: Batch = field(default_factory=lambda: Batch(()))
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

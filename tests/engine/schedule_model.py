@@ -1,0 +1,333 @@
+"""A model of an engine around the real scheduler: memory that remembers which tokens each key was computed from.
+
+Torch-free. A key at a position depends on all tokens up to there, as a transformer's does, and so does the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
+from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.types import FinishReason, SamplingParameters
+
+CONTEXT = 120
+POISON = -1
+
+
+class Codec:
+    special_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        return "x" * len(ids)
+
+
+LOOP = asyncio.new_event_loop()
+LOOP.close()
+
+
+def request_of(
+    prompt: Sequence[int], max_tokens: int, n: int = 1, *, is_open: bool = False, priority: int = 0, context: int = CONTEXT
+) -> RequestState:
+    sampling = SamplingParameters(max_tokens=max_tokens, n=n)
+    given = EngineRequest(tuple(prompt), sampling, open=is_open, priority=priority)
+    return RequestState(given, Mailbox(LOOP, n, lambda: None), Codec(), (), context)  # type: ignore[arg-type]
+
+
+def key_after(key: int, token: int) -> int:
+    return hash((key, token)) & 0xFFFFFFFFFFFF
+
+
+def choice(key: int, index: int) -> int:
+    """Returns the next token of the sequence with this index; of few, so that texts have beginnings in common."""
+    return (key >> 5) % 2 if index == 0 else (key >> (7 + index)) % 3
+
+
+def expected(prompt: Sequence[int], index: int, count: int) -> list[int]:
+    key, tokens = 0, list[int]()
+    for token in prompt:
+        key = key_after(key, token)
+    for _ in range(count):
+        tokens.append(choice(key, index))
+        key = key_after(key, tokens[-1])
+    return tokens
+
+
+@dataclass
+class ModelledForward:
+    """Pages and state slots. ``run`` returns for each sequence the keys of its new tokens, or None if it read others."""
+
+    spec: CacheSpec
+    keys: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
+
+    def prepare(self, batch: Batch) -> None:
+        for group, source, target in batch.copies:
+            for offset in range(self.spec.page_size):
+                self.keys[group, target, offset] = self.keys.get((group, source, offset), POISON)
+        for source, target in batch.state_copies:
+            self.states[target] = self.states[source]
+
+    def run(self, batch: Batch, true_ids: Sequence[Sequence[int]]) -> list[list[int] | None]:
+        written: Counter[tuple[int, int, int]] = Counter()
+        found = [self._run(part, ids, written) for part, ids in zip(batch.sequences, true_ids, strict=True)]
+        assert not written or max(written.values()) == 1, "two sequences write to one place"
+        # A layer writes all keys before it attends: nobody's keys may have gone under another's.
+        for part, ids, keys in zip(batch.sequences, true_ids, found, strict=True):
+            assert keys is None or self._sees(part, ids, part.start, part.length)
+        return found
+
+    def _run(
+        self, part: BatchSequence, ids: Sequence[int], written: Counter[tuple[int, int, int]]
+    ) -> list[int] | None:
+        assert list(ids) == list(part.token_ids) or len(ids) == part.length
+        right = self._sees(part, ids, part.start, part.start)
+        if self.spec.state_bytes:
+            assert part.state_slot >= 0
+            right = right and (part.start == 0 or self.states.get(part.state_slot) == _keys(ids)[part.start - 1])
+        keys = _keys(ids)
+        for position in range(part.start, part.length):
+            for place in self._places(part, position):
+                self.keys[place] = keys[position]
+                written[place] += 1
+        if self.spec.state_bytes:
+            self.states[part.state_slot] = keys[-1] if right else POISON
+        return keys[part.start :] if right else None
+
+    def poison(self, batch: Batch) -> None:
+        """Does what a forward that fails may have done."""
+        for part in batch.sequences:
+            for position in range(part.start, part.length):
+                for place in self._places(part, position):
+                    self.keys[place] = POISON
+            self.states[part.state_slot] = POISON
+
+    def _sees(self, part: BatchSequence, ids: Sequence[int], start: int, stop: int) -> bool:
+        """Whether the queries from ``part.start`` on find the right keys at all positions before ``stop``."""
+        keys = _keys(ids)
+        for group, layers in enumerate(self.spec.groups):
+            for position in range(layers.oldest_seen(part.start), stop):
+                page = part.tables[group][position // self.spec.page_size]
+                assert page >= 0, "a page that is seen was given back"
+                if self.keys.get((group, page, position % self.spec.page_size)) != keys[position]:
+                    return False
+        return True
+
+    def _places(self, part: BatchSequence, position: int) -> list[tuple[int, int, int]]:
+        index, offset = divmod(position, self.spec.page_size)
+        return [(group, table[index], offset) for group, table in enumerate(part.tables)]
+
+
+def _keys(ids: Sequence[int]) -> list[int]:
+    keys, key = [], 0
+    for token in ids:
+        key = key_after(key, token)
+        keys.append(key)
+    return keys
+
+
+@dataclass
+class _InFlight:
+    plan: StepPlan
+    ids: list[list[int]]
+    found: list[list[int] | None] | None  # None: its forward failed
+    culprit: int | None
+
+
+class ModelledEngine:
+    """What the batcher does with a scheduler, less the tensors; all invariants are checked after each step."""
+
+    def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Any = None) -> None:
+        self.limits, self.spec = limits, spec
+        self.scheduler = Scheduler(limits, spec, drafts)
+        self.forward = ModelledForward(spec)
+        self.in_flight: deque[_InFlight] = deque()
+        self.requests: list[RequestState] = []
+        self.prefilled = 0
+        self.largest = 0
+        self.fail_next: int | None = None
+
+    @property
+    def busy(self) -> set[SequenceState]:
+        return {part.sequence for each in self.in_flight for part in each.plan.scheduled}
+
+    @property
+    def idle(self) -> bool:
+        return not self.in_flight and all(request.finished for request in self.requests)
+
+    def add(self, request: RequestState) -> bool:
+        """Asks as the engine does. Returns False if the request is refused."""
+        if self.refuses(request, request.prompt):
+            return False
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return True
+
+    def refuses(self, request: RequestState, prompt: Sequence[int]) -> bool:
+        final = min(CONTEXT, len(prompt) + (request.params.max_tokens or CONTEXT))
+        return len(prompt) >= CONTEXT or self.scheduler.refusal(request.params.n, len(prompt), final) is not None
+
+    def step(self) -> StepPlan:
+        """Launches as many batches as there are stages, and completes the first."""
+        first = StepPlan()
+        while len(self.in_flight) < self.limits.stages and (plan := self.scheduler.schedule(self.busy)):
+            first = first or plan
+            self.check_plan(plan)
+            self.launch(plan)
+            self.check()
+        assert self.in_flight or self.scheduler.open_prompts or self.idle, "an engine with work has nothing to run"
+        if self.in_flight:
+            self.complete(self.in_flight.popleft())
+            self.check()
+        return first
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert [each.count for each in plan.scheduled] == [each.count for each in plan.batch.sequences]
+        sequences = [each.sequence for each in plan.scheduled]
+        assert len(set(sequences)) == len(sequences)
+        assert not self.busy & set(sequences)
+        prompts = [each for each in plan.scheduled if each.prefills]
+        tokens = sum(each.count for each in prompts) + sum(len(each.drafts) for each in plan.scheduled)
+        if self.limits.whole_prompts:
+            assert len(prompts) <= 1
+            assert all(part.samples for part in plan.scheduled)
+        elif self.limits.token_budget is not None:
+            assert tokens <= self.limits.token_budget
+        self.largest = max(self.largest, tokens)
+
+    def launch(self, plan: StepPlan) -> None:
+        ids = [self._ids(part) for part in plan.scheduled]
+        culprit, self.fail_next = self.fail_next, None
+        self.forward.prepare(plan.batch)
+        if culprit is not None:
+            self.forward.poison(plan.batch)
+            found = None
+        else:
+            found = self.forward.run(plan.batch, ids)
+        self.in_flight.append(_InFlight(plan, ids, found, culprit))
+
+    def _ids(self, part: ScheduledSequence) -> list[int]:
+        sequence, end = part.sequence, part.start + part.count
+        return [*sequence.request.prompt, *sequence.tokens, *part.drafts][:end]
+
+    def complete(self, flight: _InFlight) -> None:
+        if flight.found is None:
+            assert flight.culprit is not None
+            self.retry(flight, flight.culprit)
+        else:
+            for part, keys in zip(flight.plan.scheduled, flight.found, strict=True):
+                self.take(part, keys)
+        self.leave([part.sequence for part in flight.plan.scheduled])
+
+    def retry(self, flight: _InFlight, culprit: int) -> None:
+        """Tries each sequence alone; states have advanced perhaps, so sequences with states are computed again."""
+        parts = flight.plan.scheduled
+        guilty = parts[culprit % len(parts)].sequence.request
+        guilty.finish(FinishReason.ERROR)
+        if self.spec.state_bytes:
+            self.scheduler.recompute([part.sequence for part in parts])
+        else:
+            self.scheduler.isolate(parts)
+        self.scheduler.release([each for each in guilty.sequences if each not in self.busy], forget=True)
+        for part, batched, ids in zip(parts, flight.plan.batch.sequences, flight.ids, strict=True):
+            account = self.scheduler._accounts.get(part.sequence)
+            if account is not None and account.part is part:
+                (keys,) = self.forward.run(Batch((batched,)), [ids])
+                self.take(part, keys)
+
+    def take(self, part: ScheduledSequence, keys: list[int] | None) -> None:
+        index, right = part.sequence.index, 0
+        if keys is not None and part.drafts:  # accepted: those that would have been chosen
+            base = part.count - len(part.drafts)
+            while right < len(part.drafts) and part.drafts[right] == choice(keys[base - 1 + right], index):
+                right += 1
+        accepted = part.count - len(part.drafts) + right
+        if not self.scheduler.advance(part, accepted):
+            return
+        assert keys is not None, "a part that counts has read keys of other tokens"
+        if part.prefills:
+            self.prefilled += part.count
+        for sequence in part.samples:
+            for draft in part.drafts[:right]:
+                self.token(sequence, draft)
+            self.token(sequence, choice(keys[accepted - 1], sequence.index))
+
+    def token(self, sequence: SequenceState, token: int) -> None:
+        if sequence.finish_reason is None:
+            sequence.tokens.append(token)
+            if len(sequence.tokens) >= sequence.request.max_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+
+    def leave(self, sequences: Sequence[SequenceState]) -> None:
+        busy = self.busy
+        requests = dict.fromkeys(sequence.request for sequence in sequences)
+        ended = [each for request in requests for each in request.sequences if each.finish_reason is not None]
+        self.scheduler.release([each for each in ended if each not in busy])
+
+    def cancel(self, request: RequestState) -> None:
+        for sequence in request.sequences:
+            sequence.finish_reason = sequence.finish_reason or FinishReason.ABORT
+        self.leave(request.sequences)
+        self.check()
+
+    def forget(self, sequence: SequenceState) -> None:
+        sequence.finish_reason = FinishReason.ERROR
+        self.scheduler.release([sequence], forget=True)
+        self.check()
+
+    def run(self, most: int = 3_000) -> None:
+        for _ in range(most):
+            if self.idle:
+                return
+            self.step()
+        raise AssertionError("not every sequence ends")
+
+    # --- invariants ---
+
+    def check(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler._pool
+        accounts = list(scheduler._accounts.values())
+        held = Counter(page for account in accounts for page in account.pages)
+        used = cached = 0
+        for group, pages in enumerate(pool._groups):
+            size = self.spec.page_bytes(group)
+            assert pages.references == {page: count for (of, page), count in held.items() if of == group}
+            free = [*pages.free, *range(pages.fresh, pages.pages)]
+            everything = [*free, *pages.references, *pages.cached]
+            assert sorted(everything) == list(range(pages.pages)), "a page is lost, or has two places"
+            assert {digest: page for page, digest in pages.digests.items()} == pages.found
+            assert not set(free) & set(pages.digests)
+            used += size * len(pages.references)
+            cached += size * len(pages.cached)
+        slots = [account.slot for account in accounts if account.slot >= 0]
+        assert len(set(slots)) == len(slots)
+        if self.spec.state_bytes:
+            assert sorted([*slots, *scheduler._slots]) == list(range(self.limits.max_num_seqs))
+        assert scheduler.used_bytes == used + len(slots) * self.spec.state_bytes
+        assert scheduler.cached_bytes == cached <= self.limits.prefix_bytes
+        assert scheduler.used_bytes + cached <= self.limits.cache_bytes
+        assert sum(1 + len(account.forks) for account in scheduler._admitted) <= self.limits.max_num_seqs
+        assert [each.order for each in scheduler._admitted] == sorted(each.order for each in scheduler._admitted)
+
+    def check_end(self) -> None:
+        """All sequences have the tokens that they would have alone, and nothing is held any more."""
+        self.check()
+        assert not self.scheduler._accounts
+        assert self.scheduler.used_bytes == 0
+        for request in self.requests:
+            for sequence in request.sequences:
+                assert sequence.finish_reason is not None
+                count = len(sequence.tokens)
+                assert sequence.tokens == expected(request.prompt, sequence.index, count)
+                if sequence.finish_reason is FinishReason.LENGTH:
+                    assert count == request.max_tokens
