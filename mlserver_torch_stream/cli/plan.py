@@ -30,12 +30,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
-        from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
         from mlserver_torch_stream.engine.planning.capacity import plan_model
         from mlserver_torch_stream.engine.planning.model_size import read_size
 
-        page_size = page_size_of({"cpu" if arguments.device == _HOST else "cuda"})
-        size = read_size(source, arguments.dtype, arguments.revision, page_size)
+        device_type = "cpu" if arguments.device == _HOST else "cuda"
+        size = read_size(source, arguments.dtype, arguments.revision, device_type)
     except (SettingsError, LoadFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,11 +1,11 @@
-"""Handles devices with memory of their own: their names, health, copies, and the size of a cache over several.
+"""Handles devices with memory of their own: their names, health and copies.
 
 Knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,6 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
     if tensors[0].device.type == "cuda":
         torch.cuda.current_stream(tensors[0].device).synchronize()
     return [copy.tolist() for copy in copies]
-
-
-def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:
-    """Returns the bytes of which each device has room for its share."""
-    return int(min(room[device] / share for device, share in shares.items() if share > 0))
 
 
 def device_name(place: str | int | torch.device) -> str:

@@ -50,7 +50,7 @@ def plan_model(
 
 
 def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float) -> CapacityPlan:
-    """``context``: tokens that each stream reaches. ``cache_share``: of the memory that the weights leave."""
+    """``context``: tokens that each stream reaches; ``cache_share`` is of the memory that the weights leave."""
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))
     streams = _streams(size, ranks, cache, context)

@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all, specs_by_device
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
-from mlserver_torch_stream.engine.kv_cache.page_size import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
@@ -68,9 +68,12 @@ class ModelSize:
 
 
 def read_size(
-    source: ModelSource, dtype: str = "auto", revision: str | None = None, page_size: int = CPU_PAGE_SIZE
+    source: ModelSource, dtype: str = "auto", revision: str | None = None, device_type: str = "cpu"
 ) -> ModelSize:
-    """``page_size``: of the cache, in tokens. Raises LoadFailed if the config cannot be read or shapes do not suffice."""
+    """``device_type`` decides how many tokens a page of the cache holds.
+
+    Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes.
+    """
     location, gguf_file = source.location, None
     if source.kind in ("gguf", "embedded"):
         gguf_file = find_embedded(location) if source.kind == "embedded" else Path(location)
@@ -101,7 +104,7 @@ def read_size(
         experts=experts,
         expert_share=taken / total if experts else 1.0,
         unread=0 if tied else embedding.numel(),
-        spec=_spec(model, page_size),
+        spec=_spec(model, page_size_of({device_type})),
         max_model_len=max_model_len(model, None),
         ranks=_ranks(config),
     )
