@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline [--stages 2 4] [--rows 4] [--milliseconds 20] [--seconds 5]
 
 A device is a stage that sleeps when it has computed, which needs no core, over a model so small that its own arithmetic
-hardly counts. Two kinds: one whose time does not depend on its rows, as where reading the weights takes it, and one
-that takes its time for each row. The first keeps as many rows per batch and has N batches; the second splits its rows.
-Efficiency is the gain divided by N. Everything but the devices is the engine as it serves.
+hardly counts. Two kinds: one whose time does not depend on its sequences, as where reading the weights takes it, and
+one that takes its time for each sequence. The first keeps as many of them per batch and has N batches; the second
+splits them. Efficiency is the gain divided by N. Everything but the devices is the engine as it serves.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
-from mlserver_torch_stream.engine.batching.pipelined import PipelinedBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 
 VOCABULARY = 259
 CONTEXT = 1024
-Sleep = Callable[[int], float]  # seconds of a stage's work, by its rows
+Sleep = Callable[[int], float]  # seconds of a stage's work, by its sequences
 
 
 def small_model(layers: int) -> PreTrainedModel:
@@ -76,30 +79,30 @@ class Devices:
                 layer.register_forward_hook(self._finish)
 
     def _computed(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        self._here.rows = output.shape[0]
+        self._here.tokens = output.shape[0] * output.shape[1]
 
     def _finish(self, *_: Any) -> None:
-        time.sleep(self._sleep(self._here.rows))
+        time.sleep(self._sleep(self._here.tokens))
 
     def pipeline(self, model: PreTrainedModel) -> Pipeline:
         return Pipeline([replace(stage, finish=self._finish) for stage in read_stages(model)])
 
 
 def tokens_per_second(stages: int, rows: int, sleep: Sleep, seconds: float, pipelined: bool) -> float:
-    """Once all rows are being decoded."""
+    """Once all sequences are being decoded."""
     model = small_model(stages)
     with torch.inference_mode():
-        cost = check_batching(model).cost
-    assert cost is not None
+        findings = check_batching(model)
+    spec = findings.spec
+    assert spec is not None, findings.problem
     devices = Devices(model, sleep, pipelined)
     codec = byte_codec()
-    samplers = SamplerFactory(codec, VOCABULARY)
-    options: dict[str, Any] = {"cost": cost, "cache_bytes": 2**30, "max_num_seqs": rows, "prefill_tokens": 512}
-    batcher = (
-        PipelinedBatcher(model, samplers, pipeline=devices.pipeline(model), **options)
-        if pipelined
-        else ContinuousBatcher(model, samplers, **options)
-    )
+    pages = (rows * spec.pages(CONTEXT),)
+    cache = PagedCache(CacheLayout(model.config), spec.page_size, pages, 0)
+    limits = SchedulerLimits(rows, 512, pages, pages[0] * spec.page_bytes(0), stages=stages if pipelined else 1)
+    pipeline = devices.pipeline(model) if pipelined else None
+    forward = ModelForward(model, findings.way)
+    batcher = ContinuousBatcher(forward, cache, SamplerFactory(codec, VOCABULARY), limits, spec, pipeline=pipeline)
     engine = EngineCore(batcher, codec, ModelInfo(VOCABULARY, CONTEXT, rows), ())
     try:
         return asyncio.run(_measure(engine, rows, seconds))
@@ -134,7 +137,7 @@ async def _next_step(engine: EngineCore) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rows", type=int, default=4, help="in a batch")
+    parser.add_argument("--rows", type=int, default=4, help="sequences in a batch")
     parser.add_argument("--milliseconds", type=float, default=20.0, help="that a stage takes for such a batch")
     parser.add_argument("--seconds", type=float, default=5.0)
     options = parser.parse_args()
@@ -150,7 +153,7 @@ def main() -> None:
         rows = options.rows
         for kind, sleep, before, after in (
             (f"{options.milliseconds:g} ms per batch", lambda _: per_batch, rows, rows * stages),
-            (f"{1000 * per_row:g} ms per row", lambda rows: per_row * rows, rows * stages, rows * stages),
+            (f"{1000 * per_row:g} ms a sequence", lambda rows: per_row * rows, rows * stages, rows * stages),
         ):
             one = tokens_per_second(stages, before, sleep, options.seconds, pipelined=False)
             all_ = tokens_per_second(stages, after, sleep, options.seconds, pipelined=True)

@@ -10,13 +10,13 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_ho
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun
-from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
 from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device, plain_forward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
@@ -85,25 +85,25 @@ def test_layers_on_two_devices(family: str) -> None:
         assert run(together(engine)) == expected
 
 
-def test_each_layers_cache_lives_where_its_keys_are() -> None:
+def test_each_layers_pages_live_where_its_keys_are() -> None:
     model = spread(make("llama"))
 
     async def scenario(engine: EngineCore) -> list[torch.dtype]:
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
+        await until(lambda: engine.stats().running_sequences == 1, "a sequence")
         batcher = engine._batcher
         assert isinstance(batcher, ContinuousBatcher)
-        (batch,) = batcher._caches.values()
-        dtypes = [slab.keys.dtype for slab in batch.slabs]
+        pools = [pages.keys for pages in batcher._cache.layers.values()]
         stream.close()
-        return dtypes
+        return [pool.dtype for pool in pools if pool is not None]
 
     with running(model) as engine:
         assert run(scenario(engine)) == [torch.float32, torch.float64, torch.float64]
     with torch.inference_mode():
-        spread_cost, plain_cost = check_batching(model).cost, check_batching(make("llama")).cost
-    assert spread_cost is not None and plain_cost is not None
-    assert spread_cost.per_column == plain_cost.per_column * 5 // 3  # two of three layers twice as large
+        spread_spec, plain_spec = check_batching(model).spec, check_batching(make("llama")).spec
+    assert spread_spec is not None and plain_spec is not None
+    # two of three layers twice as large
+    assert spread_spec.groups[0].token_bytes == plain_spec.groups[0].token_bytes * 5 // 3
 
 
 @pytest.mark.parametrize(
@@ -185,18 +185,16 @@ def test_an_offloaded_model_is_served_serially_too(tiny_model: Path, tmp_path: P
 def test_logits_stay_where_the_last_module_is() -> None:
     model = make("llama")
     layout = CacheLayout(model.config)
+    batch = Batch((BatchSequence([1, 2, 3], 0, ((0,),)),))
 
     def logits() -> torch.Tensor:
-        cache = layout.cache(capacity=3)
-        cache.begin_row()
-        return ModelForward(model)([[1, 2, 3]], cache)
+        return ModelForward(model)(batch, PagedCache(layout, 4, [1], 0))
 
     with torch.inference_mode():
         expected = logits()
         add_hook_to_module(model, Back())
         assert model(torch.ones(1, 1, dtype=torch.long)).logits.dtype == torch.float64
         assert logits().dtype == torch.float32 and torch.equal(logits(), expected)
-        assert capture_step(model, DryRun(), 2, layout.windows).logits.dtype == torch.float32
         assert check_batching(model).problem is None
 
 
