@@ -1,11 +1,11 @@
-"""Handles devices with memory of their own: their names, health, copies, and the size of a cache over several.
+"""Handles devices with memory of their own: their names, health and copies.
 
 Knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,6 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def spread_budget(room: Mapping[torch.device, int], shares: Mapping[torch.device, float]) -> int:
-    """Returns the bytes of which each device has room for its share."""
-    return int(min(room[device] / share for device, share in shares.items() if share > 0))
 
 
 def device_name(place: str | int | torch.device) -> str:

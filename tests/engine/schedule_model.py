@@ -156,6 +156,7 @@ class ModelledEngine:
         self.prefilled = 0
         self.largest = 0
         self.fail_next: int | None = None
+        self.void: set[SequenceState] = set()  # sequences whose parts may come back in vain
 
     @property
     def busy(self) -> set[SequenceState]:
@@ -200,7 +201,7 @@ class ModelledEngine:
         tokens = sum(each.count for each in prompts) + sum(len(each.drafts) for each in plan.scheduled)
         if self.limits.whole_prompts:
             assert len(prompts) <= 1
-            assert all(part.samples for part in plan.scheduled)
+            assert all(part.samples and (part.start == 0 or part.count == 1) for part in plan.scheduled)
         elif self.limits.token_budget is not None:
             assert tokens <= self.limits.token_budget
         self.largest = max(self.largest, tokens)
@@ -208,12 +209,14 @@ class ModelledEngine:
     def launch(self, plan: StepPlan) -> None:
         ids = [self._ids(part) for part in plan.scheduled]
         culprit, self.fail_next = self.fail_next, None
-        self.forward.prepare(plan.batch)
+        if culprit is None or culprit % 2:  # a forward that fails may have made the copies, or not
+            self.forward.prepare(plan.batch)
         if culprit is not None:
             self.forward.poison(plan.batch)
             found = None
         else:
             found = self.forward.run(plan.batch, ids)
+        self.void -= {part.sequence for part in plan.scheduled}
         self.in_flight.append(_InFlight(plan, ids, found, culprit))
 
     def _ids(self, part: ScheduledSequence) -> list[int]:
@@ -230,17 +233,19 @@ class ModelledEngine:
         self.leave([part.sequence for part in flight.plan.scheduled])
 
     def retry(self, flight: _InFlight, culprit: int) -> None:
-        """Tries each sequence alone; states have advanced perhaps, so sequences with states are computed again."""
+        """Tries each sequence alone, or computes all again: states, for one, may have advanced already."""
         parts = flight.plan.scheduled
         guilty = parts[culprit % len(parts)].sequence.request
         guilty.finish(FinishReason.ERROR)
-        if self.spec.state_bytes:
-            self.scheduler.recompute([part.sequence for part in parts])
+        if self.spec.state_bytes or culprit % 3 == 0:
+            self.void.update(self.scheduler.recompute([part.sequence for part in parts]))
         else:
-            self.scheduler.isolate(parts)
-        self.scheduler.release([each for each in guilty.sequences if each not in self.busy], forget=True)
+            self.void.update(self.scheduler.isolate(parts))
+        gone = [each for each in guilty.sequences if each not in self.busy]
+        self.void.update(self.scheduler.release(gone, forget=culprit % 2 == 0))
         for part, batched, ids in zip(parts, flight.plan.batch.sequences, flight.ids, strict=True):
             account = self.scheduler._accounts.get(part.sequence)
+            assert part.sequence in self.void or part.sequence in gone or (account is not None and account.part is part)
             if account is not None and account.part is part:
                 (keys,) = self.forward.run(Batch((batched,)), [ids])
                 self.take(part, keys)
@@ -253,6 +258,7 @@ class ModelledEngine:
                 right += 1
         accepted = part.count - len(part.drafts) + right
         if not self.scheduler.advance(part, accepted):
+            assert part.sequence in self.void, "a sequence was preempted while its batch was in flight"
             return
         assert keys is not None, "a part that counts has read keys of other tokens"
         if part.prefills:

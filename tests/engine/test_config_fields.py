@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.loading.config_fields import declared_fields
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.engine.native.verify_native import take_fast_path
@@ -84,7 +85,8 @@ def test_a_changed_field_leaves_the_logits_equal_or_the_model_alone(family: str,
                 continue
             tried += 1
             model, expected = sound
-            forward = take_fast_path(model, 1, folder)
+            expected_logits = ExpectedLogits(model)
+            forward = take_fast_path(expected_logits, check_batching(model, expected=expected_logits), 1, folder)
             if not isinstance(forward, str):
                 logits, _ = prefilled(forward, model, list(ids), 50)
                 assert (logits - expected).abs().max() <= 1e-3 * expected.std(), change
@@ -100,7 +102,7 @@ def test_ministral_3_gets_the_tokens_of_generate_beyond_its_original_length(
     expected = [reference(model, prompt, 20) for prompt in prompts]
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         findings = check_batching(model)
-        assert "llama_4_scaling_beta 0.1" in str(take_fast_path(model, 1, folder))
+        assert "llama_4_scaling_beta 0.1" in str(take_fast_path(ExpectedLogits(model), findings, 1, folder))
     assert findings.problem is None
     with running(model, findings=findings) as engine:
 

@@ -14,15 +14,12 @@ from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.devices import check_devices, spread_budget
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import CacheCost, device_shares
+from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import FinishReason
 from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, prompt_of, run, running, tiny_model, until
-
-GIB = 2**30
 
 
 class Device:
@@ -100,14 +97,3 @@ def test_what_fails_on_a_device_that_answers_costs_its_request_only(lent: tuple[
 
 def test_a_host_is_never_lost() -> None:
     check_devices([torch.device("cpu"), torch.device("meta")])
-
-
-def test_the_device_with_the_least_room_for_its_layers_decides() -> None:
-    """A full device fails every request, however much is free on the one that takes the token ids."""
-    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    costs = {one: CacheCost(per_column=300), other: CacheCost(per_column=100)}
-    parts = device_shares(costs, 1000)
-    assert spread_budget({one: 30 * GIB, other: 30 * GIB}, parts) == 40 * GIB
-    assert spread_budget({one: 30 * GIB, other: 1 * GIB}, parts) == 4 * GIB
-    for device, room in ((one, 30 * GIB), (other, 1 * GIB)):
-        assert spread_budget({one: 30 * GIB, other: 1 * GIB}, parts) * parts[device] <= room

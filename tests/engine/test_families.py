@@ -1,6 +1,7 @@
 """Token for token: every family, with requests that join and leave mid-flight, against one-by-one ``generate``."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,43 @@ def test_rows_that_join_and_leave_get_the_tokens_they_get_alone(family: str) -> 
         assert engine.stats().generation_tokens == sum(count for _, count in REQUESTS)
         assert engine.stats().decode_steps < sum(count for _, count in REQUESTS)  # they did share steps
     assert got == expected
+
+
+SHARED = [(11 * position + 5) % 250 for position in range(32)]
+
+
+async def beginning_alike(engine: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
+    return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt in prompts)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(family: str) -> None:
+    """Five prompts of up to 32 tokens that begin alike, and later again, in pages for two sequences of 60."""
+    model = make(family)
+    findings = check_batching(model)
+    assert findings.spec is not None
+    prompts = [[*SHARED[:length], 7, 250 - length] for length in (3, 4, 5, 17, 31, 32)]
+    expected = [reference(model, prompt, 26) for prompt in prompts]
+    room = 2 * replace(findings.spec, page_size=4).sequence_bytes(60, step=4) + 4 * findings.spec.state_bytes
+    with running(model, findings=findings, cache_bytes=room, prefix_bytes=room) as engine:
+        for _ in range(2):
+            assert run(beginning_alike(engine, prompts, 26)) == expected
+        stats = engine.stats()
+    assert stats.num_preemptions > 0 or findings.spec.token_bytes == 0  # states alone never grow
+    assert stats.prefix_cache_hit_tokens > 0 or findings.spec.state_bytes > 0 or not findings.chunked
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "qwen3_next"])
+def test_pages_of_any_size_give_the_same_tokens(family: str, page_size: int) -> None:
+    model = make(family)
+    prompts = [[*SHARED[:length], 7, 250 - length] for length in (15, 16, 17, 32)]
+    expected = [reference(model, prompt, 10) for prompt in prompts]
+    with running(model, page_size=page_size, prefix_bytes=2**20) as engine:
+        for _ in range(2):
+            assert run(beginning_alike(engine, prompts, 10)) == expected
+        hits = engine.stats().prefix_cache_hit_tokens
+    assert (hits > 0) == (page_size < 40 and family != "qwen3_next")
 
 
 @pytest.mark.parametrize("family", SERIAL_FAMILIES)

@@ -75,9 +75,7 @@ def test_a_sound_model_passes(family: str, changes: dict[str, Any], dtype: torch
 def attending(off: int) -> PagedAttention:
     """An attention whose window is off by some columns."""
 
-    def attend(
-        query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions) -> torch.Tensor:
         if options.window is not None:
             options = replace(options, window=options.window + off)
         if options.chunk is not None:
@@ -109,9 +107,7 @@ def test_a_far_window_or_chunk_that_is_off_by_one_is_found_out(
 def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> None:
     """As of a kernel that works in blocks of 256 keys."""
 
-    def attend(
-        query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions) -> torch.Tensor:
         return reference_attention(query, layer, batch, replace(options, window=256))
 
     model = tiny_model(max_position_embeddings=512)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import device_shares
+from mlserver_torch_stream.engine.kv_cache.page_counts import size_cache
 from mlserver_torch_stream.engine.loading.placement import (
     bytes_of,
     describe_moves,
@@ -103,15 +103,14 @@ def test_weights_on_the_cpu_are_computed_where_a_gpu_is() -> None:
 def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path) -> None:
     model = loaded(tiny_model, tmp_path, device_map=SPLIT)
     with torch.inference_mode():
-        costs = check_batching(model).costs
+        specs = check_batching(model).specs
     placement = read_placement(model)
-    said = describe_placement(placement, costs, device_shares(costs, 1024), 2**20)
-    assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes for the first token of a sequence")
-    refusal = no_room(placement, costs, 700, {torch.device("cpu"): 2048})
-    assert "700 bytes of KV cache beside the prefix cache hold no sequence" in refusal
-    assert (
-        "on cpu a sequence of two tokens takes 9.0 KiB and 2.0 KiB are free" in refusal
-    )  # 16 columns, and its prompt's 2
+    size = size_cache([*zip(specs.values(), [2**20], strict=True)], sequences=4, tokens=64, step=8)
+    said = describe_placement(placement, specs, size)
+    assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes a token")
+    refusal = no_room(placement, specs, 700, {torch.device("cpu"): 2048})
+    assert "700 bytes of KV cache hold no sequence" in refusal
+    assert "on cpu the first page of a sequence takes 8.0 KiB and 2.0 KiB are free" in refusal  # 16 tokens
     assert "disk: layers 1 (144.5 KiB)" in refusal
 
 
@@ -137,16 +136,14 @@ def test_the_load_says_what_lies_where_and_how_slow_it_is(
 
 def test_a_model_without_room_for_its_cache_is_refused_with_the_numbers(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        LoadFailed, match=r"extra\.kv_cache_memory: 8\.8 KiB of .* hold no sequence .* on cpu .* 9\.0 KiB"
+        LoadFailed, match=r"extra\.kv_cache_memory: 7\.0 KiB of .* hold no sequence .* on cpu .* 8\.0 KiB"
     ):
-        built(tiny_model, ProcessResources(), kv_cache_memory="10KiB")
-    with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: 100 bytes of .* hold no sequence of this model"):
-        built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**20 - 100)
-    with pytest.raises(LoadFailed, match=r"^parameters\.extra\.prefix_cache_memory: 1048576 bytes leave nothing"):
-        built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**20)
+        built(tiny_model, ProcessResources(), kv_cache_memory="7KiB")
+    with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: \d+ bytes are more than the KV cache's"):
+        built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**21)
     others = ProcessResources()
     others.promise("another model", 2**60, 0)  # all that there is
-    with pytest.raises(LoadFailed, match=r"extra\.device_map: 0 bytes of KV cache .* 9\.0 KiB and .* disk: layers 1"):
+    with pytest.raises(LoadFailed, match=r"extra\.device_map: what is free holds .* 8\.0 KiB and .* disk: layers 1"):
         built(tiny_model, others, device_map=SPLIT, offload_folder=str(tmp_path))
 
 

@@ -237,6 +237,8 @@ def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
     for length in (30, 20, 10):
         engine.add(request_of(prompt_of(length, length), 9))
     assert sorted(computed(engine) for _ in range(4)) == [0, 10, 20, 30]
+    engine.add(request_of(prompt_of(30, 30), 9))
+    assert computed(engine) == 30  # nor does it go on from what is known
 
 
 def test_a_request_that_waits_for_room_is_not_overtaken_for_ever() -> None:
@@ -395,6 +397,17 @@ def test_the_last_admitted_of_the_lowest_priority_is_preempted_and_gets_the_same
     engine.check_end()
 
 
+def test_a_sequence_that_fills_the_cache_goes_on_after_it_has_lost_its_pages() -> None:
+    engine = engine_of(pages=24, prefix_bytes=0)
+    request = request_of(prompt_of(60), 36)
+    engine.add(request)
+    while len(request.sequences[0].tokens) < 35:
+        engine.step()
+    engine.scheduler.recompute(request.sequences)
+    engine.run()
+    engine.check_end()
+
+
 def test_a_fresh_prompt_waits_for_the_pages_of_all_of_it_and_for_preempted_ones() -> None:
     engine = engine_of(pages=16, token_budget=8, prefix_bytes=0)
     first, second = request_of(prompt_of(30), 20), request_of(prompt_of(36, 1), 4)
@@ -470,6 +483,19 @@ def test_the_common_beginning_of_a_whole_prompt_that_differs_is_kept() -> None:
     engine.check_end()
 
 
+def test_nobody_finds_the_page_in_which_a_whole_prompt_differs_by_its_old_tokens() -> None:
+    engine = engine_of(token_budget=100)
+    request = opened(engine, prompt_of(30))
+    engine.step()
+    request.grow([*prompt_of(30)[:18], *prompt_of(9, 2)], True)
+    engine.run()
+    again = request_of(prompt_of(30), 5)
+    engine.add(again)
+    engine.run()
+    engine.check_end()
+    assert again.cached_tokens == 16
+
+
 def test_paused_prompts_keep_nobody_out_and_are_given_up_once() -> None:
     engine = engine_of(pages=40, token_budget=100, prefix_bytes=0)
     paused = [opened(engine, prompt_of(50, seed)) for seed in range(3)]
@@ -505,6 +531,8 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
     again = engine.scheduler.schedule()
     assert [part.start for part in again.scheduled] == [0, 32]
     assert engine.scheduler.recompute([again.scheduled[0].sequence]) == sharing
+    (first, second) = [part.sequence for part in engine.scheduler.schedule().scheduled]
+    assert engine.scheduler.release([first]) == [second]
 
 
 def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens() -> None:

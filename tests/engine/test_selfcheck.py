@@ -296,7 +296,7 @@ def test_a_model_that_takes_no_cache_of_ours_may_generate_all_the_same() -> None
     with torch.inference_mode():
         findings = check_batching(model)
         check_generate(model)
-    assert findings.problem is not None and "Error" in findings.problem
+    assert findings.problem is not None
 
 
 def test_a_device_without_memory_fails_the_load() -> None:

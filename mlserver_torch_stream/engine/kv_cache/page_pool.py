@@ -56,7 +56,11 @@ class PagePool:
     a page or its bytes are needed.
     """
 
-    def __init__(self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int) -> None:
+    def __init__(
+        self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
+    ) -> None:
+        """Without ``finds`` no page is found by its tokens: the model cannot go on from pages alone."""
+        self.finds = finds
         self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
         self._cache_bytes = cache_bytes

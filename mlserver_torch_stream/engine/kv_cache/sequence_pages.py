@@ -20,8 +20,7 @@ TokenIds = Callable[[int, int], Sequence[int]]
 class SequencePages:
     """The first ``computed`` tokens of a sequence are in its pages, or will be once the forwards in flight are through.
 
-    ``named`` of its full pages have been offered to the pool, of which ``written`` are known to be written. A model
-    with states has no prefix cache: nobody can go on from its pages alone.
+    ``named`` of its full pages have been offered to the pool, of which ``written`` are known to be written.
     """
 
     def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds) -> None:
@@ -52,7 +51,7 @@ class SequencePages:
         A windowed group needs only the pages that the next token sees.
         """
         size = self._spec.page_size
-        if self._spec.state_bytes or self.computed % size:
+        if not self._pool.finds or self.computed % size:
             return 0
         begun = best = self.computed // size
         runs = [begun - first for first in self._first]  # of successive pages up to the present one
@@ -98,7 +97,7 @@ class SequencePages:
 
     def name(self, tokens: int) -> None:
         """Lets others find the full pages among the first ``tokens``."""
-        if self._spec.state_bytes:
+        if not self._pool.finds:
             return
         for index in range(self.named, tokens // self._spec.page_size):
             digest = self._digest(index)

@@ -17,7 +17,11 @@ _HALF_TOLERANCE = 0.35
 # logits are off the float32 ones by up to 0.09 of them with our kernels and by 0.53 with transformers (root mean
 # square over a vocabulary: 0.045 and 0.165). A mistake in a layer is off by 0.5 and more in the mean over the check.
 _HALF_MEAN_TOLERANCE = 0.2
-_SEQUENCE_MEAN_TOLERANCE = 0.4
+# Rounding alone can send a token to another expert: its logits are off by 0.49 then (gpt-oss, tiny), those of another
+# token by one and more. Such tokens are few; wrong positions show in half of them.
+_SINGLE_MEAN_TOLERANCE = 0.6
+_MOST_OFF = 1 / 4
+_FEW = 4
 
 
 class Comparison:
@@ -30,15 +34,17 @@ class Comparison:
         self._dtype = dtype
         self._tolerance = _HALF_TOLERANCE
         self._worst = 0.0
-        self._means: dict[int, list[float]] = {}
+        self._means: list[float] = []
+        self._off = 0  # logits beyond the tolerance
 
-    def add(self, expected: torch.Tensor, got: torch.Tensor, sequence: int = 0) -> None:
+    def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
         self._tolerance = _TOLERANCE.get(self._dtype or expected.dtype, _HALF_TOLERANCE)
         expected, got = expected.float(), got.float().to(expected.device)
         error = ((got - expected).abs().max() / expected.std()).item()
         self._worst = max(self._worst, error if error == error else float("inf"))
+        self._off += not error <= self._tolerance
         mean = ((got - expected).pow(2).mean().sqrt() / expected.std()).item()
-        self._means.setdefault(sequence, []).append(mean if mean == mean else float("inf"))
+        self._means.append(mean if mean == mean else float("inf"))
 
     @property
     def is_exact(self) -> bool:
@@ -52,18 +58,14 @@ class Comparison:
 
     @property
     def error_of_kernels(self) -> float | None:
-        """The same for logits of other operations, of which the mean errors count in half precision.
-
-        There rounding alone can send a token to another expert, and its logits are off by 0.5. A mistake with one
-        sequence is off by about one at all of its tokens.
-        """
+        """The same for logits of other operations. In half precision their mean errors count, and how many are off."""
         if self.is_exact:
             return self.error
-        of_each = [sum(means) / len(means) for means in self._means.values()]
-        counts = [len(means) for means in self._means.values()]
-        mean = sum(each * count for each, count in zip(of_each, counts, strict=True)) / max(1, sum(counts))
-        if max(of_each, default=0.0) > _SEQUENCE_MEAN_TOLERANCE:
-            return max(of_each)
+        if max(self._means, default=0.0) > _SINGLE_MEAN_TOLERANCE:
+            return max(self._means)
+        if len(self._means) >= _FEW and self._off > _MOST_OFF * len(self._means):
+            return self._worst
+        mean = sum(self._means) / max(1, len(self._means))
         return None if mean <= _HALF_MEAN_TOLERANCE else mean
 
 

@@ -56,9 +56,7 @@ def far_lengths(
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     room = min(free_bytes(specs, read_host()).values(), default=0) if room is None else room
     spec, most = in_all(specs.values()), min(weights, room) // _PART
-    lengths = [
-        length for length in wanted if length in more or spec.state_bytes + length * spec.token_bytes <= most
-    ]
+    lengths = [length for length in wanted if length in more or spec.state_bytes + length * spec.token_bytes <= most]
     if left := sorted(set(wanted) - set(lengths)):
         logger.info("not compared at load, for the size of its cache: positions from %d on", left[0])
     return lengths

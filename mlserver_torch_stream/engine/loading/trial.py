@@ -147,7 +147,7 @@ class Trial:
         rows = iter(logits)
         for sequence, end, wanted in ends:
             for position in range(end - wanted, end):
-                self.comparison.add(self.expected.near(sequence.ids)[position], next(rows), id(sequence))
+                self.comparison.add(self.expected.near(sequence.ids)[position], next(rows))
             # Drafts are taken for rejected: they are computed again.
             sequence.computed = end if wanted <= 1 else end - wanted + 1
 

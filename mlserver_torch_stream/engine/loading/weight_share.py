@@ -71,7 +71,7 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=kind, trust_remote_code=options.get("trust_remote_code", False)
             )
-        return sum(each.numel() * each.element_size() for each in model.parameters())
+        return int(sum(each.numel() * each.element_size() for each in model.parameters()))
     except Exception as error:  # a config or a model's code can raise any error, which the load itself will tell
         logger.info("the size of the weights is not known: %s", " ".join(str(error).split())[:200])
         return None

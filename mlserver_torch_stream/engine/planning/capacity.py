@@ -49,9 +49,7 @@ def plan_model(
     return [make_plan(size, device, ranks, context, share) for ranks in counts]
 
 
-def make_plan(
-    size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float
-) -> CapacityPlan:
+def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float) -> CapacityPlan:
     """``context`` counts the tokens that each stream reaches; ``cache_share`` is of the memory that the weights leave."""
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))

@@ -44,14 +44,19 @@ class Scheduler:
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
-        """``drafts`` guesses the next tokens of a sequence. A model with states gets none: those cannot go back."""
+        """``drafts`` guesses the next tokens of a sequence.
+
+        Nobody goes on from pages of a model with states, nor of one that takes prompts whole: those get no drafts, and
+        have no prefix cache.
+        """
         self.limits = limits
         self.spec = spec
         self.waiting = FairQueue()
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
-        self._drafts = None if spec.state_bytes else drafts
-        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes)
+        goes_on = not spec.state_bytes and not limits.whole_prompts
+        self._drafts = drafts if goes_on else None
+        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=goes_on)
         self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
         self._state_copies: list[tuple[int, int]] = []
         self._accounts: dict[SequenceState, SequenceAccount] = {}
@@ -137,14 +142,16 @@ class Scheduler:
     def isolate(self, parts: Iterable[ScheduledSequence]) -> list[SequenceState]:
         """Prepares parts whose forward failed for being tried again, each alone.
 
-        Returns the sequences that are computed again instead, as they share pages that were not written: the result of
-        their part, in this batch or in one behind it, is void.
+        Returns the sequences that are computed again instead: the result of their part, in this batch or in one behind
+        it, is void. They share pages that were not written, or the batch had a copy for them, which may be made or not.
         """
-        return self._void([self._accounts[part.sequence] for part in parts if part.sequence in self._accounts])
+        void = self._void([self._accounts[part.sequence] for part in parts if part.sequence in self._accounts])
+        return [*void, *self.recompute(())]
 
     def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Computes sequences again whose forward failed. Returns them, and the others whose parts are void by that."""
-        accounts = [self._accounts[each] for each in sequences if each in self._accounts]
+        given = set(sequences)
+        accounts = [account for each, account in self._accounts.items() if each in given or account.copied]
         void = self._void(accounts)
         for account in accounts:
             self._restart(account)
@@ -173,6 +180,7 @@ class Scheduler:
 
     def _clear(self, account: SequenceAccount) -> None:
         account.part = None
+        account.copied = False
         account.found = 0
         account.pages.clear()
         self._ahead.pop(account, None)
@@ -235,7 +243,9 @@ class Scheduler:
         draft.add(account, tokens, decodes=decodes)
         end = account.computed + tokens
         self._take_slot(account)
-        draft.copies += account.pages.extend(end)
+        copies = account.pages.extend(end)
+        account.copied |= bool(copies)
+        draft.copies += copies
         account.pages.name(end)
         account.restarts = False
 
@@ -367,7 +377,7 @@ class Scheduler:
 
     def _victim(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> SequenceAccount | None:
         for other in reversed(self._admitted):
-            if other.order <= account.order:
+            if other is account:
                 return None
             if other.sequence not in busy and other not in draft and other.holds_something:
                 return other
@@ -430,6 +440,7 @@ class Scheduler:
         if account is None or account.part is not part:
             return False
         account.part = None
+        account.copied = False
         account.pages.computed = part.start + tokens
         account.pages.written = account.pages.named
         if part.samples and not account.sequence.tokens:
@@ -458,4 +469,5 @@ class Scheduler:
         self._take_slot(twin)
         if twin.slot != NO_SLOT:
             self._state_copies.append((account.slot, twin.slot))
+            twin.copied = True
         return twin

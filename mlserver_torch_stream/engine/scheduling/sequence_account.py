@@ -31,6 +31,7 @@ class SequenceAccount:
         self.found = 0  # tokens of the prompt that the prefix cache had
         self.restarts = False  # it was admitted and has lost its pages
         self.began_anew = False
+        self.copied = False  # a copy for it is not back from its forward: of a page, or of states
 
     @property
     def computed(self) -> int:
