@@ -9,8 +9,8 @@ PAGE = 4
 # Tokens 6 to 9 of a sequence with pages 10 to 12 in one group of layers and the last two of 20 to 22 in another.
 AHEAD = Batch(
     (BatchSequence([1, 2, 3, 4], 6, ((10, 11, 12), (-1, 21, 22)), state_slot=3),),
-    copies=((0, 10, 11),),
-    state_copies=((3, 4),),
+    copies=((0, 9, 11),),
+    state_copies=((2, 4),),
 )
 
 
@@ -31,7 +31,10 @@ def sequence(*tables: tuple[int, ...], start: int = 0, slot: int = -1) -> BatchS
         (Batch((sequence((30,), (40,)),), copies=((1, 12, 40),)), False),
         (Batch((sequence((30,), (40,), slot=4),)), True),
         (Batch((sequence((30,), (40,), slot=5),), state_copies=((3, 5),)), True),
-        (Batch((sequence((30,), (40,), slot=5),), state_copies=((2, 5),)), False),
+        (Batch((sequence((30,), (40,), slot=5),), state_copies=((6, 5),)), False),
+        (Batch((sequence((9,), (40,)),)), True),  # it would write what is not copied yet
+        (Batch((sequence((30,), (9,)),)), False),
+        (Batch((sequence((30,), (40,), slot=2),)), True),
     ],
 )
 def test_a_batch_waits_for_what_it_reads_and_for_nothing_else(batch: Batch, waits: bool) -> None:

@@ -131,6 +131,20 @@ def test_answers_that_share_a_page_part_in_unlike_batches(take_off: Callable[...
         close(flight.land("first"), last_logits(flight.model, (*PROMPT, 77)))
 
 
+def test_a_page_that_is_still_to_be_copied_is_not_written_by_the_next_one_to_get_it(
+    take_off: Callable[..., Flight],
+) -> None:
+    """As where the last sequence that had it was closed meanwhile."""
+    flight = take_off()
+    flight.launch("prompt", flight.part(PROMPT, 0, 0, 1, 2, 3))
+    flight.land("prompt")
+    answer = (*PROMPT, 77)
+    flight.launch("first", flight.part(answer, 14, 0, 1, 2, 5), copies=((0, 3, 5),), late=0.3)
+    flight.launch("second", flight.part(OTHER[8:], 0, 3, 6))
+    close(flight.land("second"), last_logits(flight.model, OTHER[8:]))
+    close(flight.land("first"), last_logits(flight.model, answer))
+
+
 def test_states_are_copied_after_the_batch_ahead_has_put_them(take_off: Callable[..., Flight]) -> None:
     flight = take_off("lfm2", way=Way.ROWS)
     with flight.slow():

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Step:
+class _StepInFlight:
     """A step whose forward is not back yet. ``began`` is the time of its decision.
 
     ``prefills`` are its chunks of prompts and of sequences that resume; the others decode.
@@ -94,7 +94,7 @@ class ContinuousBatcher(Batcher):
         self._check_devices = check_devices
         self._depth = 1 if pipeline is None else pipeline.depth
         self._aside = nullcontext if pipeline is None else pipeline.aside
-        self._in_flight: InlineForwards[_Step, torch.Tensor] | InFlightForwards[_Step, torch.Tensor] = (
+        self._in_flight: InlineForwards[_StepInFlight, torch.Tensor] | InFlightForwards[_StepInFlight, torch.Tensor] = (
             InlineForwards() if pipeline is None else InFlightForwards(self._depth, pipeline.threads, cache.page_size)
         )
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
@@ -137,14 +137,14 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
-            step = _Step(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
+            step = _StepInFlight(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
             self._begin(plan)
             self._busy |= step.sequences
             self.progress.launched(step, *_description(plan))
             self._in_flight.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
         self._gauge()  # an admitted request no longer waits, however long the step takes
 
-    def _complete(self, step: _Step, forward: Future[torch.Tensor], deliver: Deliver) -> None:
+    def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor], deliver: Deliver) -> None:
         result = self._fresh(self._result(step.plan, forward))
         result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
         with self._aside(result.logits.device):
@@ -231,7 +231,7 @@ class ContinuousBatcher(Batcher):
             if request.started_at is None and request.sealed:
                 request.started_at = time.monotonic()
 
-    def _count(self, step: _Step, result: StepResult, chosen: ChosenTokens) -> None:
+    def _count(self, step: _StepInFlight, result: StepResult, chosen: ChosenTokens) -> None:
         parts = {each.part for each in result.computed}
         decoding = [part for part in step.plan.scheduled if part not in step.prefills]
         self.count(
