@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.attention.cuda_choice import (
     CUDA_PAGE_SIZE,
+    Candidate,
     CudaAttention,
     GatheredAttention,
     find_problem,
@@ -86,7 +88,7 @@ class Bench:
 
     @property
     def dry(self) -> bool:
-        return self.device.type == "cpu"
+        return str(self.device) == "cpu"
 
     def wait(self) -> None:
         if not self.dry:
@@ -128,7 +130,7 @@ class Bench:
 
 def attention(bench: Bench) -> None:
     """Each attention over pages against the reference, and which of them each kind of layer takes."""
-    candidates = {
+    candidates: dict[str, Candidate] = {
         "varlen": VarlenAttention(find_varlen()),
         "FlexAttention": FlexAttention(None if bench.dry else torch.compile),
     }
@@ -207,7 +209,7 @@ def steps(bench: Bench) -> None:
 
 
 def _tell_step(bench: Bench, name: str, forward: Forward, batch: Batch, cache: PagedCache, streams: int) -> None:
-    whole, host = bench.timed(lambda: forward(batch, cache))
+    whole, host = bench.timed(partial(forward, batch, cache))
     print(f"    {name}: {whole:.2f} ms a step, of which the host {host:.2f}; {1000 * streams / whole:.0f} tokens/s")
 
 
@@ -225,7 +227,7 @@ def prefill(bench: Bench) -> None:
         (f"four prompts beside {rows} decode rows", [*short, *decode]),
     ):
         batch = _batch(cache, parts)
-        whole, host = bench.timed(lambda batch=batch: forward(batch, cache))
+        whole, host = bench.timed(partial(forward, batch, cache))
         rate = 1000 * batch.tokens / whole
         print(f"    {name}: {batch.tokens} tokens in {whole:.1f} ms (host {host:.1f}), {rate:.0f} tokens/s")
 
@@ -234,13 +236,16 @@ def sampling(bench: Bench) -> None:
     """The choice of tokens for all rows of a step: greedy, drawn, and with penalties."""
     rows = max(bench.streams)
     values = torch.randn(rows, 128_000 if not bench.dry else 1000, device=bench.device)
-    for name, given in (
-        ("greedy", {"temperature": 0.0}),
-        ("drawn", {"temperature": 0.8, "top_p": 0.9}),
-        ("drawn, penalties", {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.5}),
+    for name, params in (
+        ("greedy", SamplingParameters(temperature=0.0)),
+        ("drawn", SamplingParameters(temperature=0.8, top_p=0.9)),
+        (
+            "drawn, penalties",
+            SamplingParameters(temperature=0.8, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.5),
+        ),
     ):
-        samplers = [_sampler(SamplingParameters(**given), values.shape[1], row) for row in range(rows)]
-        whole, _ = bench.timed(lambda samplers=samplers: sample(values, samplers))
+        samplers = [_sampler(params, values.shape[1], row) for row in range(rows)]
+        whole, _ = bench.timed(partial(sample, values, samplers))
         print(f"    {rows} rows, {name}: {whole:.2f} ms")
 
 
