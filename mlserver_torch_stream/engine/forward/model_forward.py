@@ -28,6 +28,7 @@ from mlserver_torch_stream.engine.attention.registered import CannotPage, give_a
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.devices import from_host
+from mlserver_torch_stream.engine.forward.latent_pages import expanded, has_latents
 from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
@@ -196,12 +197,16 @@ class _Step:
         s_aux: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        layer = self.cache.layer_of(key)
-        if layer is None or layer.pages.keys is None:
+        latent = has_latents(module)
+        layer = self.cache.layers[module.layer_idx] if latent else self.cache.layer_of(key)
+        if not isinstance(layer, PagesLayer) or layer.pages.keys is None:
             raise CannotPage("an attention's keys are not those of a cache layer")
         group = self._pages.groups[layer.pages.group]
         rows, heads, tokens, dim = query.shape
         device = layer.pages.keys.device  # another one than the query's where layers share keys
+        pages, batch = layer.pages, self.on(device)
+        if latent:
+            pages, batch = expanded(module, pages, batch)
         given = AttentionOptions(
             scale=dim**-0.5 if scaling is None else scaling,
             window=_narrower(sliding_window, group.window) if group.chunk is None else None,
@@ -210,7 +215,7 @@ class _Step:
             sinks=None if s_aux is None else s_aux.to(device),
         )
         packed = query.transpose(1, 2).reshape(rows * tokens, heads, dim).to(device)
-        output = self._attention(packed, layer.pages, self.on(device), given).to(query.device)
+        output = self._attention(packed, pages, batch, given).to(query.device)
         return output.reshape(rows, tokens, heads, -1)
 
     # --- attention by masks ---

@@ -77,6 +77,11 @@ class StepCache(Cache):  # type: ignore[misc]
         self._pages = [layer for layer in self.layers if isinstance(layer, PagesLayer)]
         self._newest = 0
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has states alone; masks are made for the first layer that has keys."""
+        return [isinstance(each, LinearAttentionLayer) and not isinstance(each, PagesLayer) for each in self.layers]
+
     def layer_of(self, key: torch.Tensor) -> PagesLayer | None:
         """Returns the layer whose ``update`` returned this very tensor; None if there is none.
 

@@ -54,8 +54,9 @@ class LayerPages:
         if self.tokens_first:
             shape[1:3] = reversed(shape[1:3])
         try:
-            pool = torch.empty(shape, dtype=like.dtype, device=like.device)
-            return pool.transpose(1, 2) if self.tokens_first else pool
+            with torch.inference_mode(False):  # a tensor made inside could not be written to outside
+                pool = torch.empty(shape, dtype=like.dtype, device=like.device)
+                return pool.transpose(1, 2) if self.tokens_first else pool
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._no_memory(shape, like)) from error
         except RuntimeError as error:  # the CPU's allocator has no error of its own

@@ -62,7 +62,8 @@ class StateSlots:
     def _room(self, state: torch.Tensor) -> torch.Tensor:
         shape = (self._slots, *state.shape[1:])
         try:
-            return torch.zeros(shape, dtype=state.dtype, device=state.device)
+            with torch.inference_mode(False):  # a tensor made inside could not be written to outside
+                return torch.zeros(shape, dtype=state.dtype, device=state.device)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # the CPU's allocator has no error of its own
