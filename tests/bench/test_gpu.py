@@ -1,12 +1,9 @@
-"""The script for GPUs refuses by name where there is none; its page names its checks."""
-
-import asyncio
-from pathlib import Path
+"""The scripts for GPUs refuse by name where there is none, run what a CPU can, and are explained by their page."""
 
 import pytest
 import torch
 
-from benchmarks.gpu import CHECKS, Bench, answers, main, save_model, speed
+from benchmarks.gpu import CHECKS, Bench, main, run
 from tests import markdown
 
 
@@ -21,11 +18,20 @@ def test_the_page_explains_every_check() -> None:
     assert [name.strip("`") for name, _ in rows] == list(CHECKS)
 
 
-def test_rows_that_have_no_room_are_measured_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the CPU: the engine and the measuring are the same."""
-    save_model(tmp_path, hidden=64, layers=2)
-    bench = Bench(tmp_path, layers=2, seconds=0.1, gpu="cpu")
-    with bench.engine(device_map="cpu", dtype="float32", max_num_seqs=2, fast_path="off", threads=1) as engine:
-        assert asyncio.run(speed(engine, 4, bench.seconds, patience=0.2)) > 0
-        assert [len(tokens) for tokens in asyncio.run(answers(engine, rows=2, tokens=3))] == [3, 3]
-    assert "only 2 of 4 rows run at the same time" in capsys.readouterr().out
+def test_what_needs_no_gpu_runs_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry", "--checks", "steps", "prefill", "sampling", "engines"]) == 0
+    said = capsys.readouterr().out
+    for part in ("3 streams, plain:", "3 streams, graph:", "four prompts beside", "drawn, penalties", "needs a GPU"):
+        assert part in said
+
+
+def test_a_check_that_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(bench: Bench) -> None:
+        raise RuntimeError("no kernel")
+
+    ran: list[Bench] = []
+    monkeypatch.setitem(CHECKS, "logits", broken)
+    monkeypatch.setitem(CHECKS, "steps", ran.append)
+    bench = Bench(torch.device("cpu"))
+    assert run(bench, ["logits", "steps"]) == 1
+    assert bench.wrong == ["logits: RuntimeError: no kernel"] and ran == [bench]

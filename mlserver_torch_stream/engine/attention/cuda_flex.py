@@ -66,15 +66,17 @@ class FlexAttention:
             assert cap is not None
             return cap * torch.tanh(score / cap)
 
-        output, aux = self._flex(
+        found = self._flex(
             *(query, keys, values),
             score_mod=None if cap is None else capped,
             block_mask=mask,
             scale=options.scale,
             enable_gqa=query.shape[1] != keys.shape[1],
-            return_aux=flex.AuxRequest(lse=True),
+            return_aux=None if options.sinks is None else flex.AuxRequest(lse=True),
         )
+        output = found
         if options.sinks is not None:  # a sink takes its share of the chances and gives no value
+            output, aux = found
             output = output * torch.sigmoid(aux.lse - options.sinks.float()[:, None])[..., None]
         result: torch.Tensor = output.transpose(1, 2).flatten(0, 1).to(query.dtype)
         return result

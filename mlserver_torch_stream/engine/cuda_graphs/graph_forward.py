@@ -68,6 +68,10 @@ class GraphForward:
         """What is captured, in ascending order."""
         return [step.shape for step in self._steps]
 
+    @property
+    def max_sequences(self) -> int:
+        return self._steps[-1].shape.rows
+
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         step = next((step for step in self._steps if step.shape.holds(batch)), None)
         if step is None or cache is not self.cache:

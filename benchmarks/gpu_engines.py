@@ -1,0 +1,225 @@
+"""What has to be checked and measured on GPUs with whole engines: the last check of ``benchmarks.gpu``.
+
+Runs the product's own load and engine over a random Llama in bf16, whose tokens mean nothing and are as comparable as
+any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mlserver_torch_stream.engine.api import Engine, EngineRequest
+from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.loading import loader
+from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
+from mlserver_torch_stream.types import SamplingParameters
+
+VOCABULARY = 257
+CONTEXT = 4096
+STREAMS = (1, 16, 64, 128, 256)
+PROMPTS = (32, 128, 512, 2000)  # mixed, in turn
+PATIENCE = 60.0  # seconds until rows that have no room beside the others are measured without
+QUANTISED: dict[str, dict[str, Any]] = {
+    "bitsandbytes, 4 bits": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"},
+    "bitsandbytes, 8 bits": {"load_in_8bit": True},
+    "torchao, int8": {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"},
+    "torchao, int4": {"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"},
+    "torchao, fp8": {"quant_method": "torchao", "quant_type": "Float8DynamicActivationFloat8WeightConfig"},
+}
+
+
+@dataclass
+class Bench:
+    """The model, the devices, and what was wrong so far."""
+
+    folder: Path
+    layers: int
+    seconds: float
+    gpu: str = "cuda:0"
+    gpus: int = 1
+    summary: str = ""  # of the last engine
+    wrong: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def engine(self, **extra: Any) -> Iterator[Engine]:
+        given = {"max_num_seqs": max(STREAMS), "max_queued_requests": 1024, **extra}
+        built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=ProcessResources())
+        self.summary = built.summary
+        print(f"    {self.summary}")
+        try:
+            yield built.engine
+        finally:
+            built.shutdown()
+
+    def split(self, places: list[str]) -> dict[str, str]:
+        """A map of the layers over the places in equal parts, the rest at its ends."""
+        at = {f"model.layers.{i}": places[i * len(places) // self.layers] for i in range(self.layers)}
+        first, last = places[0], places[-1]
+        return {"model.embed_tokens": first, "model.rotary_emb": first, **at, "model.norm": last, "lm_head": last}
+
+    def compare(self, what: str, got: list[list[int]], expected: list[list[int]]) -> None:
+        same = got == expected
+        print(f"    {what}: {'the tokens of one device' if same else 'OTHER TOKENS than one device'}")
+        if not same:
+            self.wrong.append(what)
+
+
+def prompt(row: int) -> tuple[int, ...]:
+    return tuple((row * 31 + 7 * position) % 250 for position in range(PROMPTS[row % len(PROMPTS)]))
+
+
+async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[int]]:
+    async def one(row: int) -> list[int]:
+        stream = engine.submit([EngineRequest(prompt(row), SamplingParameters(max_tokens=tokens, ignore_eos=True))])
+        found: list[int] = []
+        async for event in stream:
+            if event.error is not None:
+                raise event.error
+            found += event.token_ids
+        return found
+
+    return list(await asyncio.gather(*map(one, range(rows))))
+
+
+async def speed(engine: Engine, rows: int, seconds: float, patience: float = PATIENCE) -> float:
+    """Tokens/s of rows of mixed lengths, once all of them are decoded, or as many as there is room for."""
+    sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
+    streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
+    try:
+        end = time.monotonic() + patience
+        while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        if (found := engine.stats().running_sequences) < rows:
+            print(f"    only {found} of {rows} rows run at the same time")
+        began, tokens = time.monotonic(), engine.stats().generation_tokens
+        await asyncio.sleep(seconds)
+        return (engine.stats().generation_tokens - tokens) / (time.monotonic() - began)
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def offload(bench: Bench) -> None:
+    """A map of the GPU and the CPU, whose layers accelerate brings to the GPU at every step."""
+    with bench.engine(device_map=bench.gpu, dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    for memory, pins in (("pageable", patch.object(loader, "pin_offloaded")), ("pinned", nullcontext())):
+        half = bench.split([bench.gpu, "cpu"])
+        with pins, bench.engine(device_map=half, dtype="float32") as engine:
+            bench.compare(f"half of the layers on the CPU, {memory}", asyncio.run(answers(engine)), expected)
+            rate = asyncio.run(speed(engine, 16, bench.seconds))
+            print(f"    {memory}: {rate:.1f} tokens/s at 16 streams, {1000 * 16 / rate:.0f} ms per step")
+
+
+def stages(bench: Bench) -> None:
+    """Two groups at once on one GPU: what the second one adds where a step does not fill it."""
+    with bench.engine(device_map=bench.gpu, dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    twice = bench.split([bench.gpu, "cuda"])  # two names of one device are two stages
+    for pipeline in ("off", "auto"):
+        with bench.engine(device_map=twice, dtype="float32", pipeline=pipeline) as engine:
+            bench.compare(f"two stages on one GPU, pipeline {pipeline}", asyncio.run(answers(engine)), expected)
+            print(f"    {asyncio.run(speed(engine, 64, bench.seconds)):.0f} tokens/s at 64 streams")
+
+
+def several(bench: Bench) -> None:
+    """A map over all GPUs: the gain of the pipeline, and as many rows per group as one group had."""
+    if bench.gpus < 2:
+        print("    needs two GPUs")
+        return
+    everywhere = bench.split([f"cuda:{index}" for index in range(bench.gpus)])
+    with bench.engine(device_map=bench.gpu, dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    with bench.engine(device_map=everywhere, dtype="float32") as engine:
+        bench.compare(f"{bench.gpus} GPUs", asyncio.run(answers(engine)), expected)
+    found = {}
+    for pipeline in ("off", "auto"):
+        with bench.engine(device_map=everywhere, dtype="bfloat16", pipeline=pipeline) as engine:
+            for rows in STREAMS[1:]:
+                found[pipeline, rows] = asyncio.run(speed(engine, rows, bench.seconds))
+    for rows in STREAMS[1:]:
+        gain = found["auto", rows] / found["off", rows]
+        print(f"    {rows} streams: {found['off', rows]:.0f} in turn, {found['auto', rows]:.0f} pipelined: {gain:.2f}")
+
+
+def streams(bench: Bench) -> None:
+    """Mixed lengths at 1 to 256 streams."""
+    with bench.engine(device_map=bench.gpu, dtype="bfloat16") as engine:
+        for rows in STREAMS:
+            rate = asyncio.run(speed(engine, rows, bench.seconds))
+            print(f"    {rows} streams: {rate:.0f} tokens/s, {1000 * rows / rate:.1f} ms per step")
+    print(f"    GPU memory at most: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+def quantised(bench: Bench) -> None:
+    """What loads, what is refused, and how fast it is."""
+    for name, config in QUANTISED.items():
+        try:
+            with bench.engine(device_map=bench.gpu, dtype="bfloat16", quantization_config=config) as engine:
+                print(f"    {name}: {asyncio.run(speed(engine, 16, bench.seconds)):.0f} tokens/s at 16 streams")
+        except LoadFailed as error:
+            print(f"    {name}: refused: {error}")
+
+
+def transfer(bench: Bench) -> None:
+    """What pinned memory brings at most: 1 GiB from the host."""
+    for pinned in (False, True):
+        host = torch.ones(2**28, pin_memory=pinned)
+        host.to(bench.gpu)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        host.to(bench.gpu, non_blocking=pinned)
+        torch.cuda.synchronize()
+        print(f"    {'pinned' if pinned else 'pageable'}: {1 / (time.monotonic() - began):.1f} GiB/s")
+
+
+CHECKS: dict[str, Callable[[Bench], None]] = {
+    check.__name__: check for check in (streams, stages, several, offload, quantised, transfer)
+}
+
+
+def save_model(folder: Path, hidden: int, layers: int) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 256),
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.1,  # far from ties
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+
+
+def run(hidden: int, layers: int, seconds: float) -> list[str]:
+    """Returns what was wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), hidden, layers)
+        bench = Bench(Path(folder), layers, seconds, gpus=torch.cuda.device_count())
+        for name, check in CHECKS.items():
+            print(f"  {name}: {(check.__doc__ or name).splitlines()[0]}", flush=True)
+            try:
+                check(bench)
+            except Exception as error:  # the other checks are worth their time
+                bench.wrong.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+        return bench.wrong
