@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batching.batcher import Batcher
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.devices import check_devices
@@ -19,7 +18,18 @@ from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import FinishReason
-from tests.engine.tiny import VOCAB, byte_tokenizer, collect, greedy, prompt_of, run, running, tiny_model, until
+from tests.engine.tiny import (
+    VOCAB,
+    batcher_over,
+    byte_tokenizer,
+    collect,
+    greedy,
+    prompt_of,
+    run,
+    running,
+    tiny_model,
+    until,
+)
 
 
 class Device:
@@ -48,20 +58,11 @@ def model() -> PreTrainedModel:
 def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tuple[EngineCore, Device]]:
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB)
     with torch.inference_mode():
-        cost = check_batching(model).cost
-    assert cost is not None
+        findings = check_batching(model)
     device = Device(model)
     batcher: Batcher = SerialBatcher(model, samplers, max_num_seqs=8, check_devices=device.check)
     if request.param == "batched":
-        batcher = ContinuousBatcher(
-            model,
-            samplers,
-            cost=cost,
-            cache_bytes=2**24,
-            max_num_seqs=8,
-            prefill_tokens=8,
-            check_devices=device.check,
-        )
+        batcher = batcher_over(model, findings, prefill_tokens=8, check_devices=device.check)
     with running(model, batcher=batcher) as engine:
         yield engine, device
 
@@ -72,7 +73,7 @@ def test_a_lost_device_ends_the_engine(lent: tuple[EngineCore, Device], phase: s
     engine, device = lent
 
     async def scenario() -> None:
-        device.fail = lambda queries: (queries == 1) == (phase == "decode")
+        device.fail = lambda queries: (queries <= 2) == (phase == "decode")
         both = await asyncio.gather(*(collect(engine, [EngineRequest(prompt_of(5), greedy(20))]) for _ in range(2)))
         for events in both:
             assert events[0].finish_reason is FinishReason.ERROR

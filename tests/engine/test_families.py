@@ -76,7 +76,8 @@ def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(fa
         for _ in range(2):
             assert run(beginning_alike(engine, prompts, 26)) == expected
         stats = engine.stats()
-    assert stats.num_preemptions > 0 or findings.spec.token_bytes == 0  # states alone never grow
+    # States never grow, nor does what a window holds.
+    assert stats.num_preemptions > 0 or all(group.span is not None for group in findings.spec.groups)
     assert stats.prefix_cache_hit_tokens > 0 or findings.spec.state_bytes > 0 or not findings.chunked
 
 

@@ -192,6 +192,7 @@ def test_the_endpoint_picker_finds_vllms_names_where_they_are_asked_for(observed
     same = {
         "vllm:prefix_cache_hits_total": "torch_stream_prefix_cache_hit_tokens_total",
         "vllm:generation_tokens_total": "torch_stream_generation_tokens_total",
+        "vllm:num_preemptions_total": "torch_stream_num_preemptions_total",
         "vllm:time_to_first_token_seconds_count": "torch_stream_time_to_first_token_seconds_count",
         "vllm:inter_token_latency_seconds_sum": "torch_stream_inter_token_latency_seconds_sum",
         "vllm:time_per_output_token_seconds_sum": "torch_stream_inter_token_latency_seconds_sum",
