@@ -33,7 +33,7 @@ from mlserver_torch_stream.engine.attention.cuda_choice import (
 from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward

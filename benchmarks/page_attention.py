@@ -20,8 +20,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
-from mlserver_torch_stream.engine.attention.interface import PagedAttention
+from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.attention.verify_attention import take_attention_kernels
 from mlserver_torch_stream.engine.forward.interface import Forward

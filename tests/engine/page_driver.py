@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.attention.interface import PagedAttention
+from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way

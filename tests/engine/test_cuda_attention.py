@@ -11,7 +11,7 @@ from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention, Ga
 from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, batch_tensors
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.device_sync import count_waits, no_waits

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, PagedAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward

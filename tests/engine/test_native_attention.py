@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention import verify_attention
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.attention.verify_attention import (
     AttentionChoice,

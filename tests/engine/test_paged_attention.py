@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, batch_tensors
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence

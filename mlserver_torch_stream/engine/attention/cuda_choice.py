@@ -15,7 +15,7 @@ import torch
 from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.cuda_varlen import PAGE_MULTIPLE, VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.attention.interface import (
+from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from mlserver_torch_stream.engine.attention.cuda_gathered import equal_parts
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 _QUERY_BLOCK = 128

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 PAGE_MULTIPLE = 256  # of FlashAttention 2

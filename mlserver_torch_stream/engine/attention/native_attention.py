@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors, PagedAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.native.attention_library import (
     STORED_TYPES,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlserver_torch_stream.engine.attention.interface import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 _SHORT = 6  # sequences of up to 2 ** 6 keys are computed together whatever their lengths

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.attention.interface import (
+from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
     PageWriter,
     batch_tensors,
 )
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence

@@ -161,7 +161,7 @@ class ContinuousBatcher(Batcher):
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
 
-    def _note_drafts(self, lookup: PromptLookup, step: _Step, chosen: ChosenTokens) -> None:
+    def _note_drafts(self, lookup: PromptLookup, step: _StepInFlight, chosen: ChosenTokens) -> None:
         if not step.prefills:
             lookup.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
         drafted = accepted = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mlserver_torch_stream.engine.attention.interface import BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import BatchTensors
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 
 _FIRST_TABLE = 2  # the columns before are token and position

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mlserver_torch_stream.engine.attention.interface import BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import BatchTensors
 from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep, StageSegment
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape

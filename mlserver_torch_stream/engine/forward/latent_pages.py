@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.attention.interface import BatchTensors
+from mlserver_torch_stream.engine.attention.paged_attention import BatchTensors
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 

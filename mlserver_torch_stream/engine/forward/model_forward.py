@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.attention.interface import (
+from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
