@@ -208,6 +208,8 @@ class ModelledEngine:
             assert all(part.samples and (part.start == 0 or part.count == 1) for part in plan.scheduled)
         elif self.limits.token_budget is not None:
             assert tokens <= self.limits.token_budget
+            if self.limits.beside_budget is not None and len(prompts) < len(plan.scheduled):
+                assert tokens <= self.limits.beside_budget
         self.largest = max(self.largest, tokens)
 
     def launch(self, plan: StepPlan) -> None:
