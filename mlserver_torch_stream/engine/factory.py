@@ -56,6 +56,7 @@ DEFAULT_MAX_TOKENS = 256
 # Prompts that a model takes in forwards of their own: a forward of few tokens takes about as long as one of 64
 # (benchmarks/LOG.md).
 _ROWS_FLOOR = 64
+_SPECULATIVE = "parameters.extra.speculative"
 
 OnDeath = Callable[[BaseException], None]
 
@@ -226,6 +227,8 @@ def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: Loa
         problem = f"its positions are scaled anew beyond {steady} tokens"
     if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
         raise LoadFailed(f"this model cannot be batched: {problem}")
+    if problem is not None and resolved.settings.speculative is not None:
+        raise LoadFailed(f"{_SPECULATIVE}: this model is served one request at a time ({problem})")
     return problem
 
 
@@ -294,7 +297,7 @@ def _batch_continuously(
             samplers,
             limits,
             spec,
-            lookup=_prompt_lookup(resolved, spec),
+            lookup=_prompt_lookup(settings, spec, limits),
             pipeline=prepared.pipeline,
             faults=faults,
             check_devices=prepared.check_devices,
@@ -329,13 +332,14 @@ def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice:
     return "".join(ways)
 
 
-def _prompt_lookup(resolved: ResolvedSettings, spec: CacheSpec) -> PromptLookup | None:
-    speculative = resolved.settings.speculative
-    if speculative is None:
+def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:
+    if settings.speculative is None:
         return None
     if spec.state_bytes:
-        raise LoadFailed("parameters.extra.speculative: this model keeps states, which no rejected draft can leave")
-    return PromptLookup(speculative.prompt_lookup)
+        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, which no rejected draft can leave")
+    if limits.whole_prompts:
+        raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
+    return PromptLookup(settings.speculative.prompt_lookup)
 
 
 def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
