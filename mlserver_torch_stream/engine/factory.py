@@ -60,6 +60,7 @@ _ROWS_FLOOR = 64
 # On a CPU a packed step of 128 prompt tokens takes a quarter of the time of 512, and hardly more for each token. So
 # beside sequences that decode, which wait for the end of the step, prompts get a quarter of it.
 _BESIDE = 4
+_SPECULATIVE = "parameters.extra.speculative"
 
 OnDeath = Callable[[BaseException], None]
 
@@ -230,6 +231,8 @@ def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: Loa
         problem = f"its positions are scaled anew beyond {steady} tokens"
     if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
         raise LoadFailed(f"this model cannot be batched: {problem}")
+    if problem is not None and resolved.settings.speculative is not None:
+        raise LoadFailed(f"{_SPECULATIVE}: this model is served one request at a time ({problem})")
     return problem
 
 
@@ -299,7 +302,7 @@ def _batch_continuously(
             samplers,
             limits,
             spec,
-            lookup=_prompt_lookup(resolved, spec),
+            lookup=_prompt_lookup(settings, spec, limits),
             pipeline=prepared.pipeline,
             faults=faults,
             check_devices=prepared.check_devices,
@@ -340,13 +343,14 @@ def _beside_budget(chunk: int | None, findings: SelfCheckResult) -> int | None:
     return max(1, chunk // _BESIDE) if chunk is not None and packed_on_host else None
 
 
-def _prompt_lookup(resolved: ResolvedSettings, spec: CacheSpec) -> PromptLookup | None:
-    speculative = resolved.settings.speculative
-    if speculative is None:
+def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:
+    if settings.speculative is None:
         return None
     if spec.state_bytes:
-        raise LoadFailed("parameters.extra.speculative: this model keeps states, which no rejected draft can leave")
-    return PromptLookup(speculative.prompt_lookup)
+        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, which no rejected draft can leave")
+    if limits.whole_prompts:
+        raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
+    return PromptLookup(settings.speculative.prompt_lookup)
 
 
 def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
