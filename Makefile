@@ -8,12 +8,13 @@
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
+#   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel image-check lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check image-check lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -40,6 +41,8 @@ HANDLERS := $(VENV)/torchserve-handlers
 WHEEL := $(VENV)/wheel
 WHEEL_MACHINES ?= x86_64 aarch64
 WHEEL_DIR ?= dist
+TWINE := $(VENV)/twine
+RELEASE_DIR ?= dist/release
 HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
 IMAGE_WHEEL ?=
@@ -155,6 +158,17 @@ wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aa
 		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel --outdir $(WHEEL_DIR) || exit 1; \
 		$(WHEEL)/bin/auditwheel show $(WHEEL_DIR)/*manylinux*_$$machine.whl || exit 1; \
 	done
+
+$(TWINE)/.installed:
+	$(PYTHON) -m venv $(TWINE)
+	$(TWINE)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off twine==7.0.0
+	@touch $@
+
+release-check: $(INSTALLED) $(TWINE)/.installed ## this machine's wheel and the sdist, each installed away from here without a compiler, and asked for streams
+	rm -rf '$(RELEASE_DIR)'
+	$(MAKE) --no-print-directory wheel WHEEL_MACHINES="$$(uname -m)" WHEEL_DIR='$(RELEASE_DIR)'
+	$(TWINE)/bin/twine check --strict '$(RELEASE_DIR)'/*
+	$(BIN)/python -m deploy.release.check --dist '$(RELEASE_DIR)'
 
 $(HADOLINT)/.installed:
 	$(PYTHON) -m venv $(HADOLINT)
