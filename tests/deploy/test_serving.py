@@ -136,8 +136,8 @@ def test_kserve_asks_for_the_keys_of_its_secret(tiny_model: Path, tmp_path: Path
     (secret / "keys").write_text("one-key\n")
     folders = {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache, "/run/secrets/torch-stream": secret}
     environment = _here(manifests.kserve_environment(service), folders)
-    with serve(tmp_path / "etc-mlserver", [], environment=environment) as server:
-        _check_ready(server)
+    with serve(tmp_path / "etc-mlserver", [], environment=environment, ready=False) as server:
+        _wait_until(server, "ready")
         assert plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).status_code == 200
         assert plain_http.get(f"{server.url}/v1/models", timeout=10).status_code == 401
         with client.Client(server.url, api_key="one-key") as keyed:
@@ -159,7 +159,7 @@ def test_seldon_serves_what_its_agent_left(
     environment = {**manifests.environment(manifests.seldon_container()), **injected}
     folders = {"/mnt/agent/models": models, "/var/cache/mlserver": kernel_cache}
     with serve(models, [], environment=_here(environment, folders), ready=False) as server:
-        _wait_until_live(server)
+        _wait_until(server, "live")
         _check_ready(server)
         assert plain_http.post(f"{server.url}/v2/repository/index", json={}, timeout=10).json() == []
         _leave_model(tiny_model, models / "smollm2_1" / "1", "smollm2_1", "./")
@@ -189,12 +189,13 @@ def _leave_model(source: Path, folder: Path, name: str, uri: str) -> None:
     (folder / "model-settings.json").write_text(json.dumps(settings))
 
 
-def _wait_until_live(server: Server, seconds: float = 60.0) -> None:
+def _wait_until(server: Server, state: str, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
         try:
-            if plain_http.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200:
+            if plain_http.get(f"{server.url}/v2/health/{state}", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError(f"the server is not live:\n{server.log}")
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"the server is not {state}:\n{server.log}")
