@@ -14,7 +14,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check image-check lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -42,6 +42,8 @@ WHEEL := $(VENV)/wheel
 WHEEL_MACHINES ?= x86_64 aarch64
 WHEEL_DIR ?= dist
 TWINE := $(VENV)/twine
+CYCLONEDX := $(VENV)/cyclonedx
+SCHEMAS := $(VENV)/schemas
 RELEASE_DIR ?= dist/release
 HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
@@ -112,9 +114,14 @@ test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## Tor
 	TORCHSERVE_EXAMPLES='$(TORCHSERVE_EXAMPLES)' TORCHSERVE_EXAMPLES_TRANSFORMERS_4=$(abspath $(EXAMPLES))/transformers-4 \
 		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
 
-lint: $(INSTALLED) ## ruff: rules and format
+lint: $(INSTALLED) $(SCHEMAS)/.installed ## ruff: rules and format; GitHub's files against their schemas
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
 format: $(INSTALLED) ## ruff: put it right
 	$(BIN)/ruff check --fix .
@@ -169,6 +176,27 @@ release-check: $(INSTALLED) $(TWINE)/.installed ## this machine's wheel and the 
 	$(MAKE) --no-print-directory wheel WHEEL_MACHINES="$$(uname -m)" WHEEL_DIR='$(RELEASE_DIR)'
 	$(TWINE)/bin/twine check --strict '$(RELEASE_DIR)'/*
 	$(BIN)/python -m deploy.release.check --dist '$(RELEASE_DIR)'
+
+$(CYCLONEDX)/.installed:
+	$(PYTHON) -m venv $(CYCLONEDX)
+	$(CYCLONEDX)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off cyclonedx-bom==7.5.0
+	@touch $@
+
+sbom: $(CYCLONEDX)/.installed ## what the wheel in RELEASE_DIR installs, as CycloneDX: RELEASE_DIR/sbom.cdx.json
+	rm -rf $(VENV)/sbom
+	$(PYTHON) -m venv $(VENV)/sbom
+	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off \
+		torch==$(TORCH_VERSION) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt \
+		'$(RELEASE_DIR)'/*manylinux*_"$$(uname -m)".whl
+	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes pip
+	$(CYCLONEDX)/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+		--output-format JSON --output-file '$(RELEASE_DIR)/sbom.cdx.json' $(VENV)/sbom/bin/python
+
+$(SCHEMAS)/.installed:
+	$(PYTHON) -m venv $(SCHEMAS)
+	$(SCHEMAS)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off check-jsonschema==0.39.0
+	@touch $@
 
 $(HADOLINT)/.installed:
 	$(PYTHON) -m venv $(HADOLINT)
