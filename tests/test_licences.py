@@ -12,7 +12,7 @@ from tests import markdown
 
 _PAGE = "THIRD_PARTY.md"
 _US = "mlserver-torch-stream"
-# Words of the licences that may be combined with Apache-2.0 by whoever installs these packages. MPL's parts stay files of
+# Words of the licences that whoever installs these packages may combine with Apache-2.0. MPL's parts stay files of
 # their own.
 _ALLOWED = re.compile(r"Apache|MIT|BSD|0BSD|ISC|PSF|Python Software|Zlib|ZPL|CC0|CNRI|BSL|Mozilla|MPL|LLVM-exception")
 _REFUSED = re.compile(r"GPL|AGPL|SSPL|Commercial|Proprietary|NonCommercial")
