@@ -83,6 +83,14 @@ class ModelForward:
         """Where the model's weights are."""
         return {parameter.device for parameter in self._model.parameters()}
 
+    @property
+    def attention(self) -> PagedAttention:
+        return self._attention
+
+    @property
+    def has_latents(self) -> bool:
+        return any(map(has_latents, self._model.modules()))
+
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
