@@ -162,8 +162,9 @@ def test_an_engine_captures_over_its_own_cache_and_says_so(fast_path: str, tmp_p
     byte_tokenizer().save_pretrained(tmp_path)
     extra = {"threads": 1, "fast_path": fast_path, "max_num_seqs": 4, "kv_cache_memory": "1MiB"}
     resolved = parse_settings(str(tmp_path), extra, environ={})
-    prepared = prepare(locate(resolved), resolved, 1, recorders.resources)
-    # What attends on CPUs are kernels whose calls no tape sees.
+    # What computes on CPUs are kernels whose calls no tape sees.
+    plain = parse_settings(str(tmp_path), {**extra, "fast_path": "off"}, environ={})
+    prepared = prepare(locate(plain), plain, 1, recorders.resources)
     choice = ForwardChoice(ModelForward(prepared.weights.model, attention=gathered_attention), "gathered keys")
     object.__setattr__(prepared, "choice", choice)
     lease = recorders.resources.weights.lease(weights_key(resolved, 1), lambda: prepared)
