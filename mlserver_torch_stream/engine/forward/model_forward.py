@@ -324,6 +324,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return _device_of(model.get_input_embeddings(), _CPU)
 
 
+def device_types(model: PreTrainedModel) -> set[str]:
+    """Returns the types of the devices that hold a model's weights or take its token ids."""
+    return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
+
+
 def _device_of(module: torch.nn.Module | None, otherwise: torch.device) -> torch.device:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
