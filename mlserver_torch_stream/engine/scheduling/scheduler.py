@@ -194,9 +194,9 @@ class Scheduler:
 
     def schedule(self, busy: Busy = ()) -> StepPlan:
         """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages."""
-        draft = StepDraft(self.limits, self.spec.page_size)
         self._take_whole(busy)
         decoding = self._to_decode(busy)
+        draft = StepDraft(self.limits, self.spec.page_size, decodes=bool(decoding))
         for account in list(self._admitted):
             if account.sequence in busy or account.left == 0:
                 continue

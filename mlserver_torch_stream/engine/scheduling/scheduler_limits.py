@@ -5,6 +5,7 @@ Knows nothing of requests that run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ class SchedulerLimits:
     tokens at least: where each chunk is a forward of its own, many short ones would hold up the others. With
     ``whole_prompts`` a step takes one prompt at most, and takes it whole.
 
+    ``beside_budget`` bounds those of a step in which sequences decode, which wait for its end; None: no further bound.
+
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
     """
 
@@ -31,6 +34,12 @@ class SchedulerLimits:
     stages: int = 1
     whole_prompts: bool = False
     prefill_floor: int = 1
+    beside_budget: int | None = None
+
+    def budget(self, *, decodes: bool) -> float:
+        """Returns the prompt tokens and drafts of one step; ``decodes``: whether sequences decode in it."""
+        budgets = (self.token_budget, self.beside_budget if decodes else None)
+        return min((each for each in budgets if each is not None), default=math.inf)
 
     def chunk(self, tokens: int) -> int:
         """Returns the most of so many tokens that one step computes."""

@@ -5,7 +5,6 @@ Knows nothing of who comes first, nor where pages come from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,11 +28,12 @@ class _Part:
 class StepDraft:
     """``left`` of the token budget; whether it has taken a prompt. The parts stay in the order in which they came."""
 
-    def __init__(self, limits: SchedulerLimits, page_size: int) -> None:
+    def __init__(self, limits: SchedulerLimits, page_size: int, *, decodes: bool) -> None:
+        """``decodes``: whether sequences decode in this step."""
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[SequenceAccount, _Part] = {}
-        self.left = math.inf if limits.token_budget is None else limits.token_budget
+        self.left = limits.budget(decodes=decodes)
         self.prompts = 0
         self.copies: Copies = []
 
