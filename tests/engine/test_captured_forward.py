@@ -125,13 +125,17 @@ def test_forwards_that_must_not_overlap_in_the_engines_own_cache_are_not_capture
 ) -> None:
     model, recorders = laid_out(tiny_model("llama"), 2), Recorders()
     pipeline = Pipeline(read_stages(model))
-    pipeline.bring = lambda tensor, device: torch.zeros_like(tensor)  # type: ignore[method-assign]
+
+    def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor if pipeline._position is None else torch.zeros_like(tensor)
+
+    pipeline.bring = bring  # type: ignore[method-assign]
     forward = ModelForward(model, attention=gathered_attention)
     forwards = CapturedForwards(model, forward, 4, CONTEXT, pipeline, recorders.resources)
     with caplog.at_level(logging.INFO):
         batcher_over(model, forward_over=forwards.over, pipeline=pipeline)
     assert forwards.description == ""
-    assert "no CUDA graphs, the plain forward runs: logits" in caplog.text
+    assert "no CUDA graphs, the plain forward runs: logits of forwards that overlap differ" in caplog.text
 
 
 def test_a_new_cache_gets_steps_of_its_own() -> None:
