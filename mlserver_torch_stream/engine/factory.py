@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.captured_forward import CapturedForwards
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
 from mlserver_torch_stream.engine.forward.model_forward import Way
@@ -294,11 +295,15 @@ def _batch_continuously(
     slots = limits.max_num_seqs if spec.state_bytes else 0
     layout = CacheLayout(loaded.model.config)
     faults = _faults()
+    forwards = CapturedForwards(
+        loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
+    )
 
     def make() -> ContinuousBatcher:
+        cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
         return ContinuousBatcher(
-            choice.forward,
-            (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots),
+            forwards.over(cache) if settings.fast_path == "auto" else choice.forward,
+            cache,
             samplers,
             limits,
             spec,
@@ -312,13 +317,15 @@ def _batch_continuously(
         spread = describe_placement(prepared.placement, findings.specs, size)
         logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
+    batcher = make()
     description = (
-        f"{_describe_forward(settings, prepared, choice)}up to {settings.max_num_seqs} sequences at a time, "
+        f"{_describe_forward(settings, prepared, choice)}{forwards.description}"
+        f"up to {settings.max_num_seqs} sequences at a time, "
         f"KV cache {format_bytes(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'}) "
         f"in pages of {spec.page_size} tokens"
     )
-    return _Batching(make, make(), context, description)
+    return _Batching(make, batcher, context, description)
 
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
