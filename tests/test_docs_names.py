@@ -60,3 +60,31 @@ def test_the_classes_that_the_architecture_names_exist() -> None:
 
 def test_the_glossary_is_a_page_of_one_look() -> None:
     assert 10 < len(markdown.table("docs/architecture.md", "Glossary")) <= 30
+
+
+def _defined(file: str) -> set[str]:
+    (path,) = [path for path in _FILES if path.startswith("mlserver_torch_stream/") and f"/{path}".endswith(f"/{file}")]
+    tree = ast.parse(markdown.read(path))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
+def test_the_likely_changes_touch_what_is_there() -> None:
+    rows = markdown.table("docs/architecture.md", "Likely changes")
+    assert len(rows) >= 6
+    for change, _, touched in rows:
+        places = [markdown.code_spans(place) for place in touched.split("; ") if "`" in place]
+        assert places, change
+        for file, *names in places:
+            assert names and set(names) <= _defined(file), (change, file)
+
+
+def test_the_lines_of_a_step_are_those_of_the_code() -> None:
+    section = markdown.read("docs/architecture.md").partition("## One step\n")[2].partition("\n## ")[0]
+    lines = section.partition("```text\n")[2].partition("```")[0].splitlines()
+    engine = ROOT / "mlserver_torch_stream/engine"
+    code = "".join(
+        (engine / file).read_text() for file in ("core.py", "batching/continuous.py", "scheduling/scheduler.py")
+    )
+    names = {name for line in lines for name in re.findall(r"(\w+)\(", line.partition("#")[0])}
+    assert 10 <= len(lines) <= 15 and len(names) > 5
+    assert {name for name in names if not re.search(rf"\b_?{name}[(,]", code)} == set()

@@ -39,7 +39,7 @@ class ObjectRequest:
         return quote(row.key) if row.chunk is None else f"{quote(row.key)}#{row.chunk.index}"
 
     def content_type(self, row: Row) -> str:
-        """By the key's ending; a chunk is bytes, as it may begin anywhere."""
+        """Returns the type of the key's ending; bytes for a chunk, because it may begin anywhere in the object."""
         kind, packed = _TYPES.guess_type(row.key.rpartition("/")[2])
         return _BYTES if kind is None or packed is not None or row.chunk is not None else kind
 

@@ -45,7 +45,7 @@ class Cursor:
 
     @property
     def within(self) -> bool:
-        """True if the object may have rows left."""
+        """Whether this is a place within an object, of which more rows may follow."""
         return self.line is not None or self.chunk is not None
 
 

@@ -1,7 +1,7 @@
 """Builds OpenAI's chat.completion and chat.completion.chunk objects.
 
-Knows nothing of how they travel, and no tokenizer: a token whose bytes are unknown is named ``token_id:<id>``, as vLLM
-can do.
+Knows nothing of transports or tokenizers. A token whose bytes it does not know is named ``token_id:<id>``, which is a
+spelling of vLLM's too.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ async def open_port(
     handler: grpc.GenericRpcHandler,
     address: str | None = None,
 ) -> None:
-    """``setting``: the name of the port's, for errors. ``address``: None for MLServer's host.
+    """``setting`` is the name of the port's setting, for errors. ``address`` None is MLServer's host.
 
     Raises ModelNotLoaded if the port cannot be had.
     """

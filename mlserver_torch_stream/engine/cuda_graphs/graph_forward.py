@@ -85,5 +85,5 @@ class GraphForward:
 
 
 def _touch(forward: ModelForward, cache: PagedCache, spares: Sequence[int]) -> None:
-    """Runs a token on the pages of nobody, so that all pools are there and each layer's attention is chosen."""
+    """Runs a token on the spare pages, so that all pools are there and each layer's attention is chosen."""
     forward(Batch((BatchSequence((0,), 0, tuple((spare,) for spare in spares)),)), cache)

@@ -1,8 +1,9 @@
 """Calls a transformers model on the new tokens of a batch, with the arguments that its forward takes.
 
-Knows nothing of requests or of sampling. A model takes a batch in one of three ways, the first that gives its logits
-(``loading.selfcheck`` tries them): packed, all tokens in one row; in rows, one token each, and chunks of prompts
-alone, as states need it; in rows with masks, for models whose attention cannot be replaced.
+Knows nothing of requests or of sampling. A model takes a batch in one of three ways; ``loading.selfcheck`` tries
+them and keeps the first that gives the model's logits. Packed: all tokens in one row. Rows, for models with states:
+each sequence with one new token is a row, and each chunk of a prompt runs alone. Rows with masks, for models whose
+attention cannot be replaced: the same, over gathered keys and values.
 """
 
 from __future__ import annotations
@@ -242,14 +243,14 @@ class _Step:
     # --- attention by masks ---
 
     def _columns(self, span: int | None) -> tuple[int, int]:
-        """Returns how many columns a layer shows, and the first of them, for rows aligned at their newest token."""
+        """Returns how many positions a layer shows of each row, and the first one. Short rows are padded at the left."""
         shown = self._longest
         if span is not None:
             shown = min(shown, span - 1 + max(each.count for each in self.batch.sequences))
         return shown, self._longest - shown
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
-        """Returns ``[rows, columns]``, 0 where a row is padded at its left; None if no row is."""
+        """Returns ``[rows, positions]``, 0 where a row is padded at its left; None if no row is."""
         if all(each.length == self._longest for each in self.batch.sequences):
             return None
         lengths = self.on(device).lengths
@@ -258,7 +259,7 @@ class _Step:
     def _store_and_gather(
         self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``[rows, kv_heads, columns, head_dim]`` with zeros where a row is padded."""
+        """Returns ``[rows, kv_heads, positions, head_dim]`` with zeros where a row is padded."""
         self._store(layer, key, value)
         group, tensors = layer.pages.group, self.on(key.device)
         if ("columns", group) not in tensors.memo:
@@ -268,7 +269,7 @@ class _Step:
         return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
 
     def _shown(self, group: int, tensors: BatchTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slots of the columns that a group shows, ``[rows, columns]``, and where they are padded."""
+        """Returns the slots of the positions that a group shows, ``[rows, positions]``, and where they are padded."""
         shown, _ = self._columns(self._pages.groups[group].span)
         oldest = [self._pages.groups[group].oldest_seen(each.start) for each in self.batch.sequences]
         first = torch.tensor(oldest, device=tensors.positions.device)[:, None]  # older pages are given back

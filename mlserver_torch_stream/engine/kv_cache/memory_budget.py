@@ -77,7 +77,7 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
-    """Returns how many of a KV cache's bytes prefixes of ended sequences may keep, until somebody needs them.
+    """Returns how many of a KV cache's bytes pages of ended sequences may keep, until other sequences need them.
 
     The memory of a GPU's cache is taken anyway. On a host it is not, before somebody writes to it. Raises LoadFailed.
     """

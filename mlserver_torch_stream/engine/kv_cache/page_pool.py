@@ -20,7 +20,7 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class _GroupPages:
-    """The pages of one group. A page is free, held by sequences, or cached: held by nobody, and found by its digest."""
+    """The pages of one group. A page is free, held by sequences, or cached: it has no holder and is found by its digest."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -66,7 +66,7 @@ class PagePool:
         self._cache_bytes = cache_bytes
         self._prefix_bytes = prefix_bytes
         self._time = 0
-        self.used_bytes = 0  # of the pages that somebody holds, and of what ``reserve`` took
+        self.used_bytes = 0  # of the pages that sequences hold, and of what ``reserve`` counts
         self.cached_bytes = 0
 
     def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:
@@ -82,7 +82,7 @@ class PagePool:
         self._make_room(0)
 
     def take(self, group: int) -> int:
-        """Returns a page that nobody holds. ``fits`` says whether there is one."""
+        """Returns a page that no sequence holds. ``fits`` says whether there is one."""
         pool = self._groups[group]
         self._make_room(self._page_bytes[group])
         page = pool.lowest()
@@ -122,7 +122,7 @@ class PagePool:
             self._free(group, page)
 
     def give_back(self, group: int, page: int) -> None:
-        """Counts one holder less. A page that nobody holds is cached if it can be found, and free otherwise."""
+        """Counts one holder less. Without holders a page is cached if it can be found, and free otherwise."""
         pool = self._groups[group]
         pool.references[page] -= 1
         if pool.references[page]:

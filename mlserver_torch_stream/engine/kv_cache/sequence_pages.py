@@ -107,7 +107,7 @@ class SequencePages:
             self.named = index + 1
 
     def forget_unwritten(self) -> set[tuple[int, int]]:
-        """Lets nobody find the pages that a failed forward should have written, and returns them."""
+        """Takes the pages that a failed forward should have written out of the prefix cache, and returns them."""
         size = self._spec.page_size
         pages = self._pages(self.written, self.named)
         for group, page in pages:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mlserver_torch_stream.engine.forward.model_forward import input_device
 
-# The oldest columns, which a window loses at the positions that are compared, weigh four times as much as all others:
+# The oldest positions, which a window loses where logits are compared, weigh four times as much as all others together:
 # a window that is off by one is then off by 0.27 and more, rounding by up to 0.05 (in bfloat16, root mean square).
 _HEAVY = 3
 _WEIGHT = 4
@@ -48,7 +48,7 @@ class ExpectedLogits:
     ) -> torch.Tensor:
         """Returns the logits ``[len(tokens), vocabulary]`` of tokens after a long cache.
 
-        That holds the last ``columns`` keys and values of ``sample``, in the order of the indices ``repeated``.
+        The cache holds the last ``columns`` keys and values of ``sample``, in the order of the indices ``repeated``.
         """
         key = (len(sample), columns, len(repeated), int(at_once), *tokens)
         if key not in self._far:
@@ -93,9 +93,9 @@ class ExpectedLogits:
 def far_columns(
     keys: torch.Tensor, values: torch.Tensor, repeated: torch.Tensor, first: int = 0, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the columns ``[kv_heads, columns, head_dim]`` of these indices, the oldest of the sequence made heavy.
+    """Returns the keys and values ``[kv_heads, positions, head_dim]`` of these indices, the oldest values made heavy.
 
-    They are those from position ``first`` on of a sequence of ``length`` columns; None: they are all.
+    They begin at position ``first`` of a sequence of ``length`` tokens; None: they are the whole sequence.
     """
     indices = repeated.to(keys.device)
     keys, values = keys[:, indices], values[:, indices].clone()

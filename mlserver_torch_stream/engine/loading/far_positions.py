@@ -125,7 +125,7 @@ class _FarCache:
         return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Returns which of the repeated columns are at these positions: the middle pages have the same ones."""
+        """Returns which of the repeated keys and values are at these positions; all pages in the middle are alike."""
         return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
 
     def _slot(self, slot: int) -> int:
@@ -140,7 +140,7 @@ class _FarCache:
         return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
 
     def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
-        """Copies the short sequence's keys and values, and makes the long one's of them."""
+        """Copies the keys and values of the short sequence, and fills those of the long one with them."""
         computed, table = self._beside.computed, self._beside.tables[near.group]
         oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
         keys, values = near.read(table, oldest, computed)
@@ -160,7 +160,7 @@ class _FarCache:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Stores ``[kv_heads, columns, head_dim]`` from the position ``start`` on."""
+        """Stores ``[kv_heads, positions, head_dim]`` from the position ``start`` on."""
         positions = range(start, start + keys.shape[1])
         slots = [table[position // self._size] * self._size + position % self._size for position in positions]
         pages.write(keys.transpose(0, 1), values.transpose(0, 1), torch.tensor(slots, device=keys.device))

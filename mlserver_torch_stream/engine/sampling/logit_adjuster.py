@@ -64,7 +64,7 @@ class LogitAdjuster:
             self._bad_words.add(token_id)
 
     def edits(self) -> RowEdits:
-        """Returns what is done to the sequence's next logits."""
+        """Returns the changes that the sequence's next logits get before sampling."""
         forced, banned = self._rules.of(self._accepted)
         if not forced:  # it leaves none of the others
             banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]

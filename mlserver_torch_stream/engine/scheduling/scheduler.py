@@ -1,4 +1,4 @@
-"""Schedules the work of each step: who decodes, which chunks of prompts run beside that, and in which pages.
+"""Schedules the work of each step: which sequences decode, which chunks of prompts run beside them, and in which pages.
 
 Decides and returns the work; it imports no torch, runs nothing and reads no clock.
 """
@@ -46,8 +46,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
         """``drafts`` guesses the next tokens of a sequence.
 
-        Nobody goes on from pages of a model with states, nor of one that takes prompts whole: those get no drafts, and
-        have no prefix cache.
+        A model with states, or one that takes prompts whole, cannot go on from pages alone: it gets no drafts and has
+        no prefix cache.
         """
         self.limits = limits
         self.spec = spec
@@ -261,7 +261,10 @@ class Scheduler:
         self._take(account, draft.chunk(account.computed, account.left), draft, busy)
 
     def _may_restart(self, account: SequenceAccount) -> bool:
-        """Whether a preempted sequence would get through: otherwise it would be preempted again and again."""
+        """Whether a preempted sequence may begin again: its pages are free, or no sequence before it holds any.
+
+        Otherwise it would be preempted again and again.
+        """
         needed = self._needed(account, account.sequence.length)
         before = any(other.holds_something for other in self._admitted if other.order < account.order)
         return not before or self._fits(account, self._plus(needed, self._margin()))

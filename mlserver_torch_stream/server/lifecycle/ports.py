@@ -48,7 +48,7 @@ def end_process() -> NoReturn:
 
 
 def port_problem(settings: Settings, options: ServerOptions) -> str | None:
-    """Why MLServer, whose gRPC listener runs by now and whose others are about to start, cannot have all its ports."""
+    """Returns why MLServer cannot have all its ports; None if it can. Only its gRPC listener runs at this time."""
     host = settings.host
     template = "port {} ({}) cannot be listened on at {}: {}"
     ports = {"http_port": settings.http_port}

@@ -21,7 +21,7 @@ _NAME = "mlserver-torch-stream work"
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The future result of ``work``, which runs with the caller's context variables."""
+    """Runs ``work`` in a thread, with the caller's context variables, and returns its result as a future."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
