@@ -20,7 +20,7 @@ _FIRST_TABLE = 2  # the columns before are token and position
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A step of ``rows`` sequences whose tables have ``width`` pages. ``spares``: for each group, a page of no sequence.
+    """A step of ``rows`` sequences whose tables have ``width`` pages. ``spares``: for each group a page of no sequence.
 
     Rows that stand for no sequence have token 0 at position 0 on that page: a model may change all rows by the largest
     of their positions.

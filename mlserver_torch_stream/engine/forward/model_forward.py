@@ -243,7 +243,7 @@ class _Step:
     # --- attention by masks ---
 
     def _columns(self, span: int | None) -> tuple[int, int]:
-        """Returns how many positions a layer shows of each row, and the first one. Short rows are padded at the left."""
+        """Returns how many positions a layer shows of each row, and the first one. Short rows are padded at left."""
         shown = self._longest
         if span is not None:
             shown = min(shown, span - 1 + max(each.count for each in self.batch.sequences))

@@ -20,7 +20,7 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class _GroupPages:
-    """The pages of one group. A page is free, held by sequences, or cached: it has no holder and is found by its digest."""
+    """The pages of one group. A page is free, held by sequences, or cached: without holder, found by digest."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
