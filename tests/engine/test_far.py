@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedC
 from mlserver_torch_stream.engine.loading.config_fields import named_lengths
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from tests.engine.tiny_models import tiny_model
 
 LENGTH = 90
@@ -102,6 +104,33 @@ def test_a_far_window_or_chunk_that_is_off_by_one_is_found_out(
         problem = check_forward(model, wrong, expected=expected, page_size=page_size)
         assert problem is not None and re.search(f"at position ({LENGTH - 1}|{LENGTH}|{LENGTH + 2})$", problem)
         assert check_forward(model, right, expected=expected, page_size=page_size) is None
+
+
+class Narrow(NativeForward):
+    """Kernels whose window is off by some columns."""
+
+    off = -1
+
+    def _point_at(self, cache: PagedCache) -> None:
+        super()._point_at(cache)
+        for entry in self._pages:
+            entry.window += self.off
+
+
+class Wide(Narrow):
+    off = 1
+
+
+@pytest.mark.parametrize("forward_class", [Narrow, Wide])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_with_a_far_window_that_is_off_by_one_are_found_out(
+    forward_class: type[NativeForward], dtype: torch.dtype, folder: Path
+) -> None:
+    model = tiny_model("mistral", **WINDOW).to(dtype)
+    with torch.inference_mode():
+        problem = check_forward(model, forward_class(model, 1, folder))
+        assert problem is not None and re.search(f"at position ({LENGTH - 1}|{LENGTH}|{LENGTH + 2})$", problem)
+        assert check_forward(model, NativeForward(model, 1, folder)) is None
 
 
 def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> None:

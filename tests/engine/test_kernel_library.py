@@ -10,8 +10,8 @@ import pytest
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_kernels
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from mlserver_torch_stream.errors import LoadFailed
+from tests.engine.kernels import kernels_of
 from tests.engine.tiny_models import tiny_model
 
 needs_variants = pytest.mark.skipif(len(runnable()) < 2, reason="this CPU runs fewer than two variants")
@@ -73,7 +73,7 @@ def test_a_model_is_not_loaded_with_other_kernels_than_the_named_ones(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "avx22")
     with pytest.raises(LoadFailed, match=VARIABLE):
-        take_fast_path(tiny_model("llama"), 1, tmp_path)
+        kernels_of(tiny_model("llama"), tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

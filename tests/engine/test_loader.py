@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, set_threads
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.page_book import prefilled
 from tests.engine.tiny import load_model
 
 
@@ -63,9 +64,7 @@ def test_the_output_embeddings_get_contiguous_states(tiny_model: Path) -> None:
     seen = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
     with torch.inference_mode():
-        cache = CacheLayout(model.config).cache()
-        cache.begin_row()
-        ModelForward(model)([[2, 3, 4]], cache)
+        prefilled(ModelForward(model), model, [2, 3, 4], chunk=3)
     hidden = model.config.hidden_size
     assert seen == [(hidden, hidden, 1)]
 

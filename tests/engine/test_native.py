@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path
+from tests.engine.kernels import kernels_of
 from tests.engine.page_book import PageBook, prefilled
 from tests.engine.tiny_models import FAMILIES, VOCAB, prompt_of, reference, tiny_model
 
@@ -51,13 +51,16 @@ KNOWN = {
     "qwen3": ("qwen3", {}),
     "mistral, window of 6": ("mistral", {}),
     "phi3": ("phi3", {}),
+    "smollm3": ("smollm3", {}),
     "olmo2": ("olmo2", {}),
     "granite": (
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.2},
     ),
 }
-ELSEWHERE = sorted(set(FAMILIES) - {family for family, _ in KNOWN.values()})
+# The modules of these are those of a known family, and only the logits tell them apart.
+DISGUISED = ["exaone4"]
+ELSEWHERE = sorted(set(FAMILIES) - {family for family, _ in KNOWN.values()} - {*DISGUISED})
 
 
 def known_model(name: str) -> PreTrainedModel:
@@ -165,6 +168,13 @@ def test_other_layouts_are_refused_with_a_reason(family: str) -> None:
         read_decoder(tiny_model(family))
 
 
+@pytest.mark.parametrize("family", DISGUISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_layouts_with_known_modules_are_found_out(family: str, dtype: torch.dtype, folder: Path) -> None:
+    with torch.inference_mode():
+        assert "logits differ" in str(kernels_of(tiny_model(family).to(dtype), folder))
+
+
 def test_half_precision_other_than_bfloat16_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="float16"):
         read_decoder(tiny_model().half())
@@ -186,7 +196,7 @@ def test_a_dynamic_rope_is_refused() -> None:
 def test_once_taken_the_models_own_weights_are_gone(folder: Path) -> None:
     model = tiny_model()
     with torch.inference_mode():
-        assert isinstance(take_fast_path(model, 1, folder), NativeForward)
+        assert isinstance(kernels_of(model, folder), NativeForward)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert model.get_input_embeddings().weight.shape[0] == VOCAB
 
@@ -205,7 +215,7 @@ def test_kernels_that_compute_something_else_are_found_out(
 
     monkeypatch.setattr(verify_native, "NativeForward", Wrong)
     with torch.inference_mode(), caplog.at_level(logging.INFO):
-        assert "differ" in str(take_fast_path(model, 1, folder))
+        assert "differ" in str(kernels_of(model, folder))
         assert check_forward(model, ModelForward(model)) is None
     assert "no fast path" in caplog.text and "differ" in caplog.text
 

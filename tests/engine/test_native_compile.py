@@ -17,9 +17,9 @@ from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.native import compile_kernels as compiling
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.kernels import kernels_of
 from tests.engine.tiny import tiny_model as make_tiny_model
 
 # A process of root's may write anywhere, unless it gives that up.
@@ -128,7 +128,7 @@ def test_kernels_that_are_there_need_no_compiler(
 ) -> None:
     without_compiler(monkeypatch, tmp_path)
     with torch.inference_mode():
-        assert not isinstance(take_fast_path(make_tiny_model(), 1, cache), str)
+        assert not isinstance(kernels_of(make_tiny_model(), cache), str)
     compiler_that("exit 1", tmp_path, monkeypatch)
     assert compiled_library(cache, open_library).native_step
     (library,) = kept(cache)
@@ -173,7 +173,7 @@ def test_without_a_compiler_transformers_runs_and_a_warning_says_why(
 ) -> None:
     without_compiler(monkeypatch, tmp_path)
     with torch.inference_mode():
-        assert take_fast_path(make_tiny_model(), 1, tmp_path) == "no C++ compiler"
+        assert kernels_of(make_tiny_model(), tmp_path) == "no C++ compiler"
     (warning,) = caplog.records
     assert warning.levelname == "WARNING" and "no fast path" in warning.message and "no C++ compiler" in warning.message
 

@@ -16,6 +16,7 @@ from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_mod
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -87,7 +88,7 @@ def test_once_taken_the_models_own_weights_are_gone_and_int8_takes_half(folder: 
     with torch.inference_mode():
         findings = check_batching(model)
         plain = NativeForward(model, 1, folder)
-        narrow = take_int8(model, findings, 1, folder)
+        narrow = take_int8(ExpectedLogits(model), findings, 1, folder)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert 2 * narrow._weights.size == plain._weights.size
 
@@ -103,14 +104,14 @@ def test_kernels_that_compute_something_else_are_found_out(folder: Path, monkeyp
 
     monkeypatch.setattr(verify_native, "NativeForward", Wrong)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .* differ from the model's"):
-        take_int8(model, check_batching(model), 1, folder)
+        take_int8(ExpectedLogits(model), check_batching(model), 1, folder)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mixtral", "recurrent_gemma"])
 def test_a_model_that_the_kernels_do_not_know_fails_to_load(family: str, folder: Path) -> None:
     model = tiny_model(family).to(torch.bfloat16)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*: \w") as raised:
-        take_int8(model, check_batching(model), 1, folder)
+        take_int8(ExpectedLogits(model), check_batching(model), 1, folder)
     assert "\n" not in str(raised.value)
 
 
@@ -127,7 +128,7 @@ def test_a_model_whose_weights_cannot_be_rounded_fails_to_load(change: Any, said
     findings = check_batching(model)
     change(model)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=rf"extra\.weights: int8 .*{said}"):
-        take_int8(model, findings, 1, folder)
+        take_int8(ExpectedLogits(model), findings, 1, folder)
 
 
 def test_without_a_compiler_it_fails_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_without_a_compiler_it_fails_to_load(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("CXX", raising=False)
     model = tiny_model().to(torch.bfloat16)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*no C\+\+ compiler"):
-        take_int8(model, check_batching(model), 1, tmp_path)
+        take_int8(ExpectedLogits(model), check_batching(model), 1, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_no_memory_for_the_values_leaves_the_layer_as_it_was(monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", fails_at_the_second)
-        with pytest.raises(MemoryError, match=r"1.5 KiB for 8 pages of a layer's KV cache cannot be allocated on cpu"):
+        with pytest.raises(MemoryError, match=r"1.7 KiB for 8 pages of a layer's KV cache cannot be allocated on cpu"):
             layer.write(key, value, torch.tensor([5]))
     assert layer.keys is None and layer.values is None and layer.token_bytes == 0
     layer.write(key, value, torch.tensor([5]))

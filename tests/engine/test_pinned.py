@@ -76,7 +76,7 @@ def test_a_model_reads_the_pinned_copies_and_gives_the_tokens_of_one_device(
     memory = Memory()
     with built(tiny_model, None, fast_path="off") as engine:
         expected = run(together(engine))
-    monkeypatch.setattr(loader, "_placement", lambda settings: {"device_map": SPLIT})
+    monkeypatch.setattr(loader, "_placement", lambda settings, weights: {"device_map": SPLIT})
     monkeypatch.setattr(loader, "pin_offloaded", memory.pin)
     caplog.set_level(logging.INFO)
     with built(tiny_model, None, fast_path="off") as engine:

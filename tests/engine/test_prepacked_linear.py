@@ -17,6 +17,7 @@ from tests.engine.tiny import FAMILIES, tiny_model
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products"
 )
+READ_THEIR_WEIGHTS = ("jamba",)  # which a packed layer no longer has
 _IDS = torch.tensor([[7, 30, 99, 12, 250, 3, 41, 77, 5, 8, 61]])
 
 
@@ -35,7 +36,8 @@ def test_logits_are_as_near_to_float32_as_before(family: str) -> None:
         exact, before = logits(copy.deepcopy(model).float()), logits(model)
         taken = pack_linears(model)
         after = logits(model)
-    assert taken == sum(type(module) is nn.Linear for module in model.modules())
+    linears = sum(type(module) is nn.Linear for module in model.modules())
+    assert taken == (0 if family in READ_THEIR_WEIGHTS else linears)
     assert (after - exact).pow(2).mean() <= 1.2 * (before - exact).pow(2).mean() + 1e-6 * exact.var()
 
 

@@ -137,7 +137,7 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
     one, other = built(tiny_model, resources), built(tiny_model, resources, kv_cache_memory="2MiB", max_num_seqs=3)
     try:
         assert one.engine.info.max_model_len == 1024 and other.engine.info.max_num_seqs == 3
-        assert other.engine.stats().kv_cache_budget == 2 * 2**20 * 7 // 8  # an eighth is for kept prompts
+        assert other.engine.stats().kv_cache_budget == 2 * 2**20  # the prefix cache lies in the same pages
         assert one.engine.stats().kv_cache_budget > 2 * 2**20
         assert "2.0 MiB" in other.summary and "context" in one.summary and "1 threads" in one.summary
         ids = one.codec.encode(TextPrompt("The quick brown"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine import prepared_model
+from mlserver_torch_stream.engine import forward_choice
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading.fingerprint import weights_key
@@ -124,7 +124,7 @@ def test_graphs_are_of_so_many_rows(tiny_model: Path, monkeypatch: pytest.Monkey
 
 
 def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_model, "take_fast_path", lambda *_: "not wanted")
+    monkeypatch.setattr(forward_choice, "take_fast_path", lambda *_: "not wanted")
     resources, loaded = ProcessResources(), []
     loading = threading.Thread(
         target=lambda: loaded.append(build_engine(settings(tiny_model), "m", resources=resources))

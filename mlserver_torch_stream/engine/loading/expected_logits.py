@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
 # The oldest positions, which a window loses where logits are compared, weigh four times as much as all others together:
 # a window that is off by one is then off by 0.27 and more, rounding by up to 0.05 (in bfloat16, root mean square).
@@ -29,7 +30,7 @@ class ExpectedLogits:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self.dtype: torch.dtype = model.dtype
+        self.dtype = rounding_dtype(model)
         self._device = input_device(model)
         self._near: dict[tuple[int, ...], torch.Tensor] = {}
         self._far: dict[tuple[int, ...], torch.Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import is_bitsandbytes_available, is_kernels_available, is_torchao_available
 
@@ -172,3 +172,14 @@ def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
             "installed; without quantization_config they are dequantised"
         )
     return True
+
+
+def rounding_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Returns the dtype that the products of a loaded model round to, which may be coarser than that of its weights.
+
+    bitsandbytes computes with four bits in bfloat16 on CPUs that have its instructions, whatever the model's dtype.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    four_bits = bool(getattr(config, "load_in_4bit", False))
+    dtype: torch.dtype = torch.bfloat16 if four_bits and model.device.type == "cpu" else model.dtype
+    return dtype

@@ -188,6 +188,8 @@ class _StructureReader:
         )
 
     def _qkv(self, attention: Any) -> Projection:
+        if not hasattr(attention, "head_dim"):
+            raise UnsupportedLayout("attention without one head_dim for queries, keys and values")
         head_dim = int(attention.head_dim)
         out = self.child(attention, "o_proj").weight
         heads = out.shape[1] // head_dim

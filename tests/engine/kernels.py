@@ -1,0 +1,18 @@
+"""Asks for our decoder kernels as a load does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path
+
+
+def kernels_of(model: PreTrainedModel, folder: Path) -> NativeForward | str:
+    """Returns the verified forward, or why there is none."""
+    expected = ExpectedLogits(model)
+    return take_fast_path(expected, check_batching(model, expected=expected), 1, folder)
