@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 def test_a_model_that_fits_one_device(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tiny_model), "--device", "l4", "--context", "1000"]) == 0
     out = capsys.readouterr().out
-    assert "512 bytes for the 1,000th token" in out  # 2 layers x keys and values x 2 heads x 16 x 4 bytes
+    assert "512 bytes for a token after the 1,000th" in out  # 2 layers x keys and values x 2 heads x 16 x 4 bytes
     assert "24.0 GB, 300 GB/s, 121 TFLOP/s" in out and "data sheet" in out
     table = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert [row[0] for row in table] == ["1", "2"], "of its two key-value heads"

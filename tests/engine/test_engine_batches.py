@@ -143,7 +143,9 @@ def test_a_beginning_of_many_requests_at_once_is_computed_once_and_held_once(mod
         watcher.cancel()
         return list(found)
 
-    with running(model, context=LONG, prefill_tokens=512, max_num_seqs=32, page_size=8, cache_bytes=2**22) as engine:
+    with running(
+        model, context=LONG, prefill_tokens=512, max_num_seqs=32, page_size=8, cache_bytes=2**22, prefix_bytes=2**20
+    ) as engine:
         found = run(scenario(engine))
         last = engine.stats()
     assert all(found[seed] == tokens for seed, tokens in expected.items())

@@ -55,8 +55,9 @@ class Scheduler:
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
         goes_on = not spec.state_bytes and not limits.whole_prompts
+        finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
         self._drafts = drafts if goes_on else None
-        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=goes_on)
+        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=finds)
         self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
         self._state_copies: list[tuple[int, int]] = []
         self._accounts: dict[SequenceState, SequenceAccount] = {}
