@@ -42,6 +42,19 @@ def kserve_container(runtime: str = "kserve/cluster-serving-runtime.yaml") -> di
     return dict(container)
 
 
+def llm_container() -> dict[str, Any]:
+    (container,) = load("kserve/llm-inference-service-config.yaml")["spec"]["template"]["containers"]
+    return dict(container)
+
+
+def llm_environment() -> Environment:
+    """What the container ``main`` of the LLMInferenceService sees: its own variables over those of its base."""
+    spec = load("kserve/llm-inference-service.yaml")["spec"]
+    (own,) = spec["template"]["containers"]
+    merged = {**environment(llm_container()), **environment(own)}
+    return {key: value.replace("{{ .Spec.Model.Name }}", spec["model"]["name"]) for key, value in merged.items()}
+
+
 def runtime_of(service: Mapping[str, Any]) -> str:
     """The file of the runtime that the service names."""
     wanted = service["spec"]["predictor"]["model"]["runtime"]

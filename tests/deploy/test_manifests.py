@@ -24,7 +24,7 @@ _EXIT_S = 5.0
 Validators = dict[str, jsonschema.protocols.Validator]
 _GPU_RUNTIME = "kserve/cluster-serving-runtime-gpu.yaml"
 _KSERVE_CONTAINERS = {"kserve": manifests.kserve_container(), "kserve-gpu": manifests.kserve_container(_GPU_RUNTIME)}
-_TOKENS = {**_KSERVE_CONTAINERS, "seldon": manifests.seldon_container()}
+_TOKENS = {**_KSERVE_CONTAINERS, "kserve-llm": manifests.llm_container(), "seldon": manifests.seldon_container()}
 _CONTAINERS = {**_TOKENS, "torchserve": manifests.torchserve_container()}
 
 each_container = pytest.mark.parametrize("container", _CONTAINERS.values(), ids=_CONTAINERS)
@@ -74,15 +74,16 @@ def _errors(validators: Validators, manifest: Mapping[str, Any]) -> list[str]:
 _KSERVE = [(runtime, service) for runtime, all_of in manifests.KSERVE_RUNTIMES.items() for service in all_of]
 _KSERVE_FILES = sorted({name for pair in _KSERVE for name in pair})
 _SERVICES = [service for _, service in _KSERVE]
+_LLM = ["kserve/llm-inference-service-config.yaml", "kserve/llm-inference-service.yaml"]
 _TORCHSERVE = ["kserve/torchserve-serving-runtime.yaml", "kserve/torchserve-inference-service.yaml"]
 
 
-@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_TORCHSERVE])
+@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_LLM, *_TORCHSERVE])
 def test_kserve_takes_the_manifest(validators: Validators, name: str) -> None:
     assert _errors(validators, manifests.load(name)) == []
 
 
-@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_TORCHSERVE])
+@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_LLM, *_TORCHSERVE])
 def test_a_misspelled_field_anywhere_is_found(validators: Validators, name: str) -> None:
     manifest = manifests.load(name)
     places = [place for place in _objects(manifest["spec"]) if place]
@@ -109,6 +110,8 @@ def test_every_manifest_is_tested_here() -> None:
     assert {name: manifest["kind"] for name, manifest in kinds.items()} == {
         **dict.fromkeys(manifests.KSERVE_RUNTIMES, "ClusterServingRuntime"),
         **dict.fromkeys(_SERVICES, "InferenceService"),
+        "kserve/llm-inference-service-config.yaml": "LLMInferenceServiceConfig",
+        "kserve/llm-inference-service.yaml": "LLMInferenceService",
         "kserve/torchserve-serving-runtime.yaml": "ClusterServingRuntime",
         "kserve/torchserve-inference-service.yaml": "InferenceService",
         "seldon/server-config.yaml": "ServerConfig",
@@ -240,6 +243,19 @@ def test_a_model_that_is_split_has_a_gpu_for_each_part() -> None:
         assert gpus == settings.get("tensor_parallel_size", 2) > 1
 
 
+def test_the_llm_inference_service_is_served_by_ours() -> None:
+    config, service = (manifests.load(name) for name in _LLM)
+    assert service["spec"]["baseRefs"] == [{"name": config["metadata"]["name"]}]
+    container = manifests.llm_container()
+    assert container["name"] == service["spec"]["template"]["containers"][0]["name"] == "main"
+    assert manifests.environment(container)["MLSERVER_HTTP_PORT"] == "8000"  # KServe's routes lead there
+    assert {container[probe]["httpGet"]["scheme"] for probe in container if probe.endswith("Probe")} == {"HTTP"}
+    options = read_options(manifests.environment(container))
+    before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    grace = config["spec"]["template"]["terminationGracePeriodSeconds"]
+    assert before + options.drain_delay + options.drain_grace + _EXIT_S <= grace
+
+
 @each_of_tokens
 def test_keys_are_put_before_every_port(container: Mapping[str, Any]) -> None:
     assert manifests.environment(container)["MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION"] == REPOSITORY
@@ -257,6 +273,6 @@ def test_the_file_of_keys_is_mounted_where_the_server_looks_for_it() -> None:
 @each_of_tokens
 def test_the_server_s_folder_is_not_the_model_s(container: Mapping[str, Any]) -> None:
     """MLServer puts its folder first on Python's path: a model's files would be imported."""
-    program, verb, folder = container["command"]
+    program, verb, folder = [*container["command"], *container.get("args", ())]
     assert (program, verb) == ("mlserver", "start")
     assert folder != manifests.environment(container).get("MLSERVER_MODEL_URI")

@@ -129,6 +129,22 @@ def _check_query(server: Server, service: Mapping[str, Any]) -> None:
     assert any(line.startswith(f"{name}{{") and labels in line for line in text.splitlines()), text
 
 
+@pytest.mark.slow
+def test_an_llm_inference_service_answers_on_openais_paths_and_to_the_picker(
+    tiny_model: Path, tmp_path: Path, kernel_cache: Path
+) -> None:
+    environment = _here(manifests.llm_environment(), {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache})
+    with serve(tmp_path / "etc-mlserver", [], environment=environment) as server:
+        _check_ready(server)
+        _check_streams(server, "smollm2")
+        assert plain_http.get(f"{server.url}/health", timeout=10).status_code == 200
+        with client.Client(server.url, api="openai") as asking:
+            events = list(asking.stream("smollm2", _PROMPT, max_tokens=_TOKENS, ignore_eos=True))
+        assert len(events) > 2
+        metrics = plain_http.get(f"{server.url}/metrics", timeout=10).text
+        assert "vllm:num_requests_waiting" in metrics and "vllm:kv_cache_usage_perc" in metrics
+
+
 def test_kserve_asks_for_the_keys_of_its_secret(tiny_model: Path, tmp_path: Path, kernel_cache: Path) -> None:
     service = manifests.load("kserve/inference-service-keys.yaml")
     secret = tmp_path / "secret"
