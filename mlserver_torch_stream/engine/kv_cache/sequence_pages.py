@@ -141,6 +141,18 @@ class SequencePages:
         """Returns how many pages of each group its tables lack for the tokens up to ``end``."""
         return [max(0, self._spec.pages(end) - len(table)) for table in self.tables]
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is nothing to do for the next token: it goes to begun pages that nobody else holds.
+
+        False where it fills them, as others may find them then, and where a window may pass others.
+        """
+        index, offset = divmod(self.computed, self._spec.page_size)
+        return 0 < offset < self._spec.page_size - 1 and all(
+            layers.span is None and index < len(table) and self._pool.holders(group, table[index]) == 1
+            for group, (layers, table) in enumerate(zip(self._spec.groups, self.tables, strict=True))
+        )
+
     def missing(self, end: int) -> list[int]:
         """Returns how many pages of each group it takes before the tokens up to ``end`` are written."""
         return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]

@@ -234,6 +234,9 @@ class Scheduler:
     def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
         decodes = account.decodes and not account.restarts
+        if decodes and account.pages.has_room:  # as most steps of most sequences
+            draft.add(account, 1, decodes=True)
+            return
         account.pages.drop_passed()
         tokens = self._fitting(account, tokens, busy) or self._preempting(account, tokens, draft, busy)
         if tokens:
