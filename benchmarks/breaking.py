@@ -36,6 +36,7 @@ class Broken:
 
     pid: int
     port: int
+    grpc_port: int
 
     def request(self, tokens: int) -> bytes:
         tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Once upon a time"]}
@@ -58,7 +59,7 @@ def started(uri: str, extra: Mapping[str, Any], **environment: str) -> Iterator[
         command = [str(Path(sys.executable).with_name("mlserver")), "start", str(folder)]
         with running(command, {**clean_environment(), **variables}, log, folder) as process:
             wait_until_ready(process, http_port, f"/v2/models/{MODEL}/ready", log)
-            yield Broken(process.pid, http_port)
+            yield Broken(process.pid, http_port, grpc_port)
 
 
 async def overload(server: Broken, rows: int, tokens: int, seconds: float) -> dict[str, Any]:

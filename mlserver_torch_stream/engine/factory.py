@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.captured_forward import CapturedForwards
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
 from mlserver_torch_stream.engine.forward.model_forward import Way
@@ -60,6 +61,7 @@ _ROWS_FLOOR = 64
 # On a CPU a packed step of 128 prompt tokens takes a quarter of the time of 512, and hardly more for each token. So
 # beside sequences that decode, which wait for the end of the step, prompts get a quarter of it.
 _BESIDE = 4
+_SPECULATIVE = "parameters.extra.speculative"
 
 OnDeath = Callable[[BaseException], None]
 
@@ -230,6 +232,8 @@ def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: Loa
         problem = f"its positions are scaled anew beyond {steady} tokens"
     if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
         raise LoadFailed(f"this model cannot be batched: {problem}")
+    if problem is not None and resolved.settings.speculative is not None:
+        raise LoadFailed(f"{_SPECULATIVE}: this model is served one request at a time ({problem})")
     return problem
 
 
@@ -291,15 +295,19 @@ def _batch_continuously(
     slots = limits.max_num_seqs if spec.state_bytes else 0
     layout = CacheLayout(loaded.model.config)
     faults = _faults()
+    forwards = CapturedForwards(
+        loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
+    )
 
     def make() -> ContinuousBatcher:
+        cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
         return ContinuousBatcher(
-            choice.forward,
-            (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots),
+            forwards.over(cache) if settings.fast_path == "auto" else choice.forward,
+            cache,
             samplers,
             limits,
             spec,
-            lookup=_prompt_lookup(resolved, spec),
+            lookup=_prompt_lookup(settings, spec, limits),
             pipeline=prepared.pipeline,
             faults=faults,
             check_devices=prepared.check_devices,
@@ -309,13 +317,15 @@ def _batch_continuously(
         spread = describe_placement(prepared.placement, findings.specs, size)
         logger.info("Placement of %s: %s", resolved.source.name, spread)
     origin = resolved.origins["kv_cache_memory"]
+    batcher = make()
     description = (
-        f"{_describe_forward(settings, prepared, choice)}up to {settings.max_num_seqs} sequences at a time, "
+        f"{_describe_forward(settings, prepared, choice)}{forwards.description}"
+        f"up to {settings.max_num_seqs} sequences at a time, "
         f"KV cache {format_bytes(budget)} "
         f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'}) "
         f"in pages of {spec.page_size} tokens"
     )
-    return _Batching(make, make(), context, description)
+    return _Batching(make, batcher, context, description)
 
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
@@ -340,13 +350,14 @@ def _beside_budget(chunk: int | None, findings: SelfCheckResult) -> int | None:
     return max(1, chunk // _BESIDE) if chunk is not None and packed_on_host else None
 
 
-def _prompt_lookup(resolved: ResolvedSettings, spec: CacheSpec) -> PromptLookup | None:
-    speculative = resolved.settings.speculative
-    if speculative is None:
+def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:
+    if settings.speculative is None:
         return None
     if spec.state_bytes:
-        raise LoadFailed("parameters.extra.speculative: this model keeps states, which no rejected draft can leave")
-    return PromptLookup(speculative.prompt_lookup)
+        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, which no rejected draft can leave")
+    if limits.whole_prompts:
+        raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
+    return PromptLookup(settings.speculative.prompt_lookup)
 
 
 def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:

@@ -6,18 +6,19 @@ Knows nothing of engines. Each faster part must give the model's logits; otherwi
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
-from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
-from mlserver_torch_stream.engine.attention.verify_attention import take_attention_kernels
+from mlserver_torch_stream.engine.attention.verify_attention import AttentionChoice, take_attention_kernels
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
@@ -58,39 +59,63 @@ def choose_forward(
         no_kernels = taken
     if settings.fast_path != "auto":
         return ForwardChoice(ModelForward(model, findings.way))
-    forward, attention = _with_attention(expected, findings, cache_dir)
+    forward, attention = with_attention(expected, findings, cache_dir)
     return ForwardChoice(forward, attention, no_kernels, pack_linears(model))
 
 
-def _with_attention(
-    expected: ExpectedLogits, findings: SelfCheckResult, cache_dir: Path
+def with_attention(
+    expected: ExpectedLogits,
+    findings: SelfCheckResult,
+    cache_dir: Path,
+    *,
+    room: int | None = None,
+    together: Callable[[bool], bool] = bool,
 ) -> tuple[ModelForward, str | None]:
-    """Returns transformers' forward with the fastest attention that gives the model's logits, and its name."""
+    """Returns transformers' forward with the fastest attention that gives the model's logits, and its name.
+
+    ``room`` is that of ``check_forward``. ``together``: whether this holds on all ranks, which choose at the same time.
+    """
     model, way = expected.model, findings.way
     if way is Way.MASKED_ROWS:
         return ModelForward(model, way), None
-    attention, name = _attention(model, findings, cache_dir)
-    forward = ModelForward(model, way, attention)
-    if attention is not torch_attention and (problem := _problem(expected, forward, findings)) is not None:
-        logger.warning("not %s, torch attends: %s", name, problem)
-        return ModelForward(model, way), "torch's attention"
-    return forward, name
+    choice = choose_attention(model, findings, cache_dir)
+    if together(choice.attention is not torch_attention):
+        forward = ModelForward(model, way, choice.attention, choice.write)
+        problem = _problem(expected, forward, findings, room)
+        if together(problem is None):
+            more = f" ({choice.attention.summary})" if isinstance(choice.attention, CudaAttention) else ""
+            return forward, f"{choice.name}{more}"
+        logger.warning("not %s, torch attends: %s", choice.name, problem or "another rank cannot")
+    elif choice.attention is torch_attention:
+        return ModelForward(model, way), choice.name
+    return ModelForward(model, way), "torch's attention"
 
 
-def _attention(model: PreTrainedModel, findings: SelfCheckResult, cache_dir: Path) -> tuple[PagedAttention, str]:
+def choose_attention(model: PreTrainedModel, findings: SelfCheckResult, cache_dir: Path) -> AttentionChoice:
+    """Returns what attends on the devices that hold the pages: weights that are moved compute there, too."""
     kinds = {device.type for device in findings.specs}
     if kinds == {"cuda"}:
-        return CudaAttention(), "attention on CUDA"
+        return AttentionChoice(CudaAttention(), LayerPages.write, "attention on CUDA")
     if kinds == {"cpu"}:
-        choice = take_attention_kernels(model, torch_attention, cache_dir, findings.way, findings.page_size)
-        return choice.attention, choice.name
-    return torch_attention, "torch's attention"
+        return take_attention_kernels(model, torch_attention, cache_dir, findings.way, findings.page_size)
+    return AttentionChoice(torch_attention, LayerPages.write, "torch's attention")
 
 
-def _problem(expected: ExpectedLogits, forward: Forward, findings: SelfCheckResult) -> str | None:
+def _problem(
+    expected: ExpectedLogits, forward: ModelForward, findings: SelfCheckResult, room: int | None
+) -> str | None:
+    size = findings.page_size
+    # What attends on CUDA is chosen by the size of pages: the choice of the engine's pages is to be checked.
+    small = {"small_page": size} if isinstance(forward.attention, CudaAttention) else {}
     try:
         return check_forward(
-            expected.model, forward, expected=expected, page_size=findings.page_size, chunked=findings.chunked
+            expected.model,
+            forward,
+            expected=expected,
+            room=room,
+            page_size=size,
+            chunked=findings.chunked,
+            **small,
         )
     except Exception as error:  # kernels of torch's or of a compiler can raise any error
         return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -10,10 +10,9 @@ import os
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward, device_types, input_device
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
@@ -78,7 +77,9 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
         findings = SelfCheckResult(problem="set by engine: serial")
         if settings.engine != "serial":
             with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each sequence alone"):
-                findings = check_batching(weights.model, expected=expected, page_size=_page_size(weights.model))
+                findings = check_batching(
+                    weights.model, expected=expected, page_size=page_size_of(device_types(weights.model))
+                )
         choice, pipeline = None, None
         if findings.problem is not None:
             check_generate(weights.model)
@@ -94,16 +95,14 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
     return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
 
 
-def _page_size(model: PreTrainedModel) -> int:
-    return page_size_of({input_device(model).type, *(parameter.device.type for parameter in model.parameters())})
-
-
 def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
     ranks = prepare_ranks(files, resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
     fair_lock = resources.cpu_lock if device.type == "cpu" else FairLock()
-    return PreparedModel(weights, findings, ForwardChoice(ranks.forward), device, fair_lock, ranks=ranks)
+    return PreparedModel(
+        weights, findings, ForwardChoice(ranks.forward, ranks.shard.attention), device, fair_lock, ranks=ranks
+    )
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:

@@ -22,9 +22,30 @@ def load(name: str) -> dict[str, Any]:
     return document
 
 
-def kserve_container() -> dict[str, Any]:
-    (container,) = load("kserve/cluster-serving-runtime.yaml")["spec"]["containers"]
+# Of each runtime of ours, the InferenceServices that ask for it.
+KSERVE_RUNTIMES = {
+    "kserve/cluster-serving-runtime.yaml": (
+        "kserve/inference-service.yaml",
+        "kserve/inference-service-autoscaling.yaml",
+        "kserve/inference-service-keys.yaml",
+    ),
+    "kserve/cluster-serving-runtime-gpu.yaml": (
+        "kserve/inference-service-gpu.yaml",
+        "kserve/inference-service-device-map.yaml",
+        "kserve/inference-service-tensor-parallel.yaml",
+    ),
+}
+
+
+def kserve_container(runtime: str = "kserve/cluster-serving-runtime.yaml") -> dict[str, Any]:
+    (container,) = load(runtime)["spec"]["containers"]
     return dict(container)
+
+
+def runtime_of(service: Mapping[str, Any]) -> str:
+    """The file of the runtime that the service names."""
+    wanted = service["spec"]["predictor"]["model"]["runtime"]
+    return next(name for name in KSERVE_RUNTIMES if load(name)["metadata"]["name"] == wanted)
 
 
 def torchserve_container() -> dict[str, Any]:
@@ -74,5 +95,5 @@ def kserve_environment(service: Mapping[str, Any], *, annotated: bool = False) -
         own = {"MLSERVER_MODEL_NAME": name, "MLSERVER_MODEL_URI": "/mnt/models", **own}
     elif annotated:
         own = {"MLSERVER_LOAD_MODELS_AT_STARTUP": "false", **own}
-    merged = {**environment(kserve_container()), **own}
+    merged = {**environment(kserve_container(runtime_of(service))), **own}
     return {key: value.replace("{{.Name}}", name) for key, value in merged.items()}

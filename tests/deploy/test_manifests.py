@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
+from mlserver_torch_stream.server.access.access_control import REPOSITORY
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.settings import parse_settings
 from tests.deploy import manifests
@@ -20,7 +22,9 @@ from tests.deploy.manifests import DEPLOY
 _CRDS = "KSERVE_CRDS"
 _EXIT_S = 5.0
 Validators = dict[str, jsonschema.protocols.Validator]
-_TOKENS = {"kserve": manifests.kserve_container(), "seldon": manifests.seldon_container()}
+_GPU_RUNTIME = "kserve/cluster-serving-runtime-gpu.yaml"
+_KSERVE_CONTAINERS = {"kserve": manifests.kserve_container(), "kserve-gpu": manifests.kserve_container(_GPU_RUNTIME)}
+_TOKENS = {**_KSERVE_CONTAINERS, "seldon": manifests.seldon_container()}
 _CONTAINERS = {**_TOKENS, "torchserve": manifests.torchserve_container()}
 
 each_container = pytest.mark.parametrize("container", _CONTAINERS.values(), ids=_CONTAINERS)
@@ -34,7 +38,9 @@ def validators() -> Validators:
     if folder is None:
         pytest.skip(f"the environment variable {_CRDS} does not name the folder with KServe's CRDs")
     found = {}
-    for path in sorted(Path(folder).glob("*.yaml")):
+    paths = sorted(Path(folder).glob("*.yaml"))
+    assert paths, f"{_CRDS}: no CRDs in {folder}"
+    for path in paths:
         definition = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         spec = definition["spec"]
         for version in spec["versions"]:
@@ -65,16 +71,18 @@ def _errors(validators: Validators, manifest: Mapping[str, Any]) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(checked)]
 
 
-_KSERVE = ["kserve/cluster-serving-runtime.yaml", "kserve/inference-service.yaml"]
+_KSERVE = [(runtime, service) for runtime, all_of in manifests.KSERVE_RUNTIMES.items() for service in all_of]
+_KSERVE_FILES = sorted({name for pair in _KSERVE for name in pair})
+_SERVICES = [service for _, service in _KSERVE]
 _TORCHSERVE = ["kserve/torchserve-serving-runtime.yaml", "kserve/torchserve-inference-service.yaml"]
 
 
-@pytest.mark.parametrize("name", [*_KSERVE, *_TORCHSERVE])
+@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_TORCHSERVE])
 def test_kserve_takes_the_manifest(validators: Validators, name: str) -> None:
     assert _errors(validators, manifests.load(name)) == []
 
 
-@pytest.mark.parametrize("name", [*_KSERVE, *_TORCHSERVE])
+@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_TORCHSERVE])
 def test_a_misspelled_field_anywhere_is_found(validators: Validators, name: str) -> None:
     manifest = manifests.load(name)
     places = [place for place in _objects(manifest["spec"]) if place]
@@ -99,8 +107,8 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 def test_every_manifest_is_tested_here() -> None:
     kinds = {str(path.relative_to(DEPLOY)): manifests.load(str(path)) for path in DEPLOY.rglob("*.yaml")}
     assert {name: manifest["kind"] for name, manifest in kinds.items()} == {
-        "kserve/cluster-serving-runtime.yaml": "ClusterServingRuntime",
-        "kserve/inference-service.yaml": "InferenceService",
+        **dict.fromkeys(manifests.KSERVE_RUNTIMES, "ClusterServingRuntime"),
+        **dict.fromkeys(_SERVICES, "InferenceService"),
         "kserve/torchserve-serving-runtime.yaml": "ClusterServingRuntime",
         "kserve/torchserve-inference-service.yaml": "InferenceService",
         "seldon/server-config.yaml": "ServerConfig",
@@ -135,7 +143,7 @@ def test_probes_ask_the_server(container: Mapping[str, Any]) -> None:
     assert container["startupProbe"]["httpGet"]["path"].startswith("/v2/health/")
 
 
-@pytest.mark.parametrize("name", [_KSERVE[0], _TORCHSERVE[0]])
+@pytest.mark.parametrize("name", [*manifests.KSERVE_RUNTIMES, _TORCHSERVE[0]])
 def test_kserve_scrapes_the_port_on_which_the_metrics_are(name: str) -> None:
     spec = manifests.load(name)["spec"]
     annotations = spec["annotations"]
@@ -149,7 +157,7 @@ def test_seldon_scrapes_the_port_on_which_the_metrics_are() -> None:
     assert str(manifests.port_of(container, "server-metrics")) == port
 
 
-@pytest.mark.parametrize(("runtime", "service"), [_KSERVE, _TORCHSERVE])
+@pytest.mark.parametrize(("runtime", "service"), [*_KSERVE, _TORCHSERVE])
 def test_kserve_leaves_the_server_the_time_to_drain(runtime: str, service: str) -> None:
     (container,) = manifests.load(runtime)["spec"]["containers"]
     options = read_options(manifests.environment(container))
@@ -180,8 +188,9 @@ def test_seldon_s_parts_know_each_other() -> None:
         assert each["lifecycle"]["preStop"]["httpGet"]["port"] == int(agent["SELDON_DRAINER_PORT"])
 
 
-def test_the_runtime_that_the_service_names_is_ours() -> None:
-    runtime, service = (manifests.load(name) for name in _KSERVE)
+@pytest.mark.parametrize(("runtime_file", "service_file"), _KSERVE)
+def test_the_runtime_that_the_service_names_is_ours(runtime_file: str, service_file: str) -> None:
+    runtime, service = manifests.load(runtime_file), manifests.load(service_file)
     model = service["spec"]["predictor"]["model"]
     assert model["runtime"] == runtime["metadata"]["name"]
     formats = [each["name"] for each in runtime["spec"]["supportedModelFormats"]]
@@ -190,13 +199,59 @@ def test_the_runtime_that_the_service_names_is_ours() -> None:
     assert manifests.SERVER_TYPE not in runtime["metadata"].get("annotations", {})
 
 
-def test_the_service_s_settings_are_accepted(tmp_path: Path) -> None:
+_SETTINGS = {
+    "kserve/inference-service.yaml": {"max_num_seqs": 16, "tensor_parallel_size": 1, "device_map": None},
+    "kserve/inference-service-autoscaling.yaml": {"max_num_seqs": 16},
+    "kserve/inference-service-keys.yaml": {"max_num_seqs": 16},
+    "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "device_map": None},
+    "kserve/inference-service-device-map.yaml": {"tensor_parallel_size": 1, "device_map": "auto"},
+    "kserve/inference-service-tensor-parallel.yaml": {"tensor_parallel_size": 2, "device_map": None},
+}
+
+
+@pytest.mark.parametrize("name", _SERVICES)
+def test_the_service_s_settings_are_accepted(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    environment = {
-        **manifests.kserve_environment(manifests.load("kserve/inference-service.yaml")),
-        "MLSERVER_MODEL_URI": str(tmp_path),
-    }
-    assert parse_settings(environ=environment).settings.max_num_seqs == 16
+    environment = {**manifests.kserve_environment(manifests.load(name)), "MLSERVER_MODEL_URI": str(tmp_path)}
+    settings = parse_settings(environ=environment).settings
+    assert {key: getattr(settings, key) for key in _SETTINGS[name]} == _SETTINGS[name]
+
+
+def test_the_runtime_for_gpus_differs_in_what_a_gpu_needs() -> None:
+    for_cpus, for_gpus = (manifests.load(name) for name in manifests.KSERVE_RUNTIMES)
+    gpu, cpu = for_gpus["spec"]["containers"][0], for_cpus["spec"]["containers"][0]
+    assert gpu.pop("image") == f"{cpu.pop('image')}-gpu"
+    assert gpu.pop("resources")["limits"]["nvidia.com/gpu"] == "1" and cpu.pop("resources")
+    (shared,) = [mount for mount in gpu["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    gpu["volumeMounts"].remove(shared)
+    (volume,) = [each for each in for_gpus["spec"]["volumes"] if each["name"] == shared["name"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    for_gpus["spec"]["volumes"].remove(volume)
+    assert for_gpus["spec"] == for_cpus["spec"]
+
+
+def test_a_model_that_is_split_has_a_gpu_for_each_part() -> None:
+    for name in ("device-map", "tensor-parallel"):
+        service = manifests.load(f"kserve/inference-service-{name}.yaml")
+        resources = service["spec"]["predictor"]["model"]["resources"]
+        assert resources["requests"] == resources["limits"]
+        gpus = int(resources["limits"]["nvidia.com/gpu"])
+        settings = json.loads(manifests.kserve_environment(service)["MLSERVER_MODEL_EXTRA"])
+        assert gpus == settings.get("tensor_parallel_size", 2) > 1
+
+
+@each_of_tokens
+def test_keys_are_put_before_every_port(container: Mapping[str, Any]) -> None:
+    assert manifests.environment(container)["MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION"] == REPOSITORY
+
+
+def test_the_file_of_keys_is_mounted_where_the_server_looks_for_it() -> None:
+    predictor = manifests.load("kserve/inference-service-keys.yaml")["spec"]["predictor"]
+    (mount,) = predictor["model"]["volumeMounts"]
+    (volume,) = predictor["volumes"]
+    assert volume["name"] == mount["name"] and volume["secret"]["secretName"] and mount["readOnly"]
+    file = manifests.environment(predictor["model"])["MLSERVER_TORCH_STREAM_API_KEYS_FILE"]
+    assert file == f"{mount['mountPath']}/keys"
 
 
 @each_of_tokens

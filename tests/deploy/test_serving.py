@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from tests import plain_http
 from tests.deploy import manifests
 from tests.deploy.manifests import Environment
 from tests.server import v2
-from tests.server.harness import PACKAGE_SPELLING, Server, serve
+from tests.server.harness import HOST, PACKAGE_SPELLING, Server, serve
+from tests.waiting import rank_pids
 
 _PROMPT = "The quick brown fox"
 _TOKENS = 200  # a tiny model makes a dozen before its first event is sent
@@ -98,6 +100,54 @@ def test_kserve_loads_a_model_that_no_storage_initializer_brings(
         _check_streams(server, "smollm2")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["autoscaling", "gpu", "device-map", "tensor-parallel"])
+def test_kserve_serves_by_each_variant(tiny_model: Path, tmp_path: Path, kernel_cache: Path, name: str) -> None:
+    """Without GPUs: a device map has one device here, and two ranks share the processor."""
+    service = manifests.load(f"kserve/inference-service-{name}.yaml")
+    model = service["metadata"]["name"]
+    folders = {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache}
+    environment = _here(manifests.kserve_environment(service), folders)
+    extra = json.loads(environment["MLSERVER_MODEL_EXTRA"])
+    environment["MLSERVER_MODEL_EXTRA"] = json.dumps({**extra, "max_model_len": 1024, "threads": 1})  # as the tiny one
+    with serve(tmp_path / "etc-mlserver", [], environment=environment) as server:
+        _check_ready(server)
+        _check_streams(server, model)
+        if name == "tensor-parallel":
+            assert len(rank_pids(server.process.pid)) == 1
+        if name == "autoscaling":
+            _check_query(server, service)
+
+
+def _check_query(server: Server, service: Mapping[str, Any]) -> None:
+    """The series that the autoscaler asks Prometheus for is one of the server's."""
+    (metric,) = service["spec"]["predictor"]["autoScaling"]["metrics"]
+    series = re.fullmatch(r"sum\((.*)\)", metric["external"]["metric"]["query"])
+    assert series is not None
+    text = plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
+    name, _, labels = series[1].removesuffix("}").partition("{")
+    assert any(line.startswith(f"{name}{{") and labels in line for line in text.splitlines()), text
+
+
+def test_kserve_asks_for_the_keys_of_its_secret(tiny_model: Path, tmp_path: Path, kernel_cache: Path) -> None:
+    service = manifests.load("kserve/inference-service-keys.yaml")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "keys").write_text("one-key\n")
+    folders = {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache, "/run/secrets/torch-stream": secret}
+    environment = _here(manifests.kserve_environment(service), folders)
+    with serve(tmp_path / "etc-mlserver", [], environment=environment, ready=False) as server:
+        _wait_until(server, "ready")
+        assert plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).status_code == 200
+        assert plain_http.get(f"{server.url}/v1/models", timeout=10).status_code == 401
+        with client.Client(server.url, api_key="one-key") as keyed:
+            events = list(keyed.stream("smollm2", _PROMPT, max_tokens=_TOKENS, ignore_eos=True))
+        assert len(events) > 2 and events[-1].num_output_tokens == _TOKENS
+        with pytest.raises(client.ClientError):
+            list(client.stream(server.url, "smollm2", _PROMPT, max_tokens=2))
+        server.process.kill()  # it would wait for routers
+
+
 @pytest.mark.parametrize(
     "injected",
     [pytest.param({}, id="now"), pytest.param(_WORKERS, id="with_workers", marks=pytest.mark.slow)],
@@ -109,7 +159,7 @@ def test_seldon_serves_what_its_agent_left(
     environment = {**manifests.environment(manifests.seldon_container()), **injected}
     folders = {"/mnt/agent/models": models, "/var/cache/mlserver": kernel_cache}
     with serve(models, [], environment=_here(environment, folders), ready=False) as server:
-        _wait_until_live(server)
+        _wait_until(server, "live")
         _check_ready(server)
         assert plain_http.post(f"{server.url}/v2/repository/index", json={}, timeout=10).json() == []
         _leave_model(tiny_model, models / "smollm2_1" / "1", "smollm2_1", "./")
@@ -139,12 +189,13 @@ def _leave_model(source: Path, folder: Path, name: str, uri: str) -> None:
     (folder / "model-settings.json").write_text(json.dumps(settings))
 
 
-def _wait_until_live(server: Server, seconds: float = 60.0) -> None:
+def _wait_until(server: Server, state: str, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
         try:
-            if plain_http.get(f"{server.url}/v2/health/live", timeout=5).status_code == 200:
+            if plain_http.get(f"{server.url}/v2/health/{state}", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError(f"the server is not live:\n{server.log}")
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"the server is not {state}:\n{server.log}")

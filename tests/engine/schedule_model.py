@@ -159,6 +159,7 @@ class ModelledEngine:
         self.requests: list[RequestState] = []
         self.prefilled = 0
         self.largest = 0
+        self.started: dict[RequestState, None] = {}  # in this order
         self.fail_next: int | None = None
         self.void: set[SequenceState] = set()  # sequences whose parts may come back in vain
 
@@ -213,6 +214,7 @@ class ModelledEngine:
         self.largest = max(self.largest, tokens)
 
     def launch(self, plan: StepPlan) -> None:
+        self.started.update(dict.fromkeys(part.sequence.request for part in plan.scheduled))
         ids = [self._ids(part) for part in plan.scheduled]
         culprit, self.fail_next = self.fail_next, None
         if culprit is None or culprit % 2:  # a forward that fails may have made the copies, or not

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, take_graphs
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
@@ -193,6 +194,7 @@ def test_tables_are_recorded_in_several_widths_only_where_all_their_pages_are_co
         ("falcon", Way.MASKED_ROWS, "takes its batches as rows with masks"),
         ("lfm2", Way.ROWS, "takes its batches as rows"),
         ("lfm2", Way.PACKED, "keep states"),
+        ("deepseek_v3", Way.PACKED, "its cache holds latents"),
     ],
 )
 def test_what_cannot_be_recorded_is_named(family: str, way: Way, says: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +267,7 @@ def test_a_decision_that_a_far_position_changes_is_not_recorded(caplog: pytest.L
 
 def test_models_on_the_cpu_are_not_recorded() -> None:
     model = tiny_model("llama")
-    assert take_graphs(ModelForward(model), cache_of(model), 8, 64) is None
+    assert take_graphs(ModelForward(model), cache_of(model), 8, 64, capture_on) is None
 
 
 def test_a_step_has_logits_of_the_whole_vocabulary() -> None:

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
-from mlserver_torch_stream.engine.pipeline.stages import read_stages
+from mlserver_torch_stream.engine.pipeline.stages import Stage, read_stages
 from tests.engine.emulated import Busy, laid_out
-from tests.engine.graph_bench import Answers, captured, decode_batch, filled
+from tests.engine.graph_bench import Answers, cache_of, captured, decode_batch, filled
 from tests.engine.tape import TapeRecorder
 from tests.engine.tiny_models import prompt_of, reference, tiny_model
 
@@ -82,6 +83,35 @@ def test_steps_in_different_stages_do_not_see_each_others_numbers() -> None:
             torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
     assert busy.most_stages > 1
     assert busy.most_in_one == 1
+
+
+def test_a_recording_does_not_follow_forwards_of_other_threads() -> None:
+    """Engines share weights: one may decode while another records."""
+    model = laid_out(tiny_model("llama"), 2)
+    pipeline, batches = Pipeline(read_stages(model)), []
+
+    def other(*_: object) -> None:
+        def run() -> None:
+            with torch.inference_mode():
+                cache = cache_of(model)
+                batches.append(ModelForward(model)(decode_batch(cache, [3]), cache))
+
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(60)
+
+    def visits(forward: GraphForward) -> list[list[Stage | None]]:
+        return [[segment.stage for segment in step.segments] for step in forward._steps]
+
+    undisturbed = visits(recorded(model, pipeline))
+    hook = model.model.layers[1].register_forward_hook(other)
+    forward = recorded(model, pipeline)
+    hook.remove()
+    assert batches
+    assert visits(forward) == undisturbed
+    expected = [reference(model, *request) for request in REQUESTS]
+    assert Answers(forward.cache, REQUESTS).run(StagedForward(forward, pipeline)) == expected
 
 
 def test_hooks_of_a_recording_are_gone_after_it() -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     collect,
@@ -27,25 +28,33 @@ from tests.engine.tiny import (
 )
 
 PROMPT = prompt_of(9, 1)
-Drafts = Callable[[SequenceState], Sequence[int]]
 
 
-def told(answer: Sequence[int], wrong: Callable[[int], bool] = lambda position: False) -> Drafts:
-    """Guesses the next four tokens of an answer that is known; those at ``wrong`` positions are other tokens."""
+class Told(PromptLookup):
+    """Drafts the next four tokens of the answer to each prompt; those at ``wrong`` positions are other tokens."""
 
-    def drafts(sequence: SequenceState) -> Sequence[int]:
-        done = len(sequence.tokens)
+    def __init__(
+        self, answers: dict[tuple[int, ...], Sequence[int]], wrong: Callable[[int], bool] = lambda position: False
+    ) -> None:
+        super().__init__(4)
+        self._answers = answers
+        self._wrong = wrong
+
+    def drafts(self, sequence: SequenceState, running: int) -> list[int]:
+        done, answer = len(sequence.tokens), self._answers[tuple(sequence.request.prompt)]
         ahead = enumerate(answer[done : done + 4], start=done)
-        return [(token + 1) % 250 if wrong(position) else token for position, token in ahead]
+        return [(token + 1) % 250 if self._wrong(position) else token for position, token in ahead]
 
-    return drafts
+
+def told(answer: Sequence[int], wrong: Callable[[int], bool] = lambda position: False) -> Told:
+    return Told({PROMPT: answer}, wrong)
 
 
 def ask(
-    model: PreTrainedModel, params: SamplingParameters, drafts: Drafts | None = None, **more: Any
+    model: PreTrainedModel, params: SamplingParameters, lookup: PromptLookup | None = None, **more: Any
 ) -> tuple[TokenEvent, int]:
     """Returns the merged events of one answer, and the decode steps that it took."""
-    with running(model, prefill_tokens=64, drafts=drafts, **more) as engine:
+    with running(model, prefill_tokens=64, lookup=lookup, **more) as engine:
         event = run(collect(engine, [EngineRequest(PROMPT, params)]))[0]
         return event, engine.stats().decode_steps
 
@@ -97,13 +106,11 @@ def test_windows_and_rows_take_drafts_beside_other_sequences(family: str) -> Non
     model = tiny_model(family)
     prompts = [prompt_of(5, 2), prompt_of(17, 3), PROMPT]
     expected = [reference(model, prompt, 24) for prompt in prompts]
-    answers = dict(zip(prompts, expected, strict=True))
-
-    def drafts(sequence: SequenceState) -> Sequence[int]:
-        return told(answers[tuple(sequence.request.prompt)], lambda position: position % 4 == 1)(sequence)
+    answers = dict(zip(map(tuple, prompts), expected, strict=True))
 
     async def together(engine: Any) -> list[list[int]]:
         return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(24)) for prompt in prompts)))
 
-    with running(model, prefill_tokens=64, drafts=drafts) as engine:
+    lookup = Told(answers, lambda position: position % 4 == 1)
+    with running(model, prefill_tokens=64, lookup=lookup) as engine:
         assert run(together(engine)) == expected

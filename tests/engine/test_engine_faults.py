@@ -10,8 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
@@ -262,6 +265,34 @@ def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTra
         run(scenario(engine))
     together = [call for call in watch.calls if any(POISON in ids for ids in call)]
     assert max(len(call) for call in together) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_answers_to_one_prompt_survive_the_failure_of_the_step_in_which_they_part(family: str) -> None:
+    """That step copies the page, or the states, from which they go on."""
+    model = tiny_model(family)
+    request = EngineRequest(prompt_of(6), greedy(12, n=3, temperature=1.0, seed=3))
+    forward, failed_once = ModelForward(model, check_batching(model).way), threading.Event()
+    copying: list[Batch] = []
+
+    def fail_once(batch: Batch, cache: PagedCache) -> torch.Tensor:
+        logits = forward(batch, cache)
+        if batch.copies or batch.state_copies:
+            copying.append(batch)
+            if len(batch.sequences) == 3 and not failed_once.is_set():
+                failed_once.set()
+                raise RuntimeError("once")
+        return logits
+
+    with running(model) as engine:
+        expected = run(collect(engine, [request]))
+        assert engine.stats().prefill_tokens == 6  # nothing is computed twice without a failure
+    with running(model, forward=fail_once) as engine:
+        got = run(collect(engine, [request]))
+    assert failed_once.is_set() and len(copying) == 1
+    assert {index: event.token_ids for index, event in got.items()} == {
+        index: event.token_ids for index, event in expected.items()
+    }
 
 
 def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedModel) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults
 from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, set_threads

@@ -5,10 +5,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.kv_cache.memory_budget import cache_budget
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
@@ -41,6 +45,17 @@ def test_what_was_asked_for_is_given_and_counted() -> None:
     assert resources.promise("b", None, 8 * GIB) == GIB
     assert resources.promise("c", 9 * GIB, 8 * GIB) == 9 * GIB
     assert resources.promise("d", None, 8 * GIB) == 0  # never below nothing
+
+
+def test_the_page_of_nobody_counts_where_it_takes_memory() -> None:
+    groups = (LayerGroup((0,), token_bytes=100), LayerGroup((1,), window=64, token_bytes=200))
+    spec, page = CacheSpec(256, groups), 256 * (100 + 200)
+    limits = {"sequences": 4, "tokens": 512, "step": 64}
+    on_host, on_gpu = (
+        cache_budget({torch.device(name): spec}, asked, ProcessResources(), "", read_host(), **limits).bytes_of(spec)
+        for name, asked in (("cpu", 40 * page), ("cuda:0", 41 * page))
+    )
+    assert on_host == on_gpu <= 40 * page
 
 
 def test_turns_are_taken_in_the_order_of_asking() -> None:

@@ -156,6 +156,19 @@ def test_several_answers_to_a_prompt_part_on_every_rank(ranks: BuiltEngine, expe
     assert [list(events[index].token_ids) for index in range(3)] == [expected[-1]] * 3
 
 
+def test_drafts_are_verified_on_every_rank(ranks: BuiltEngine, tiny_model: Path) -> None:
+    prompt, params = prompt_of(9), greedy(30, logit_bias={65: 1e3, 66: 1e3}, frequency_penalty=2.0)
+    expected = run(tokens_of(ranks.engine, prompt, params))
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "speculative": {"prompt_lookup": 6}}
+    drafting = build_engine(parse_settings(str(tiny_model), settings, environ={}), resources=ranks.resources)
+    try:
+        assert run(tokens_of(drafting.engine, prompt, params)) == expected
+        stats = drafting.engine.stats()
+        assert stats.decode_steps == 29 - stats.accepted_draft_tokens < 29
+    finally:
+        end(drafting)
+
+
 def test_another_split_model_in_the_same_process_is_refused(ranks: BuiltEngine, tiny_model: Path) -> None:
     with pytest.raises(LoadFailed, match="another model in this process is split over ranks"):
         build(tiny_model, tensor_parallel_size=2, dtype="bfloat16")

@@ -44,7 +44,8 @@ _FAULTS = (
     Fault("nan", "decode:800:nan", 800, 1, "", 0, 0),
     Fault("death", "decode:1100:death", 1100, 4, "the engine died", 1, 0),
 )
-_PREFILL_FAULTS = "prefill:61:raise,prefill:63:oom,prefill:65:nan,prefill:67:death"
+# A batch that raises is tried again, each of its sequences alone: a prompt fails when that raises too.
+_PREFILL_FAULTS = "prefill:61:raise,prefill:62:raise,prefill:64:oom,prefill:65:oom,prefill:67:nan,prefill:69:death"
 
 
 @dataclass(frozen=True)

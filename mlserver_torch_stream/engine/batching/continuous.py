@@ -173,7 +173,9 @@ class ContinuousBatcher(Batcher):
 
     def _advance(self, part: ScheduledSequence) -> bool:
         """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
-        return bool(part.drafts) or self._scheduler.advance(part, part.count)
+        if part.drafts:
+            return not self._scheduler.is_void(part)
+        return self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
         """Returns what came of a step's forward, and ends the sequences that failed."""
@@ -186,7 +188,8 @@ class ContinuousBatcher(Batcher):
             what, _ = _description(plan)
             logger.error("%s failed", what, exc_info=error)
             self._check_devices()
-            result = each_alone(plan, self._cache.page_size, self._run_alone, error)
+            void = self._scheduler.isolate(plan.scheduled)
+            result = each_alone(plan, void, self._run_alone, error)
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
             phase = "prefill" if part.prefills else "decode"
@@ -195,8 +198,7 @@ class ContinuousBatcher(Batcher):
             for sequence in culprits:
                 sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
             failed += culprits
-        void = {*self._release(failed, forget=True), *self._scheduler.recompute(result.void)}
-        return result.without(void)
+        return result.without(self._release(failed, forget=True))
 
     def _run_alone(self, batch: Batch) -> torch.Tensor:
         self.progress.at("the step of a sequence alone", batch.tokens)
@@ -206,7 +208,8 @@ class ContinuousBatcher(Batcher):
         """Leaves out the sequences that ended meanwhile, and prompts that became whole with other ids meanwhile."""
         ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
         stale = [each.part.sequence for each in result.without(ended).computed if _is_stale(each)]
-        return result.without({*ended, *stale, *self._scheduler.recompute(stale)})
+        void = self._scheduler.recompute(stale) if stale else []
+        return result.without({*ended, *stale, *void})
 
     # --- the end of sequences ---
 

@@ -1,7 +1,8 @@
 """Says what came of the forward of one step: the logits of each of its sequences, or why there are none.
 
 A forward that raises is tried again for each sequence alone. The pages of a batch make that safe: a sequence writes the
-same keys and values to the same pages. Knows nothing of sampling.
+same keys and values to the same pages. A copy is not made again, as its source may be somebody else's by then. Knows
+nothing of sampling.
 """
 
 from __future__ import annotations
@@ -30,12 +31,9 @@ class ComputedPart:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``void`` are sequences that share pages which a failed one should have computed in this step."""
-
     computed: tuple[ComputedPart, ...]
     logits: torch.Tensor
     failures: dict[ScheduledSequence, Exception] = field(default_factory=dict)
-    void: tuple[SequenceState, ...] = ()
 
     def without(self, sequences: Collection[SequenceState]) -> StepResult:
         return replace(self, computed=tuple(each for each in self.computed if each.part.sequence not in sequences))
@@ -48,52 +46,32 @@ def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:
     return _result(list(zip(plan.scheduled, plan.batch.sequences, strict=True)), logits)
 
 
-def each_alone(plan: StepPlan, page_size: int, run: Run, error: Exception) -> StepResult:
-    """Runs each sequence of a plan alone after the forward of all raised ``error``.
+def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error: Exception) -> StepResult:
+    """Runs each sequence of a plan alone after the forward of all raised ``error``, but those that are void.
 
-    If none raises alone, the batch itself is at fault (for memory, say): all fail, as each later try would.
+    If no sequence is void and none raises alone, the batch itself is at fault (for memory, say): all fail, as each
+    later try would. A single sequence is not tried again.
     """
-    pairs = list(zip(plan.scheduled, plan.batch.sequences, strict=True))
+    if len(plan.scheduled) == 1:
+        return replace(NO_RESULT, failures=dict.fromkeys(plan.scheduled, error))
     failures: dict[ScheduledSequence, Exception] = {}
     computed: list[tuple[ScheduledSequence, BatchSequence]] = []
     logits: list[torch.Tensor] = []
-    void: list[SequenceState] = []
-    missing: set[tuple[int, int]] = set()  # (group, page)
-    for part, each in pairs if len(pairs) > 1 else ():
-        if missing.isdisjoint(_pages(each, 0, page_size)):
-            try:
-                logits.append(run(_alone(plan.batch, each)).clone())  # the next call may overwrite them
-                computed.append((part, each))
-                continue
-            except Exception as failure:
-                failures[part] = failure
-        else:
-            void.append(part.sequence)
-        missing |= _pages(each, each.start, page_size)
-    if not failures:
+    for part, each in zip(plan.scheduled, plan.batch.sequences, strict=True):
+        if part.sequence in void:
+            continue
+        try:
+            logits.append(run(Batch((each,))).clone())  # the next call may overwrite them
+            computed.append((part, each))
+        except Exception as failure:
+            failures[part] = failure
+    if not failures and not void:
         return replace(NO_RESULT, failures=dict.fromkeys(plan.scheduled, error))
     result = _result(computed, torch.cat(logits)) if logits else NO_RESULT
-    return replace(result, failures=failures, void=tuple(void))
+    return replace(result, failures=failures)
 
 
 def _result(pairs: Sequence[tuple[ScheduledSequence, BatchSequence]], logits: torch.Tensor) -> StepResult:
     rows = accumulate((each.wanted for _, each in pairs), initial=0)
     computed = (ComputedPart(part, each.token_ids, row) for (part, each), row in zip(pairs, rows, strict=False))
     return StepResult(tuple(computed), logits)
-
-
-def _alone(batch: Batch, each: BatchSequence) -> Batch:
-    """Returns a batch of one sequence, with its copies: the failed forward may have made them or not."""
-    pages, slot = _pages(each, 0, 1), each.state_slot
-    return Batch(
-        (each,),
-        tuple(copy for copy in batch.copies if (copy[0], copy[2]) in pages),
-        tuple(copy for copy in batch.state_copies if copy[1] == slot),
-    )
-
-
-def _pages(each: BatchSequence, start: int, page_size: int) -> set[tuple[int, int]]:
-    """Returns (group, page) of the pages that hold the tokens from ``start`` on."""
-    return {
-        (group, page) for group, table in enumerate(each.tables) for page in table[start // page_size :] if page >= 0
-    }

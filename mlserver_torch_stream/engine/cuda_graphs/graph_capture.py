@@ -30,6 +30,11 @@ class GraphCapture(Protocol):
         """Returns a context around all parts of a step. If it raises, no capture stays open."""
 
 
+def capture_on(kind: str) -> GraphCapture | None:
+    """Returns what captures the work of devices of a type, as ``torch.device.type`` names it; None: nothing does."""
+    return CudaGraphCapture() if kind == "cuda" else None
+
+
 class DryRun:
     """Runs the work and captures nothing: the first calls of a kernel set up what must not be captured.
 

@@ -46,6 +46,8 @@ class GraphForward:
         """
         if forward.way is not Way.PACKED:
             raise CannotCapture(f"the model takes its batches as {forward.way.value}")
+        if forward.has_latents:
+            raise CannotCapture("its cache holds latents, and Python looks up the pages that a step expands")
         if cache.states is not None:
             raise CannotCapture("some of its layers keep states, whose addresses a graph would hold")
         self.forward = forward

@@ -5,6 +5,7 @@ Knows nothing of batches, nor of the device that captures.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,6 +43,7 @@ class _Trace:
     """Follows one forward. A capture is open whenever the model's code runs."""
 
     def __init__(self, capture: GraphCapture, shape: StepShape, device: torch.device) -> None:
+        self._thread = threading.get_ident()  # other engines over these weights run in threads of their own
         self._capture = capture
         self._shape = shape
         self.segments = [StageSegment(None, device, shape.empty(device))]
@@ -95,6 +97,8 @@ class _Trace:
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the module's arguments, with this segment's copies of the tensors of other segments."""
+        if threading.get_ident() != self._thread:
+            return args, kwargs
         self._note((args, kwargs))
         if self.segments[0].stage is None:
             self.segments[0].stage, self.segments[0].device = stage, stage.device
@@ -114,7 +118,8 @@ class _Trace:
         return own
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._note(output)
+        if threading.get_ident() == self._thread:
+            self._note(output)
 
     def _note(self, values: Any) -> None:
         """Attributes tensors that are new to the current segment."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.forward.interface import Forward
@@ -32,25 +32,27 @@ def take_graphs(
     cache: PagedCache,
     max_sequences: int,
     longest: int,
+    capture_on: Callable[[str], GraphCapture | None],
     *,
     copies_keys: bool = False,
     pipeline: Pipeline | None = None,
     check: Check | None = None,
 ) -> GraphForward | None:
-    """Returns the verified forward over an engine's cache on CUDA devices, or None; the log has the reason in one line.
+    """Returns the verified forward over an engine's cache, or None; on CUDA devices the log has the reason in one line.
 
-    ``cache`` must hold no sequences. ``longest``: tokens of the longest sequence. ``copies_keys``: as in
-    ``CudaAttention``. Several devices need a ``pipeline``, which knows the modules of each, and a ``check`` of forwards
-    that overlap.
+    ``cache`` must hold no sequences. ``longest``: tokens of the longest sequence. ``capture_on`` is that of
+    ``graph_capture``. ``copies_keys``: as in ``CudaAttention``. Several devices need a ``pipeline``, which knows the
+    modules of each, and a ``check`` of forwards that overlap.
     """
     devices = forward.devices
-    if not any(device.type == "cuda" for device in devices):
-        return None
-    if {device.type for device in devices} != {"cuda"} or (len(devices) > 1 and pipeline is None):
-        logger.info("no CUDA graphs: weights are moved, or devices work one after another")
+    kinds = {device.type for device in devices}
+    capture = capture_on(kinds.pop()) if len(kinds) == 1 else None
+    if capture is None or (len(devices) > 1 and pipeline is None):
+        if any(device.type == "cuda" for device in devices):
+            logger.info("no CUDA graphs: weights are moved, or devices work one after another")
         return None
     widths = table_widths(-(-longest // cache.page_size), copies_keys)
-    taken = verified(forward, cache, CudaGraphCapture(), max_sequences, widths, pipeline, check)
+    taken = verified(forward, cache, capture, max_sequences, widths, pipeline, check)
     if taken is None:
         torch.cuda.empty_cache()  # otherwise the memory of its pools counts as used
     return taken

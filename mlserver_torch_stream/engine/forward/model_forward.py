@@ -84,6 +84,14 @@ class ModelForward:
         """Where the model's weights are."""
         return {parameter.device for parameter in self._model.parameters()}
 
+    @property
+    def attention(self) -> PagedAttention:
+        return self._attention
+
+    @property
+    def has_latents(self) -> bool:
+        return any(map(has_latents, self._model.modules()))
+
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
@@ -315,6 +323,11 @@ def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
 def input_device(model: PreTrainedModel) -> torch.device:
     """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
     return _device_of(model.get_input_embeddings(), _CPU)
+
+
+def device_types(model: PreTrainedModel) -> set[str]:
+    """Returns the types of the devices that hold a model's weights or take its token ids."""
+    return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
 
 
 def _device_of(module: torch.nn.Module | None, otherwise: torch.device) -> torch.device:

@@ -17,7 +17,9 @@ from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
-# Of a GPU's free memory after loading; the rest is for activations and the allocator's fragments.
+# Of a GPU's free memory after loading; the rest is for activations, those that CUDA graphs keep, and the allocator's
+# fragments. All graphs of a stage share the memory of the largest step, which has as many rows as a prompt's chunk at
+# most, unless keys are gathered: a capture for which the rest is not enough is given up.
 GPU_CACHE_SHARE = 0.8
 # The most of the host's memory for prefixes of ended sequences: pages that were written to stay resident.
 HOST_PREFIX_BYTES = 256 * 2**20
@@ -49,16 +51,21 @@ def cache_budget(
                 spec,
                 resources.promise(owner, None, min(host.available_bytes, most), engines)
                 if device == HOST
-                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE),
+                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE) - spare_bytes(device, spec),
             )
             for device, spec in specs.items()
         ]
     else:
-        rooms = [(in_all(specs.values()), asked)]
+        rooms = [(in_all(specs.values()), asked - sum(spare_bytes(*each) for each in specs.items()))]
     size = size_cache(rooms, sequences=sequences, tokens=tokens, step=step)
     if HOST in specs:
         resources.promise(owner, size.bytes_of(specs[HOST]), host.available_bytes)
     return size
+
+
+def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
+    """Returns the bytes of the pages of nobody in a device's pools. On a host nobody writes to them: they take none."""
+    return 0 if device.type == "cpu" else sum(spec.page_bytes(group) for group in range(len(spec.groups)))
 
 
 def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:

@@ -108,16 +108,18 @@ def check_forward(
     forward: Forward,
     *,
     expected: ExpectedLogits | None = None,
+    room: int | None = None,
     page_size: int = CPU_PAGE_SIZE,
     small_page: int = _SMALL_PAGE,
     chunked: bool = True,
 ) -> str | None:
     """Returns why ``forward`` must not replace the model's own; None if its logits are the model's.
 
+    ``room`` is that of ``far_lengths``.
     ``small_page`` is the size of pages near the beginning, for forwards that cannot have them as small.
     """
     trial = _trial(expected or ExpectedLogits(model), CacheLayout(model.config), forward, small_page, chunked)
-    differing = _differing(trial, page_size, _other_operations, None, _KERNEL_LENGTHS)
+    differing = _differing(trial, page_size, _other_operations, room, _KERNEL_LENGTHS)
     return None if differing is None else f"its logits differ from the model's by {differing}"
 
 

@@ -7,6 +7,7 @@ device in the middle of a stage.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -66,10 +67,15 @@ def _decode_waits(model: PreTrainedModel, forward: Forward) -> int:
     return count_waits(lambda: forward(step, trials.cache))
 
 
-def check_pipeline(model: PreTrainedModel, pipeline: Pipeline, forward: Forward) -> str | None:
-    """Returns why forwards must not overlap, which includes any error of the model; None if they may."""
+def check_pipeline(
+    model: PreTrainedModel, pipeline: Pipeline, forward: Forward, cache: PagedCache | None = None
+) -> str | None:
+    """Returns why forwards must not overlap, which includes any error of the model; None if they may.
+
+    They overlap in ``cache``, which holds no sequences; None: in one that is made for it.
+    """
     try:
-        error = _compare(model, StagedForward(forward, pipeline), pipeline).error
+        error = _compare(model, StagedForward(forward, pipeline), pipeline, cache).error
     except Exception as failure:  # a model's code can raise any error
         return f"{type(failure).__name__}: {failure}".splitlines()[0]
     return (
@@ -77,12 +83,14 @@ def check_pipeline(model: PreTrainedModel, pipeline: Pipeline, forward: Forward)
     )
 
 
-def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> Comparison:
-    """Compares forwards that run at the same time with the same forwards, one after the other."""
+def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline, cache: PagedCache | None) -> Comparison:
+    """Compares forwards that run at the same time with the same forwards, one after the other and in another cache."""
     count = _ROUNDS * pipeline.depth
-    alone, overlapping = _Trials(model, forward, count), _Trials(model, forward, count)
+    alone, overlapping = _Trials(model, forward, count), _Trials(model, forward, count, cache)
+    count = min(count, overlapping.room)
     expected = [alone.logits(trial) for trial in range(count)]
-    in_flight: InFlightForwards[int, torch.Tensor] = InFlightForwards(count, pipeline.threads, _PAGE_SIZE)
+    size = overlapping.cache.page_size
+    in_flight: InFlightForwards[int, torch.Tensor] = InFlightForwards(count, pipeline.threads, size)
     comparison = Comparison()
     try:
         for trial in range(count):
@@ -99,13 +107,19 @@ def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline) -> Co
 class _Trials:
     """Sequences of unlike lengths over one cache, each with pages and a slot of its own."""
 
-    def __init__(self, model: PreTrainedModel, forward: Forward, count: int) -> None:
+    def __init__(self, model: PreTrainedModel, forward: Forward, count: int, cache: PagedCache | None = None) -> None:
         self._forward = forward
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._pages = -(-self.length(count - 1) // _PAGE_SIZE)  # of a sequence
         layout = CacheLayout(model.config)
-        self._groups = len(layout.spec(_PAGE_SIZE).groups)
-        self.cache = PagedCache(layout, _PAGE_SIZE, [count * self._pages] * self._groups, count)
+        self._size = _PAGE_SIZE if cache is None else cache.page_size
+        self._pages = -(-self.length(count - 1) // self._size)  # of a sequence
+        self._groups = len(layout.spec(self._size).groups)
+        self.cache = cache or PagedCache(layout, self._size, [count * self._pages] * self._groups, count)
+
+    @property
+    def room(self) -> int:
+        """How many sequences have pages of their own."""
+        return min((layer.pages // self._pages for layer in self.cache.layers.values()), default=sys.maxsize)
 
     def length(self, trial: int) -> int:
         return _PROMPT + trial + _STEPS
@@ -113,7 +127,7 @@ class _Trials:
     def sequence(self, trial: int, start: int, count: int) -> BatchSequence:
         ids = [(7919 * (trial + 1) + 31 * position) % self._vocabulary for position in range(start, start + count)]
         table = range(trial * self._pages, (trial + 1) * self._pages)
-        pages = table[: -(-(start + count) // _PAGE_SIZE)]
+        pages = table[: -(-(start + count) // self._size)]
         return BatchSequence(ids, start, (pages,) * self._groups, state_slot=trial)
 
     def logits(self, trial: int) -> torch.Tensor:

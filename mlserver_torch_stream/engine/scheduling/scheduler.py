@@ -437,15 +437,20 @@ class Scheduler:
 
     # --- after the forward ---
 
+    def is_void(self, part: ScheduledSequence) -> bool:
+        """Whether the result of a part is ignored: its sequence has left, or is computed again."""
+        account = self._accounts.get(part.sequence)
+        return account is None or account.part is not part
+
     def advance(self, part: ScheduledSequence, tokens: int) -> bool:
         """Counts the first ``tokens`` of a part as computed: ``part.count``, or less where drafts were rejected.
 
-        Returns False if the part is void: its result is ignored, and the sequence is computed again. After the end of a
-        prompt the other sequences of its request go on from there.
+        Returns False if the part is void. After the end of a prompt the other sequences of its request go on from
+        there.
         """
-        account = self._accounts.get(part.sequence)
-        if account is None or account.part is not part:
+        if self.is_void(part):
             return False
+        account = self._accounts[part.sequence]
         account.part = None
         account.copied = False
         account.pages.computed = part.start + tokens

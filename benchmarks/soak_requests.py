@@ -1,0 +1,153 @@
+"""One short request to each endpoint of a server, in every spelling, each checked. Keeps no state of its own.
+
+Knows neither processes nor memory. A request returns the tokens that it generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from benchmarks.breaking import MODEL
+from benchmarks.http_endpoint import HOST
+
+TOKENS = 2
+_METHODS = "/inference.GRPCInferenceService"
+_TIMEOUT_S = 120.0
+_FINAL = '"triton_final_response":true'
+_PROMPT = "Once upon a time"
+_LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+
+
+class WrongAnswer(Exception):
+    """An answer is not what the request asks for. The message has both."""
+
+
+class SoakClient:
+    """One client with its connections, which asks one request after the other."""
+
+    def __init__(self, http_port: int, grpc_port: int) -> None:
+        import grpc
+
+        self._http = httpx.Client(base_url=f"http://{HOST}:{http_port}", timeout=_TIMEOUT_S)
+        self._channel = grpc.insecure_channel(f"{HOST}:{grpc_port}")
+        unary, stream = self._channel.unary_unary, self._channel.stream_stream
+        self._infer, self._live = unary(f"{_METHODS}/ModelInfer"), unary(f"{_METHODS}/ServerLive")
+        self._stream = stream(f"{_METHODS}/ModelStreamInfer")
+        self.requests: Sequence[Callable[[], int]] = (
+            lambda: self._v2("infer"),
+            lambda: self._v2("infer_stream"),
+            lambda: self._flat("generate"),
+            lambda: self._flat("generate_stream"),
+            lambda: self._openai("completions", {"prompt": _PROMPT}),
+            lambda: self._openai("completions", {"prompt": _PROMPT, "stream": True}),
+            lambda: self._openai("chat/completions", {"messages": [{"role": "user", "content": _PROMPT}]}),
+            lambda: self._openai("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
+            self._grpc_unary,
+            self._grpc_stream,
+            self._file,
+            *(lambda path=path: self._get(path) for path in _READ),
+            self._index,
+            self._refused,
+            self._grpc_live,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+        self._channel.close()
+
+    def _post(self, path: str, body: dict[str, Any], status: int = 200) -> str:
+        reply = self._http.post(path, json=body)
+        if reply.status_code != status:
+            raise WrongAnswer(f"POST {path}: {reply.status_code} {reply.text[:300]}")
+        return reply.text
+
+    def _get(self, path: str) -> int:
+        reply = self._http.get(path)
+        if reply.status_code != 200:
+            raise WrongAnswer(f"GET {path}: {reply.status_code} {reply.text[:300]}")
+        return 0
+
+    def _v2(self, verb: str) -> int:
+        tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [_PROMPT]}
+        parameters = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+        text = self._post(f"/v2/models/{MODEL}/{verb}", {"inputs": [tensor], "parameters": parameters})
+        return _checked(text, text.count(_FINAL) == 1)
+
+    def _flat(self, verb: str) -> int:
+        body = {"text_input": _PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+        text = self._post(f"/v2/models/{MODEL}/{verb}", body)
+        return _checked(text, '"text_output"' in text)
+
+    def _openai(self, path: str, body: dict[str, Any]) -> int:
+        given = {**body, "model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        text = self._post(f"/v1/{path}", given)
+        return _checked(text, "[DONE]" in text if "stream" in body else f'"completion_tokens":{TOKENS}' in text)
+
+    def _file(self) -> int:
+        """Four requests that leave nothing behind, counted as one."""
+        reply = self._http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("rows.jsonl", _LINE)})
+        if reply.status_code != 200:
+            raise WrongAnswer(f"POST /v1/files: {reply.status_code} {reply.text[:300]}")
+        path = f"/v1/files/{reply.json()['id']}"
+        self._get(path)
+        content = self._http.get(f"{path}/content").content
+        if content != _LINE or self._http.delete(path).status_code != 200:
+            raise WrongAnswer(f"{path}: {content!r}")
+        return 0
+
+    def _index(self) -> int:
+        text = self._post("/v2/repository/index", {})
+        return _checked(text, MODEL in text, 0)
+
+    def _refused(self) -> int:
+        text = self._post(f"/v2/models/{MODEL}/generate", {"text_input": _PROMPT, "unheard_of": 1}, 422)
+        return _checked(text, "unheard_of" in text, 0)
+
+    def _message(self) -> bytes:
+        from mlserver.grpc.dataplane_pb2 import ModelInferRequest
+
+        message = ModelInferRequest(model_name=MODEL)
+        tensor = message.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(_PROMPT.encode())
+        message.parameters["max_tokens"].int64_param = TOKENS
+        message.parameters["temperature"].int64_param = 0
+        message.parameters["ignore_eos"].bool_param = True
+        return bytes(message.SerializeToString())
+
+    def _grpc_unary(self) -> int:
+        reply = self._infer(self._message(), timeout=_TIMEOUT_S)
+        return _checked(repr(reply[:300]), b"triton_final_response" in reply)
+
+    def _grpc_stream(self) -> int:
+        replies = list(self._stream(iter([self._message()]), timeout=_TIMEOUT_S))
+        return _checked(repr(replies[:3]), bool(replies) and b"finish_reason" in replies[-1])
+
+    def _grpc_live(self) -> int:
+        return _checked("ServerLive", self._live(b"", timeout=_TIMEOUT_S) == b"\x08\x01", 0)
+
+
+_READ = (
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/health",
+    "/metrics",
+    "/v2",
+    f"/v2/models/{MODEL}",
+    f"/v2/models/{MODEL}/ready",
+    f"/v2/models/{MODEL}/config",
+    f"/v2/models/{MODEL}/stats",
+    "/v1/models",
+    f"/v1/models/{MODEL}",
+    "/v1/files",
+    "/v1/batches",
+    "/openai/v1/models",
+)
+
+
+def _checked(shown: str, holds: bool, tokens: int = TOKENS) -> int:
+    if not holds:
+        raise WrongAnswer(shown[:300])
+    return tokens

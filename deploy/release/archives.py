@@ -1,0 +1,70 @@
+"""The archives of a release: one wheel for this machine and one sdist, and what has to be in them.
+
+Knows nothing of installing them.
+"""
+
+from __future__ import annotations
+
+import email
+import platform
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+
+PACKAGE = "mlserver_torch_stream"
+_WHEEL_HAS = (f"{PACKAGE}/py.typed", f"{PACKAGE}/engine/native/kernels/library.cpp")
+_SDIST_HAS = ("pyproject.toml", "hatch_build.py", "constraints.txt", "LICENSE", "README.md", f"{PACKAGE}/version.py")
+_NEEDED = ("Name", "Version", "Summary", "License-Expression", "License-File", "Requires-Python")
+
+
+class BadArchive(Exception):
+    """An archive is missing, or lacks something. The message names both."""
+
+
+@dataclass(frozen=True)
+class Archives:
+    wheel: Path
+    sdist: Path
+
+
+def find_archives(folder: Path, version: str) -> Archives:
+    """Raises BadArchive unless there is one wheel for this machine and one sdist, both of this version."""
+    tag = f"{PACKAGE}-{version}-py3-none-manylinux_2_28_{platform.machine()}.whl"
+    archives = Archives(folder / tag, folder / f"{PACKAGE}-{version}.tar.gz")
+    for path in (archives.wheel, archives.sdist):
+        if not path.is_file():
+            raise BadArchive(f"{folder} has no {path.name}")
+    return archives
+
+
+def check_contents(archives: Archives) -> None:
+    """Raises BadArchive for files or fields of the metadata that a release needs and an archive lacks."""
+    with zipfile.ZipFile(archives.wheel) as wheel:
+        names = wheel.namelist()
+        metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        fields = email.message_from_bytes(wheel.read(metadata))
+    _check(archives.wheel, names, _WHEEL_HAS)
+    if not any("/prebuilt/" in name and name.endswith(".so") for name in names):
+        raise BadArchive(f"{archives.wheel.name} has no kernels that are compiled ahead")
+    _check_fields(archives.wheel, fields)
+    with tarfile.open(archives.sdist) as sdist:
+        inside = [name.partition("/")[2] for name in sdist.getnames()]
+        written = sdist.extractfile(f"{archives.sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert written is not None
+        _check_fields(archives.sdist, email.message_from_bytes(written.read()))
+    _check(archives.sdist, inside, _SDIST_HAS)
+
+
+def _check(archive: Path, names: list[str], wanted: tuple[str, ...]) -> None:
+    missing = [want for want in wanted if want not in names]
+    strange = [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+    if missing or strange:
+        raise BadArchive(f"{archive.name}: missing {missing}, not wanted {strange[:3]}")
+
+
+def _check_fields(archive: Path, fields: Message) -> None:
+    missing = [field for field in _NEEDED if not fields.get(field)]
+    if missing:
+        raise BadArchive(f"{archive.name}: the metadata has no {', '.join(missing)}")

@@ -1,0 +1,159 @@
+"""docs/hooks.md names each private hook of a library that the package patches or relies on, and each is still there.
+
+A release of a library that takes one away fails here by its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import markdown
+
+_PAGE = "docs/hooks.md"
+_PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
+_LIBRARIES = ["MLServer", "uvicorn and starlette", "gRPC", "transformers, accelerate and gguf", "torch"]
+_DISTRIBUTIONS = {"grpc": "grpcio"}
+# Functions that are wrapped or called with exactly these parameters.
+_PARAMETERS = {
+    "mlserver.handlers.DataPlane._infer_contextmanager": ["self", "name", "version"],
+    "mlserver.registry.SingleModelRegistry._find_default": ["self"],
+    "mlserver.registry.SingleModelRegistry._find_model": ["self", "version"],
+    "mlserver.registry.SingleModelRegistry._refresh_default": ["self", "new_model"],
+    "mlserver.rest.server.RESTServer._get_config": ["self"],
+    "mlserver.rest.server.RESTServer.add_custom_handlers": ["self", "model"],
+    "mlserver.rest.server.RESTServer.start": ["self"],
+    "mlserver.server.MLServer.stop": ["self", "sig"],
+}
+# What is named with an underscore and is public, or ours under the same spelling as a library's.
+_PUBLIC = {"_exit", "_NamedFuncPointer", "_C", "_error", "_tensors", "_digests", "_first"}
+
+_ROWS = [row for library in _LIBRARIES for row in markdown.table(_PAGE, library)]
+_HOOKS = {markdown.code_spans(row[0])[0]: row for row in _ROWS}
+
+
+@pytest.mark.parametrize("hook", _HOOKS)
+def test_the_hook_is_still_there(hook: str) -> None:
+    library = hook.partition(".")[0]
+    installed = f"{library} {version(_DISTRIBUTIONS.get(library, library))}"
+    found, missing = _find(hook)
+    assert not missing, f"{installed} has no {hook} any more ({missing}): {_HOOKS[hook][2].strip()}. See {_PAGE}"
+    if hook in _PARAMETERS:
+        parameters = list(inspect.signature(found).parameters)
+        assert parameters == _PARAMETERS[hook], f"{installed}: {hook} takes {parameters}. See {_PAGE}"
+
+
+def _find(hook: str) -> tuple[Any, str]:
+    """The object, or None where it exists only in instances; and what is missing of it, or nothing."""
+    words = hook.split(".")
+    found: Any = None
+    for count in range(len(words), 0, -1):
+        try:
+            found = importlib.import_module(".".join(words[:count]))
+        except ModuleNotFoundError:
+            continue
+        break
+    for name in words[count:]:
+        if (inspect.isclass(found) or inspect.isfunction(found)) and not hasattr(found, name):
+            return None, "" if name in _assigned(found) else f"{found.__qualname__} does not set {name}"
+        if not hasattr(found, name):
+            return None, f"{getattr(found, '__name__', found)} lacks {name}"
+        found = getattr(found, name)
+    return found, ""
+
+
+def _assigned(owner: Any) -> set[str]:
+    """The attributes that a function, or the methods of a class and its bases, set on an object."""
+    names: set[str] = set()
+    for each in owner.__mro__ if inspect.isclass(owner) else (owner,):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+        except (OSError, TypeError):  # built in
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names
+
+
+def test_mlservers_decorator_of_grpc_methods_calls_the_variable_that_is_replaced() -> None:
+    from mlserver.grpc.servicers import InferenceServicer
+
+    for method in (InferenceServicer.ModelInfer, InferenceServicer.ModelStreamInfer):
+        assert "f" in method.__code__.co_freevars, "mlserver.grpc.utils.handle_mlserver_error is written anew"
+        assert callable(method.__closure__[method.__code__.co_freevars.index("f")].cell_contents)
+
+
+def test_mlserver_takes_grpc_aio_from_the_module_that_is_patched() -> None:
+    from mlserver.grpc.server import GRPCServer
+
+    assert "aio.server(" in inspect.getsource(GRPCServer._create_server), "MLServer makes its gRPC server elsewhere"
+
+
+def test_mlserver_creates_its_repository_before_its_servers() -> None:
+    from mlserver.server import MLServer
+
+    source = inspect.getsource(MLServer.__init__)
+    repository, servers = source.find("resolve_model_repository("), source.find("_create_servers()")
+    assert 0 < repository < servers, "MLServer opens its ports before our model repository could guard them"
+
+
+def test_mlservers_table_of_grpc_codes_can_be_extended() -> None:
+    from mlserver.grpc import utils
+
+    assert isinstance(utils.STATUS_CODE_MAPPING, dict), "MLServer's table of gRPC codes cannot be extended"
+
+
+def test_uvicorn_passes_its_own_cycle_to_the_app() -> None:
+    """The transport is found through ``send``, a bound method of the object that has it."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+    assert "self.send" in inspect.getsource(RequestResponseCycle.run_asgi)
+    assert "transport=self.transport" in inspect.getsource(HttpToolsProtocol.on_headers_complete)
+
+
+def test_the_page_names_every_private_attribute_that_the_package_uses() -> None:
+    """And the files, or the room, that use it, so that a row goes when its last use does."""
+    named: dict[str, set[str]] = defaultdict(set)
+    for hook, row in _HOOKS.items():
+        named[hook.rpartition(".")[2]] |= set(markdown.code_spans(row[1]))
+    used: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        relative = path.relative_to(_PACKAGE)
+        if relative.parts[0] != "torchserve" or relative.parts[1] not in ("shim", "worker"):
+            for name in _private_names(path):
+                used[name].add(str(relative))
+    missing = {(name, file) for name, files in used.items() for file in files if not _covers(named[name], file)}
+    assert missing == set()
+    stale = {(name, place) for name, places in named.items() for place in places if not _uses(place, name)}
+    assert stale == set()
+
+
+def _covers(places: set[str], file: str) -> bool:
+    return any(file.startswith(place) if place.endswith("/") else file == place for place in places)
+
+
+def _uses(place: str, name: str) -> bool:
+    """Whether the file, or a file of the folder, has the name."""
+    files = sorted((_PACKAGE / place).rglob("*.py")) if place.endswith("/") else [_PACKAGE / place]
+    return any(name in file.read_text(encoding="utf-8") for file in files)
+
+
+def _private_names(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not is_own:
+                found.add(node.attr)
+    return found - _PUBLIC
