@@ -23,7 +23,7 @@ _MOST_BYTES, _MOST_PIECES = 16 << 20, 16384
 class HandlerFailed(RequestError):
     """The handler raised, returned a value that cannot be sent, or died.
 
-    ``handlers_status`` is the status that TorchServe would send, and ``status`` the one that V2 sends (``allowed_status``).
+    ``handlers_status`` is the status that TorchServe would send, ``status`` the one that V2 sends (``allowed_status``).
     ``piece`` is the handler's own answer, if the handler set a status of 400 or more.
     """
 
