@@ -28,9 +28,11 @@ from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 @dataclass(frozen=True)
 class _Path:
-    """``methods``: those that the route matches; None: the endpoint refuses others. ``legacy``: one that TorchServe has
-    kept from its predecessor, where the query's parameters are fields, and which may be another's if no model of ours
-    has the name."""
+    """``methods`` are those that the route matches; with None the endpoint itself refuses wrong ones.
+
+    ``legacy`` paths are those that TorchServe has kept from its predecessor. There the parameters of the query are
+    fields. If no model of ours has the name, the path may belong to another route.
+    """
 
     path: str
     explain: bool = False
