@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from mlserver_torch_stream.engine.kv_cache.row_cache import CacheLayout
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
