@@ -7,6 +7,7 @@
     c2+32p16     one running stream, then 32 prompts of 16 tokens at once
     mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
     loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
+    copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
 
 Knows no server: it is given an endpoint.
 """
@@ -30,7 +31,7 @@ from benchmarks.recording import Recording
 DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p2000", "p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16")
 _SERIAL_STREAMS = 4  # enough to see a queue
 _NAME = re.compile(
-    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
+    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)|(?P<copy>copy)"
 )
 
 
@@ -82,6 +83,9 @@ class Case:
         match = _match(self.name)
         if match["mix"]:
             return await self._mix(endpoint, pid, sweep)
+        if match["copy"]:
+            asked = [[self._copy(sweep, wave)] for wave in range(self.scale.wave_streams)]
+            return await self._waves(endpoint, pid, asked)
         if match["loop"]:
             return await self._loop(endpoint, pid, sweep, int(match["loop"]))
         if match["late"]:
@@ -149,6 +153,11 @@ class Case:
             recordings = await load.always(endpoint, asks, streams)
         return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
 
+    def _copy(self, *label: object) -> Ask:
+        text, _ = self.prompts.text(self.scale.prompt_tokens, self.name, *label)
+        twice = f"{text}\n\n{text}\n\n"
+        return Ask(twice, self.prompts.count(twice), self.scale.new_tokens)
+
     def _ask(self, tokens: int, *label: object, new: int | None = None) -> Ask:
         return Ask(*self.prompts.text(tokens, self.name, *label), new or self.scale.new_tokens)
 
@@ -170,6 +179,8 @@ def describe(name: str) -> str:
     match = _match(name)
     if match["mix"]:
         return "a mix of lengths, random arrivals"
+    if match["copy"]:
+        return "alone, repeating its prompt"
     if match["loop"]:
         return f"{match['loop']} always in flight, a mix of lengths"
     if match["late"]:
