@@ -57,6 +57,16 @@ class WorkerSlot:
         self.ready_at = 0.0
         self.has_answered = False  # this process
 
+    @property
+    def begun(self) -> list[HandlerJob]:
+        """The requests of the batch that it runs; where it runs no batches, all that it has."""
+        return list(self.active.values())[: self.batches[0] if self.batches else None]
+
+    @property
+    def not_begun(self) -> list[HandlerJob]:
+        """The requests of its next batch: it begins a batch when it has ended the one before."""
+        return list(self.active.values())[len(self.begun) :]
+
     def fail_start(self, why: str) -> bool:
         """False if the worker is not starting."""
         if self.starting is None or self.starting.done():

@@ -188,9 +188,9 @@ class WorkerPool:
         return self.config.batchSize if len(slot.batches) < self._most_batches(slot) else 0
 
     def _most_batches(self, slot: WorkerSlot) -> int:
-        """Two where no other worker could take the second one and the first is over soon."""
-        alone = self.config.most_workers == 1 and self.config.ranks == 1
-        return 2 if alone and slot.is_quick else 1
+        """Two where no other worker could take the second one, the first is over soon, and none is refused instead."""
+        alone = self.scaling.most == len(self.supervisor.slots) == self.config.ranks == 1
+        return 2 if alone and slot.is_quick and not self.config.useJobTicket else 1
 
     def _has_place(self, slot: WorkerSlot) -> bool:
         return not slot.leaving and self._room(slot) > 0
@@ -236,13 +236,17 @@ class WorkerPool:
             self._ranks.received(slot, header)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """Fails the worker's requests, and those of the sequences whose state it held."""
-        lost = [*slot.active.values(), *self._queue.worker_lost(slot.number)]
+        """Fails the worker's requests, and those of the sequences whose state it held. What it had not begun waits."""
+        unbegun = [job for job in slot.not_begun if not job.over and not self._queue.is_of_sequence(job)]
+        lost = [job for job in slot.active.values() if job not in unbegun] + self._queue.worker_lost(slot.number)
+        for job in unbegun:
+            self._queue.add_retry(job)
         slot.active.clear()
         slot.batches.clear()
         slot.is_quick = False
         for job in lost:
             self._end(job, HandlerFailed(f"the handler's {why}"))
+        self._dispatch_due()
 
     def unavailable(self, why: str) -> None:
         for job in self._queue.clear():

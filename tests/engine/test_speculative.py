@@ -27,6 +27,7 @@ from tests.engine.tiny import (
 )
 from tests.engine.tiny import tiny_model as make
 
+_PAGE = 8
 DRAFTING = {"speculative": {"prompt_lookup": 6}}
 
 
@@ -74,6 +75,27 @@ def test_an_answer_that_quotes_its_prompt_is_drafted_from_it(model: PreTrainedMo
     assert list(event.token_ids) == quote
     assert stats.accepted_draft_tokens > 0
     assert stats.decode_steps == len(quote) - 1 - stats.accepted_draft_tokens
+
+
+def test_the_next_turn_finds_the_pages_that_drafts_have_filled(model: PreTrainedModel) -> None:
+    """As many as without drafts: all full pages of the prompt and of the answer but its last token."""
+    quote = spelled("a quick brown fox jumps over the lazy dog, and over another")
+    findings = check_batching(model)
+    for length in range(len(quote) - _PAGE, len(quote)):  # the answers end on each offset in a page
+        prompt = tuple([*quote, *spelled(": ")])
+        turns = [prompt, (*prompt, *quote[:length], *spelled("!"))]
+        with (
+            dictated(model, quote, len(prompt)),
+            running(
+                model, findings=findings, lookup=PromptLookup(8), prefill_tokens=64, page_size=_PAGE, prefix_bytes=2**20
+            ) as engine,
+        ):
+            first = run(collect(engine, [EngineRequest(turns[0], greedy(length))]))[0]
+            assert list(first.token_ids) == quote[:length] and engine.stats().accepted_draft_tokens > 0
+            second = run(collect(engine, [EngineRequest(turns[1], greedy(1))]))[0]
+        written = len(prompt) + length - 1
+        assert second.usage is not None
+        assert second.usage.num_cached_tokens == written // _PAGE * _PAGE
 
 
 def test_a_serial_engine_refuses_drafts_by_their_name(tiny_model: Path) -> None:

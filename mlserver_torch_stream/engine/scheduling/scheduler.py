@@ -36,7 +36,8 @@ class Scheduler:
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
-    ``advance(part, tokens)``, then its sequences accept their tokens; then ``release`` of those that ended.
+    ``advance(part, tokens)``, then its sequences accept their tokens, which verify the drafts of a part with drafts, so
+    they come before; then ``release`` of those that ended.
 
     Admitted sequences are in one order: by priority, then by admission. A sequence takes pages from those after it:
     the last one is preempted, and computed again when its pages are free. So the first one always advances. The parts
@@ -458,6 +459,8 @@ class Scheduler:
         account.part = None
         account.copied = False
         account.pages.computed = part.start + tokens
+        if part.drafts:  # those that are accepted may have filled pages
+            account.pages.name(min(account.computed, account.sequence.length))
         account.pages.written = account.pages.named
         if part.samples and not account.sequence.tokens:
             account.sequence.request.cached_tokens = account.found
