@@ -211,8 +211,8 @@ def test_a_second_forward_is_compared_with_logits_that_are_there_already() -> No
     first = calls_of(model, lambda: problems.append(check_batching(model, expected=expected).problem))
     again = calls_of(model, lambda: problems.append(check_forward(model, ModelForward(model), expected=expected)))
     assert problems == [None, None]
-    assert len(first) == 5 + 8 + 2 + 3, "five sequences alone, eight steps; a far cache, three steps"
-    assert len(again) == 8 + 3
+    assert len(first) == 5 + 7 + 2 + 3, "five sequences alone, seven steps; a far cache, three steps"
+    assert len(again) == 7 + 3
 
 
 def test_a_cache_that_is_large_beside_the_weights_is_not_compared_and_the_log_says_so(

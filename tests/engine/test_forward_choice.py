@@ -37,10 +37,10 @@ def test_layers_on_several_gpus_attend_as_those_on_one(tmp_path: Path) -> None:
         assert isinstance(choice.attention, CudaAttention)
 
 
-def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(tmp_path: Path) -> None:
+def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(kernel_cache: Path) -> None:
     model = tiny_model("llama")
     findings, expected = check_batching(model), ExpectedLogits(model)
-    forward, name = with_attention(expected, findings, tmp_path)
+    forward, name = with_attention(expected, findings, kernel_cache)
     assert isinstance(forward.attention, NativeAttention) and "attention kernels" in str(name)
     asked: list[bool] = []
 
@@ -51,7 +51,7 @@ def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(tmp_
             asked.append(holds)
             return holds and len(asked) <= question
 
-        forward, name = with_attention(expected, findings, tmp_path, together=together)
+        forward, name = with_attention(expected, findings, kernel_cache, together=together)
         assert forward.attention is torch_attention and name == "torch's attention"
 
     for question in (0, 1):
@@ -59,13 +59,13 @@ def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(tmp_
         assert asked == [True] * (question + 1), "each rank is asked as often as the others"
 
 
-def test_ranks_on_cpus_attend_by_kernels(tmp_path: Path) -> None:
+def test_ranks_on_cpus_attend_by_kernels(tmp_path: Path, kernel_cache: Path) -> None:
     model = tiny_model("gemma3_text")
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     requests = [(prompt_of(3 + 5 * number, number), 12) for number in range(3)]
     expected = [reference(model, *request) for request in requests]
-    settings = {"tensor_parallel_size": 2, "threads": 1, "kv_cache_memory": "8MiB"}
+    settings = {"tensor_parallel_size": 2, "threads": 1, "kv_cache_memory": "8MiB", "cache_dir": str(kernel_cache)}
     built = build_engine(parse_settings(str(tmp_path), settings, environ={}), resources=ProcessResources())
 
     async def scenario() -> list[list[int]]:

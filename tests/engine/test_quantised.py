@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from mlserver_torch_stream.engine.loading import loader, quantised
 from mlserver_torch_stream.engine.loading.placement import bytes_of
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.settings import parse_settings
+from mlserver_torch_stream.settings import ENV_CACHE, parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of
 from tests.engine.tiny_gguf import write_tiny_gguf
 
@@ -27,9 +28,14 @@ REQUESTS = [(prompt_of(3 + 4 * i, i), 10) for i in range(4)]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
+@pytest.fixture(autouse=True)
+def _kernels_compiled_once(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_CACHE, str(kernel_cache))
+
+
 @contextmanager
 def built(folder: Path, config: dict[str, Any] | None, **extra: Any) -> Iterator[BuiltEngine]:
-    given = {"dtype": "float32", "threads": 1, "cache_dir": str(folder.parent / "cache"), **extra}
+    given = {"dtype": "float32", "threads": 1, "cache_dir": os.environ[ENV_CACHE], **extra}
     if config is not None:
         given["quantization_config"] = config
     engine = build_engine(parse_settings(uri=str(folder), extra=given, environ={}), resources=ProcessResources())

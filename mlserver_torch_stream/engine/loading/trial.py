@@ -69,10 +69,10 @@ class Trial:
         for number, parts in enumerate(self._plan(a, b)):
             if number == 2 and self._goes_on and b.computed >= self.page_size:
                 d = self._sharing(b)
-            if number == 5:
+            if number == 4:
                 self._leave(a)
                 d = d or self._new(13)
-            if number == 6:
+            if number == 5:
                 e = self._forked(c)
             named = zip((a, b, c, d, e), parts, strict=True)
             self._step([(sequence, count) for sequence, count in named if count and sequence is not None])
@@ -111,17 +111,19 @@ class Trial:
         return self.chunked and not self.layout.has_states
 
     def _plan(self, a: TrialSequence, b: TrialSequence) -> list[tuple[int, int, int, int, int]]:
-        """Returns the new tokens of each of five sequences at each step."""
+        """Returns the new tokens of each of five sequences at each step.
+
+        The steps are as few as possible: a forward of few tokens takes the time in which all weights are read.
+        """
         whole = 1000  # what is left of a prompt
         drafts = 3 if self._goes_on else 1
         chunks = (
-            [(2, 0, 0, 0, 0), (4, max(5, b.prompt - _LONGEST_CHUNK), 0, 0, 0), (1, whole, 0, 0, 0)]
+            [(2, 0, 0, 0, 0), (4, max(5, b.prompt - _LONGEST_CHUNK), 0, 0, 0), (1, whole, whole, 0, 0)]
             if self.chunked
-            else [(6, 0, 0, 0, 0), (1, whole, 0, 0, 0), (1, 1, 0, 0, 0)]
+            else [(6, 0, 0, 0, 0), (1, whole, 0, 0, 0), (1, 1, whole, 0, 0)]
         )
         return [
             *chunks,
-            (1, 1, 3, 0, 0),
             (1, 1, 1, 0, 0),
             (0, 1, 1, whole, 0),
             (0, drafts, 1, 1, 1),
