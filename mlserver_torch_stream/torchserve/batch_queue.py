@@ -82,11 +82,8 @@ class BatchQueue:
         else:
             self._plain.append(job)
 
-    def is_of_sequence(self, job: HandlerJob) -> bool:
-        return self._of(job) is not None
-
     def add_retry(self, job: HandlerJob) -> None:
-        """Adds a request that left the queue before; it is run alone, before all others."""
+        """Adds a request that is run again, before all others."""
         self._retries.append(job)
 
     def remove(self, job: HandlerJob, now: float) -> None:

@@ -41,7 +41,7 @@ _GAUGES = {"waiting_requests": "Requests that wait for a worker", "workers": "Wo
 
 @dataclass
 class HandlerMetrics:
-    """Counts what one model has done since the process began. ``gauges`` is called at each scrape."""
+    """The counters of one model since the process began. ``gauges`` is read at each scrape."""
 
     requests: Counter[str] = field(default_factory=lambda: Counter({"ok": 0, "error": 0, "cancelled": 0, "refused": 0}))
     responses: int = 0

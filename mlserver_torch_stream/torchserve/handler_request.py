@@ -23,8 +23,8 @@ _MOST_BYTES, _MOST_PIECES = 16 << 20, 16384
 class HandlerFailed(RequestError):
     """The handler raised, returned a value that cannot be sent, or died.
 
-    ``handlers_status`` is the status that TorchServe would send, ``status`` the one that V2 sends (``allowed_status``).
-    ``piece`` is the handler's own answer, if the handler set a status of 400 or more.
+    ``handlers_status`` is that of TorchServe, and ``status`` what V2 allows of it. ``piece``: the handler's own answer,
+    where it set a status of 400 or more.
     """
 
     def __init__(self, message: str, status: int = 503, piece: ResponsePiece | None = None) -> None:

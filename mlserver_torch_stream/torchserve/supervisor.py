@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -50,22 +49,9 @@ class WorkerSlot:
         self.idle_since = 0.0
         self.timer: asyncio.TimerHandle | None = None  # runs while the slot has active requests
         self.active_at = 0.0  # the time of the last message
-        self.batches: deque[int] = deque()  # requests of each batch that it has got and not ended
-        self.began_at = 0.0  # when the first of them began
-        self.is_quick = False  # its latest batch took so little time that the way to it takes as much
         self.delay_s = _FIRST_DELAY_S  # before the next start
         self.ready_at = 0.0
         self.has_answered = False  # this process
-
-    @property
-    def begun(self) -> list[HandlerJob]:
-        """The requests of the batch that it runs; where it runs no batches, all that it has."""
-        return list(self.active.values())[: self.batches[0] if self.batches else None]
-
-    @property
-    def not_begun(self) -> list[HandlerJob]:
-        """The requests of its next batch: it begins a batch when it has ended the one before."""
-        return list(self.active.values())[len(self.begun) :]
 
     def fail_start(self, why: str) -> bool:
         """False if the worker is not starting."""

@@ -24,7 +24,6 @@ from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, WorkerP
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 
 _SEQUENCE_END = "ts_request_sequence_end"
-_QUICK_S = 0.005  # of a batch; after a quicker one the worker gets two, so that it does not wait for the second
 
 
 class WorkerPool:
@@ -185,12 +184,7 @@ class WorkerPool:
             return self.config.queue_size - len(slot.active)
         if self.config.continuousBatching:
             return self.config.batchSize - len(slot.active)
-        return self.config.batchSize if len(slot.batches) < self._most_batches(slot) else 0
-
-    def _most_batches(self, slot: WorkerSlot) -> int:
-        """Two where no other worker could take the second one, the first is over soon, and none is refused instead."""
-        alone = self.scaling.most == len(self.supervisor.slots) == self.config.ranks == 1
-        return 2 if alone and slot.is_quick and not self.config.useJobTicket else 1
+        return 0 if slot.active else self.config.batchSize
 
     def _has_place(self, slot: WorkerSlot) -> bool:
         return not slot.leaving and self._room(slot) > 0
@@ -202,10 +196,8 @@ class WorkerPool:
     def _dispatch(self, slot: WorkerSlot, now: float) -> None:
         batch = self._queue.take(slot.number, self._room(slot))
         if not slot.active:
-            slot.active_at = slot.began_at = now
+            slot.active_at = now
             self._timeout.watch(slot)
-        if not self._joinable:
-            slot.batches.append(len(batch))
         for job in batch:
             job.active_at = now
             job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
@@ -236,17 +228,11 @@ class WorkerPool:
             self._ranks.received(slot, header)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """Fails the worker's requests, and those of the sequences whose state it held. What it had not begun waits."""
-        unbegun = [job for job in slot.not_begun if not job.over and not self._queue.is_of_sequence(job)]
-        lost = [job for job in slot.active.values() if job not in unbegun] + self._queue.worker_lost(slot.number)
-        for job in unbegun:
-            self._queue.add_retry(job)
+        """Fails the worker's requests, and those of the sequences whose state it held."""
+        lost = [*slot.active.values(), *self._queue.worker_lost(slot.number)]
         slot.active.clear()
-        slot.batches.clear()
-        slot.is_quick = False
         for job in lost:
             self._end(job, HandlerFailed(f"the handler's {why}"))
-        self._dispatch_due()
 
     def unavailable(self, why: str) -> None:
         for job in self._queue.clear():
@@ -267,17 +253,8 @@ class WorkerPool:
             if _SEQUENCE_END in item["headers"]:
                 job.closes_sequence = True
             self._deliver(slot, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
-        if header["ended"]:
-            self._note_end(slot)
         for key in header["ended"]:
             self._ended(slot, key)
-
-    def _note_end(self, slot: WorkerSlot) -> None:
-        now = time.monotonic()
-        slot.is_quick = now - slot.began_at < _QUICK_S
-        slot.began_at = now
-        if slot.batches:  # a process that was started again has none
-            slot.batches.popleft()
 
     def _deliver(self, slot: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:
@@ -286,7 +263,7 @@ class WorkerPool:
         job.deliver(piece)
         if not job.lags or job.over:
             return
-        if slot.batches and slot.batches[0] == 1 and not self._joinable and slot.worker is not None:
+        if len(slot.active) == 1 and not self._joinable and slot.worker is not None:
             job.drained = partial(self._resume, slot, slot.worker)
             slot.worker.pause()
         else:

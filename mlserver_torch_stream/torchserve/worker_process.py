@@ -178,9 +178,7 @@ class _Rank:
         self.name = name
         self.connection, theirs = socket.socketpair()
         self.frames = FrameReader(self.connection)
-        self._outgoing: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()  # None: it is closed
-        self._sending = threading.Lock()
-        self._unsent = 0  # frames in ``_outgoing``, or in the hands of the thread that sends them
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the connection is closed
         self._reading, writing = os.pipe()
         inherited = {
             key: value
@@ -210,20 +208,7 @@ class _Rank:
         self._writer.start()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        """Sends what the connection takes at once; the thread sends the rest."""
-        frame = encode_frame(header, body)
-        with self._sending:
-            sent = 0
-            if not self._unsent:
-                try:
-                    sent = self.connection.send(frame, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    pass
-                except OSError:  # the reader gets the end of the connection
-                    return
-            if sent < len(frame):
-                self._unsent += 1
-                self._outgoing.put(memoryview(frame)[sent:])
+        self._outgoing.put(encode_frame(header, body))
 
     def kill(self) -> None:
         self._outgoing.put(None)
@@ -253,8 +238,6 @@ class _Rank:
         with contextlib.suppress(OSError):  # the reader gets the end of the connection
             while (frame := self._outgoing.get()) is not None:
                 self.connection.sendall(frame)
-                with self._sending:
-                    self._unsent -= 1
 
 
 def _program(descriptor: int) -> str:

@@ -35,7 +35,7 @@ def _kernels_compiled_once(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @contextmanager
 def built(folder: Path, config: dict[str, Any] | None, **extra: Any) -> Iterator[BuiltEngine]:
-    given = {"dtype": "float32", "threads": 1, "cache_dir": os.environ[ENV_CACHE], **extra}
+    given = {"dtype": "float32", "threads": 1, "cache_dir": os.environ.get(ENV_CACHE), **extra}
     if config is not None:
         given["quantization_config"] = config
     engine = build_engine(parse_settings(uri=str(folder), extra=given, environ={}), resources=ProcessResources())

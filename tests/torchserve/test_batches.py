@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlserver_torch_stream.errors import QueueFull, TimedOut
+from mlserver_torch_stream.errors import QueueFull
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
 from mlserver_torch_stream.torchserve.frames import encode_frame
@@ -21,7 +21,6 @@ from mlserver_torch_stream.torchserve.handler_request import (
     RequestTooLarge,
     ResponsePiece,
 )
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from mlserver_torch_stream.torchserve.worker_process import batch_message
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
@@ -401,136 +400,5 @@ def test_a_wrong_number_of_results_fails_only_the_request_that_it_comes_of(tmp_p
             first, wrong, last = await asyncio.gather(*map(outcome, jobs))
             assert (first, last) == (["a"], ["b"])
             assert isinstance(wrong, HandlerFailed) and "returned 2 results for 1 requests" in wrong.message
-
-    run(scenario())
-
-
-# Notes each text that it is called with; "slow" takes half a second.
-NOTING = """
-import os, time
-
-def handle(data, context):
-    if data is None:
-        return None
-    text = data[0]["body"].decode()
-    with open(os.environ["NOTES"], "a") as notes:
-        notes.write(text + " ")
-    if text == "slow":
-        time.sleep(0.5)
-    return [text]
-"""
-
-
-def test_a_quick_worker_has_its_next_request_while_it_runs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a slow one it has one at a time again; what left before its turn is not run."""
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-
-    async def scenario() -> None:
-        async with running(write_handler(tmp_path, NOTING), responseTimeout=60) as pool:
-            for number in range(20):  # until one of them was quick, which a busy machine may delay
-                await texts(pool.submit(request(f"quick{number}", f"q{number}")))
-            jobs = [pool.submit(request(text, text)) for text in ("slow", "left", "next")]
-            assert pool.gauges()["waiting_requests"] == 1
-            jobs[1].close()
-            assert await asyncio.gather(*map(outcome, jobs)) == [["slow"], [], ["next"]]
-            assert (tmp_path / "notes").read_text().split()[-2:] == ["slow", "next"]
-
-    run(scenario())
-
-
-def test_a_slow_worker_gets_one_request_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-
-    async def scenario() -> None:
-        async with running(write_handler(tmp_path, NOTING), responseTimeout=60) as pool:
-            await texts(pool.submit(request("slow", "first")))
-            jobs = [pool.submit(request(text, text)) for text in ("slow", "left", "next")]
-            assert pool.gauges()["waiting_requests"] == 2
-            assert await asyncio.gather(*map(outcome, jobs)) == [["slow"], ["left"], ["next"]]
-
-    run(scenario())
-
-
-# Notes each text; "slow" takes half a second, "hang" never ends, "die" ends the process.
-BREAKING = NOTING.replace(
-    "    return [text]",
-    """
-    if text == "hang":
-        time.sleep(600)
-    if text == "die":
-        os._exit(3)
-    return [text]
-""",
-)
-
-
-async def _make_quick(pool: WorkerPool) -> None:
-    """Asks until the only worker was quick, which a busy machine may delay."""
-    for number in range(100):
-        await texts(pool.submit(request(f"quick{number}", f"q{number}")))
-        if pool.supervisor.slots[0].is_quick:
-            return
-    raise AssertionError("the worker was never quick")
-
-
-@pytest.mark.parametrize(("text", "error"), [("die", HandlerFailed), ("hang", TimedOut)])
-def test_a_quick_worker_that_ends_fails_only_what_it_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception]
-) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-
-    async def scenario() -> None:
-        async with running(write_handler(tmp_path, BREAKING), responseTimeout=2) as pool:
-            await _make_quick(pool)
-            jobs = [pool.submit(request(each, each)) for each in (text, "ahead", "behind")]
-            assert pool.gauges()["waiting_requests"] == 1
-            failed, *others = await asyncio.gather(*map(outcome, jobs))
-            assert isinstance(failed, error) and others == [["ahead"], ["behind"]]
-            assert (tmp_path / "notes").read_text().split()[-3:] == [text, "ahead", "behind"]
-
-    run(scenario())
-
-
-def test_who_left_before_a_quick_worker_ended_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-
-    async def scenario() -> None:
-        async with running(write_handler(tmp_path, BREAKING), responseTimeout=60) as pool:
-            await _make_quick(pool)
-            jobs = [pool.submit(request(each, each)) for each in ("die", "left", "behind")]
-            jobs[1].close()
-            failed, *others = await asyncio.gather(*map(outcome, jobs))
-            assert isinstance(failed, HandlerFailed) and others == [[], ["behind"]]
-            assert (tmp_path / "notes").read_text().split()[-2:] == ["die", "behind"] and pool.jobs == {}
-
-    run(scenario())
-
-
-def test_a_quick_worker_that_runs_one_is_not_free_for_a_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-
-    async def scenario() -> None:
-        async with running(write_handler(tmp_path, BREAKING), useJobTicket=True) as pool:
-            await _make_quick(pool)
-            busy = pool.submit(request("slow", "busy"))
-            with pytest.raises(QueueFull, match="useJobTicket"):
-                pool.submit(request("more", "more"))
-            assert await texts(busy) == ["slow"]
-
-    run(scenario())
-
-
-def test_a_quick_worker_with_another_beside_it_gets_one_request_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-
-    async def scenario() -> None:
-        async with running(write_handler(tmp_path, BREAKING), minWorkers=1, maxWorkers=1) as pool:
-            await _make_quick(pool)
-            await pool.scaling.scale(2, 2)
-            jobs = [pool.submit(request("slow", each)) for each in ("one", "two", "three")]
-            assert pool.gauges()["waiting_requests"] == 1
-            assert await asyncio.gather(*map(outcome, jobs)) == [["slow"]] * 3
 
     run(scenario())

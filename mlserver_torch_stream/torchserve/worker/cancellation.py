@@ -20,10 +20,6 @@ class ClientsLeft(BaseException):
 class NeverStop:
     """For a call in which other processes may take part: they might wait for this one for ever."""
 
-    def skips(self, left: bool) -> bool:
-        """Whether a call is not made at all; ``left``: all clients have disconnected before it."""
-        return False
-
     def begin(self) -> None: ...
 
     def sent(self, left: bool) -> None:
@@ -37,9 +33,6 @@ class NeverStop:
 
 class StopAlone(NeverStop):
     """For a call in which no other process takes part."""
-
-    def skips(self, left: bool) -> bool:
-        return left
 
     def sent(self, left: bool) -> None:
         if left:
