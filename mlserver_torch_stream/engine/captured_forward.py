@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.forward.interface import Forward
@@ -53,7 +54,7 @@ class CapturedForwards:
                 cache,
                 self._max_sequences,
                 self._longest,
-                self._resources.capture_on,
+                self._resources.capture_on or capture_on,
                 copies_keys=isinstance(attention, CudaAttention) and attention.copies_keys,
                 pipeline=pipeline,
                 check=None if pipeline is None else lambda taken: check_pipeline(self._model, pipeline, taken, cache),

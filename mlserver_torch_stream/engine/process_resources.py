@@ -9,12 +9,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture, capture_on
 from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 from mlserver_torch_stream.engine.step_progress import StepProgress
+
+if TYPE_CHECKING:  # it imports torch, which servers without an engine need not have
+    from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 
 
 class ProcessResources:
@@ -26,7 +28,7 @@ class ProcessResources:
         self.cpu_lock = FairLock()
         # torch captures one CUDA graph at a time, and no memory may be given back during a capture.
         self.capture_lock = FairLock()
-        self.capture_on: Callable[[str], GraphCapture | None] = capture_on
+        self.capture_on: Callable[[str], GraphCapture | None] | None = None  # None: that of ``graph_capture``
         self.weights: SharedPool[Any] = SharedPool()
         self.engines: SharedPool[Any] = SharedPool()
 
