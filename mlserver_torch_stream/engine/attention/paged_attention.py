@@ -83,7 +83,10 @@ def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """``window`` and ``chunk`` are those of ``LayerGroup``; ``sinks`` is ``[heads]``, a score beside those of keys."""
+    """``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
+
+    ``sinks`` ``[heads]`` holds a score for each head, which takes part in the softmax beside the scores of the keys.
+    """
 
     scale: float
     window: int | None = None

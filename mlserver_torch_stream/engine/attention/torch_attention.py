@@ -34,7 +34,7 @@ Chunks = list[tuple[int, int, int]]  # a sequence, where its tokens begin and wh
 
 
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
-    """Returns the sequences with one new token, those that see about as many keys together, and the others.
+    """Returns the sequences with one new token, grouped by how many keys they see, and the other sequences.
 
     A gather is as wide as its longest row: lengths within a power of two waste less than half of it.
     """

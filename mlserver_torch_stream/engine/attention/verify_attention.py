@@ -76,7 +76,7 @@ def take_attention_kernels(
 
 
 def _problem(model: PreTrainedModel, attention: NativeAttention, way: Way, page_size: int) -> str | None:
-    """Returns what is wrong, or None."""
+    """Returns why the kernels must not attend in this model; None if they give the reference's results."""
     if way is Way.MASKED_ROWS:
         return "its attention cannot be replaced"
     shapes = attention_shapes(model, way)

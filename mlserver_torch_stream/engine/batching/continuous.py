@@ -218,7 +218,10 @@ class ContinuousBatcher(Batcher):
         self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Frees the pages of sequences that are in no forward. Returns those that are computed again by that."""
+        """Frees the pages of sequences that are in no forward.
+
+        Returns the sequences that must be computed again, because they share pages that those have not written.
+        """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}
         if self._lookup is not None:

@@ -47,7 +47,7 @@ def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:
 
 
 def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error: Exception) -> StepResult:
-    """Runs each sequence of a plan alone after the forward of all raised ``error``, but those that are void.
+    """Runs each sequence of a plan alone, except the ``void`` ones. The forward of all has raised ``error``.
 
     If no sequence is void and none raises alone, the batch itself is at fault (for memory, say): all fail, as each
     later try would. A single sequence is not tried again.

@@ -50,7 +50,9 @@ class _Turn:
 
 
 class TokenChoice:
-    """Samples the rows of all sequences at once; if that raises, those of each alone, so that only the culprit fails.
+    """Samples the rows of all sequences at once. If that raises, it samples each sequence's rows alone.
+
+    So only the sequence at fault ends in an error.
 
     A draft is accepted where it equals the token that is sampled from the row before it. The noise of sampling depends
     on the position and the token alone, so the tokens are those that the sequence gets without drafts.

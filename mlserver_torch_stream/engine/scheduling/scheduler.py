@@ -206,11 +206,9 @@ class Scheduler:
                 if account in decoding:
                     self._take(account, 1, draft, busy)
                 continue
-            while draft.takes_prompts and self._admit(draft, busy, account.priority):
-                pass
+            self._admit_all(draft, busy, account.priority)
             self._take_chunk(account, draft, busy)
-        while draft.takes_prompts and self._admit(draft, busy):
-            pass
+        self._admit_all(draft, busy)
         self._take_ahead(draft, busy)
         self._take_drafts(draft)
         copies = self._state_copies
@@ -290,6 +288,12 @@ class Scheduler:
                 draft.add_drafts(part, drafts)
 
     # --- admission ---
+
+    def _admit_all(self, draft: StepDraft, busy: Busy, before: float = math.inf) -> None:
+        """Admits requests of a priority ``before`` a number as long as the step takes prompts."""
+        admitted = True
+        while admitted and draft.takes_prompts:
+            admitted = self._admit(draft, busy, before)
 
     def _admit(self, draft: StepDraft, busy: Busy, before: float = math.inf) -> bool:
         """Admits the next request of the queue, of a priority ``before`` a number, and adds its first chunk.
