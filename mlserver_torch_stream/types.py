@@ -65,6 +65,29 @@ class ChatPrompt:
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
+class ConstraintKind(str, Enum):
+    """In which language a constraint is written."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a sequence's whole answer must match; where the model reasons first, what stands behind the reasoning.
+
+    ``source`` is a JSON Schema as JSON text, a regular expression, a JSON list of strings, a grammar in Lark's
+    language, or nothing for a JSON object of any kind. ``field`` is the request's parameter that it came from.
+    """
+
+    kind: ConstraintKind
+    source: str
+    field: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
     """How tokens are chosen and when a sequence ends, validated and resolved against the model's defaults.
@@ -130,6 +153,7 @@ class GenerationRequest:
     priority: int | None = None  # 1 is highest; None: the default
     timeout_s: float | None = None  # from submit to the last token; None: the settings'
     client: str = ""  # waiting requests of one client share its place in the queue; "": unnamed
+    constraint: Constraint | None = None  # of each answer; None: any text
 
 
 # The largest size of one event, in characters. Its line then stays below 48 KiB in every spelling; some proxies read
