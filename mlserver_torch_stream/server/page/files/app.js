@@ -33,6 +33,10 @@ const conversation = new Conversation(byId("turns"), {
     if (!read) openPanel(true);
     return read;
   },
+  asked: () => {
+    follows = true;
+    leaveControls();
+  },
   changed: showState,
   snippet: (request, kind) => SNIPPETS[kind](request, new URL(".", location.href).href, Boolean(key.get())),
 });
@@ -68,7 +72,7 @@ function showChoice(problem = "") {
   byId("mode-hint").textContent = kind === "completion" ? "This model has no chat template: it goes on with your text. " : "";
   byId("empty-text").classList.toggle("error-text", Boolean(problem));
   byId("empty-text").textContent = problem || "Answers come from this server, token by token.";
-  const buttons = EXAMPLES[kind].map((text) => element("button", { type: "button", onclick: () => submit(text) }, text));
+  const buttons = EXAMPLES[kind].map((text) => element("button", { type: "button", onclick: () => conversation.send(text) }, text));
   const again = element("button", { type: "button", onclick: loadModels }, "Try again");
   byId("examples").replaceChildren(...(model ? buttons : [again]).map((button) => element("li", {}, button)));
   showState();
@@ -76,11 +80,9 @@ function showChoice(problem = "") {
 
 // The conversation
 
-function submit(text) {
-  follows = true;
-  const sent = conversation.send(text);
-  if (sent) prompt.focus();
-  return sent;
+/** The focus goes where the next message is written, but on touch screens, where a keyboard would cover the answer. */
+function leaveControls() {
+  (matchMedia("(hover: hover)").matches ? prompt : scroller).focus();
 }
 
 function showState() {
@@ -91,7 +93,7 @@ function showState() {
   byId("stop").hidden = !conversation.isRunning;
   byId("send").hidden = conversation.isRunning;
   byId("send").disabled = !prompt.value.trim() || !chosenModel();
-  if (hadFocus && !conversation.isRunning) prompt.focus();
+  if (hadFocus && !conversation.isRunning) leaveControls();
   if (follows) scroller.scrollTop = scroller.scrollHeight;
 }
 
@@ -101,7 +103,7 @@ scroller.addEventListener("scroll", () => {
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (submit(prompt.value)) prompt.value = "";
+  if (conversation.send(prompt.value)) prompt.value = "";
   grow();
 });
 

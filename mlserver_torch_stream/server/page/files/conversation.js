@@ -1,4 +1,4 @@
-// Holds the turns, and asks for one answer at a time. Knows the page only by the turns' views and three callbacks.
+// Holds the turns, and asks for one answer at a time. Knows the page only by the views of the turns and a few callbacks.
 
 import { announce, announceNow } from "./announcer.js";
 import { Answer } from "./answer.js";
@@ -10,7 +10,8 @@ export class Conversation {
   turns = [];
   #running = null;
 
-  /** `page`: `model()` and `settings()`, each null where there is none; `changed()`; `snippet(request, kind)`. */
+  /** `page`: `model()` and `settings()`, each null where there is none; `asked()` when a prompt is sent;
+   *  `changed()`; `snippet(request, kind)`. */
   constructor(list, page) {
     this.list = list;
     this.page = page;
@@ -67,6 +68,7 @@ export class Conversation {
     turn.request = requestOf(model, this.turns, settings);
     turn.view.reset();
     this.#running = new AbortController();
+    this.page.asked();
     this.#receive(turn, this.#running);
     return true;
   }

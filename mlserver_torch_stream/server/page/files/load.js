@@ -16,8 +16,8 @@ export class LoadView {
   /** `isShown`: whether the charts can be seen. */
   constructor(isShown) {
     this.isShown = isShown;
-    this.running = series("chart-sequences", "running", true);
     this.waiting = series("chart-sequences", "waiting", false);
+    this.running = series("chart-sequences", "running", true);
     this.rate = series("chart-tokens", "running", true);
   }
 

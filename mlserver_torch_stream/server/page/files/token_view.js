@@ -4,6 +4,7 @@
 import { announceNow } from "./announcer.js";
 import { byId, element } from "./dom.js";
 
+const SPECIAL = /^<[|/]?[\w|]+>$/; // as the token that ends an answer
 const percent = (share) => (share >= 0.0005 ? `${(share * 100).toFixed(1)} %` : "< 0.1 %");
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
 
@@ -30,7 +31,8 @@ export class TokenView {
   show(tokens) {
     const added = tokens.slice(this.#spans.length).map((token) => {
       const level = Math.min(4, Math.floor(token.probability * 5));
-      return element("span", { class: `token likely-${level}` }, token.text);
+      const special = SPECIAL.test(token.text) ? " special" : "";
+      return element("span", { class: `token likely-${level}${special}` }, token.text);
     });
     this.root.append(...added);
     this.#spans.push(...added);
