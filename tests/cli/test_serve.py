@@ -138,6 +138,22 @@ def test_a_server_that_never_gets_ready_is_not_announced(taken: int) -> None:
     assert out.getvalue() == ""
 
 
+@pytest.mark.parametrize(("page", "said"), [("true", True), ("false", False), ("", False)])
+def test_the_page_is_named_where_there_is_one(page: str, said: bool) -> None:
+    class Ready(Handler):
+        def do_GET(self) -> None:
+            self.answer(200)
+
+        def do_POST(self) -> None:
+            self.received()
+            self.answer(200, b'[{"name": "tiny"}]')
+
+    out = io.StringIO()
+    with serving(Ready) as url:
+        _announcement(url, MLSERVER_TORCH_STREAM_PAGE=page).wait_and_print(out, limit=30)
+    assert (f"Open {url}/ " in out.getvalue()) == said
+
+
 def test_with_a_key_it_asks_and_shows_no_key(tmp_path: Path) -> None:
     class Asked(Handler):
         keys: ClassVar[list[str | None]] = []

@@ -84,7 +84,12 @@ export function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) {
     return logprobs.content.map((each) =>
-      token(each.token, each.logprob, each.bytes, (each.top_logprobs ?? []).map((top) => [top.token, top.logprob])),
+      token(
+        each.token,
+        each.logprob,
+        each.bytes,
+        (each.top_logprobs ?? []).map((top) => [top.token, top.logprob]),
+      ),
     );
   }
   return (logprobs.tokens ?? []).map((text, i) =>

@@ -14,7 +14,11 @@ const EXAMPLES = {
     "Write a short poem about a lighthouse in the fog.",
     "Give me five names for a small bakery.",
   ],
-  completion: ["The capital of France is", "Once upon a time there was a lighthouse that", "The three laws of motion are"],
+  completion: [
+    "The capital of France is",
+    "Once upon a time there was a lighthouse that",
+    "The three laws of motion are",
+  ],
 };
 const LOOK_AGAIN_MS = 3000;
 const NEAR_PX = 80;
@@ -69,10 +73,13 @@ function showChoice(problem = "") {
   const model = chosenModel();
   document.body.classList.toggle("completes", model?.chats === false);
   const kind = model?.chats === false ? "completion" : "chat";
-  byId("mode-hint").textContent = kind === "completion" ? "This model has no chat template: it goes on with your text. " : "";
+  byId("mode-hint").textContent =
+    kind === "completion" ? "This model has no chat template: it goes on with your text. " : "";
   byId("empty-text").classList.toggle("error-text", Boolean(problem));
   byId("empty-text").textContent = problem || "Answers come from this server, token by token.";
-  const buttons = EXAMPLES[kind].map((text) => element("button", { type: "button", onclick: () => conversation.send(text) }, text));
+  const buttons = EXAMPLES[kind].map((text) =>
+    element("button", { type: "button", onclick: () => conversation.send(text) }, text),
+  );
   const again = element("button", { type: "button", onclick: loadModels }, "Try again");
   byId("examples").replaceChildren(...(model ? buttons : [again]).map((button) => element("li", {}, button)));
   showState();

@@ -1,4 +1,4 @@
-// Holds the turns, and asks for one answer at a time. Knows the page only by the views of the turns and a few callbacks.
+// Holds the turns, and asks for one answer at a time. Knows the page by the views of the turns and a few callbacks.
 
 import { announce, announceNow } from "./announcer.js";
 import { Answer } from "./answer.js";

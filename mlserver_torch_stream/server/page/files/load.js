@@ -48,9 +48,18 @@ export class LoadView {
     byId("waiting").textContent = waiting;
     byId("rate").textContent = rate.toFixed(rate < 10 ? 1 : 0);
     const most = { sequences: this.#most("running", "waiting"), rate: this.#most("rate") };
-    this.running(this.#readings.map((each) => each.running), Math.max(4, most.sequences));
-    this.waiting(this.#readings.map((each) => each.waiting), Math.max(4, most.sequences));
-    this.rate(this.#readings.map((each) => each.rate), Math.max(10, most.rate));
+    this.running(
+      this.#readings.map((each) => each.running),
+      Math.max(4, most.sequences),
+    );
+    this.waiting(
+      this.#readings.map((each) => each.waiting),
+      Math.max(4, most.sequences),
+    );
+    this.rate(
+      this.#readings.map((each) => each.rate),
+      Math.max(10, most.rate),
+    );
     name("chart-sequences", `Now ${running} running and ${waiting} waiting; at most ${most.sequences} lately`);
     name("chart-tokens", `Now ${Math.round(rate)} tokens per second; at most ${Math.round(most.rate)} lately`);
   }

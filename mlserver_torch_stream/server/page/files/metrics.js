@@ -1,6 +1,6 @@
 // Reads the figures of the load out of the server's Prometheus metrics. Knows no element of the page.
 
-const LINE = /^torch_stream_(running_sequences|waiting_requests|generation_tokens_total)\{[^}]*\} (\S+)$/gm;
+const LINE = /^torch_stream_(running_sequences|waiting_requests|generation_tokens_total)\{.*\} (\S+)$/gm;
 
 /** The sums over all models. */
 export function loadOf(text) {

@@ -15,7 +15,9 @@ export function requestOf(model, turns, settings) {
 
 /** Earlier turns that have no answer are left out: templates want the roles in turn. */
 function messagesOf(turns) {
-  const answered = turns.slice(0, -1).filter((turn) => turn.answer && (turn.answer.text || turn.answer.toolCalls.length));
+  const answered = turns
+    .slice(0, -1)
+    .filter((turn) => turn.answer && (turn.answer.text || turn.answer.toolCalls.length));
   return [...answered.flatMap(({ prompt, answer }) => [said(prompt), replied(answer)]), said(turns.at(-1).prompt)];
 }
 

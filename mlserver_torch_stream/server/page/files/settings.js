@@ -43,7 +43,10 @@ export class Settings {
   }
 
   #changed() {
-    const kept = [...this.#form.elements].map((field) => [field.name, field.type === "checkbox" ? field.checked : field.value]);
+    const kept = [...this.#form.elements].map((field) => [
+      field.name,
+      field.type === "checkbox" ? field.checked : field.value,
+    ]);
     sessionStorage.setItem(STORED, JSON.stringify(Object.fromEntries(kept)));
     this.read();
   }
@@ -61,7 +64,7 @@ class WrongSetting extends Error {
   }
 }
 
-/** The parameters of a request out of what was typed. Empty fields are left out. Throws with the `field` that is wrong. */
+/** The parameters of a request out of what was typed, without empty fields. Throws with the `field` that is wrong. */
 export function readSettings(typed) {
   const read = {};
   if (typed.system.trim()) read.system = typed.system;
@@ -77,7 +80,11 @@ export function readSettings(typed) {
 function readNumber(name, text, low, high, whole) {
   const value = Number(text.trim().replace(",", "."));
   const fits = value >= low && value <= high && (!whole || Number.isInteger(value));
-  if (!fits) throw new WrongSetting(name, `${LABELS[name]} is ${whole ? "a whole number" : "a number"} from ${low} to ${high}.`);
+  if (!fits)
+    throw new WrongSetting(
+      name,
+      `${LABELS[name]} is ${whole ? "a whole number" : "a number"} from ${low} to ${high}.`,
+    );
   return value;
 }
 

@@ -1,5 +1,7 @@
 // Writes a request as a command or a script to copy. No key is ever in it.
 
+const PYTHON_KEY = `, "Authorization": f"Bearer {os.environ['KEY']}"`;
+
 /** `base`: the address of the server, with its last slash. `keyed`: whether the server asks for a key. */
 export const SNIPPETS = {
   curl: ({ path, body }, base, keyed) => {
@@ -13,13 +15,14 @@ export const SNIPPETS = {
       "import urllib.request",
       "",
       `body = json.loads(r${pythonString(json(body))})`,
-      `headers = {"Content-Type": "application/json"${keyed ? ', "Authorization": f"Bearer {os.environ[\'KEY\']}"' : ""}}`,
+      `headers = {"Content-Type": "application/json"${keyed ? PYTHON_KEY : ""}}`,
       `request = urllib.request.Request("${base}${path}", json.dumps(body).encode(), headers)`,
       "with urllib.request.urlopen(request) as events:",
       "    for line in events:",
       '        if line.startswith(b"data: {"):',
       '            for choice in json.loads(line[6:])["choices"]:',
-      `                print(choice${path.includes("chat") ? '["delta"].get("content") or ""' : '["text"]'}, end="", flush=True)`,
+      `                text = choice${path.includes("chat") ? '["delta"].get("content")' : '["text"]'}`,
+      '                print(text or "", end="", flush=True)',
       "",
     ].join("\n"),
   "openai SDK": ({ path, body }, base, keyed) => {
@@ -45,8 +48,10 @@ export const SNIPPETS = {
 
 // What the SDK's methods take by name; the rest goes into `extra_body`.
 const OF_THE_SDK = new Set(
-  ("model stream stream_options messages prompt temperature top_p max_tokens seed stop logprobs top_logprobs n " +
-    "presence_penalty frequency_penalty logit_bias tools tool_choice response_format echo").split(" "),
+  (
+    "model stream stream_options messages prompt temperature top_p max_tokens seed stop logprobs top_logprobs n " +
+    "presence_penalty frequency_penalty logit_bias tools tool_choice response_format echo"
+  ).split(" "),
 );
 
 function split(body) {
@@ -63,11 +68,13 @@ const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 /** JSON escapes what a Python string may not hold, but for quotes, which are escaped for JSON. */
 const pythonString = (text) => `'''${text.replaceAll("'", "\\u0027")}'''`;
 
-/** A JSON value as Python writes it. JSON's strings are Python's, but for pairs of surrogates, which it never writes. */
+/** A JSON value as Python writes it. Strings are the same in both: JSON.stringify escapes no pair of surrogates. */
 function python(value) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
   if (typeof value !== "object") return JSON.stringify(value);
-  return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each)}`).join(", ")}}`;
+  return `{${Object.entries(value)
+    .map(([name, each]) => `${JSON.stringify(name)}: ${python(each)}`)
+    .join(", ")}}`;
 }

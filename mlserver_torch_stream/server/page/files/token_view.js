@@ -89,7 +89,7 @@ function showTip(token, span) {
     }),
   );
   tip.hidden = false;
-  const place = (span.getClientRects()[0] ?? span.getBoundingClientRect());
+  const place = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const left = Math.max(8, Math.min(place.left, innerWidth - tip.offsetWidth - 8));
   const above = place.top - tip.offsetHeight - 6;
   tip.style.left = `${left}px`;

@@ -22,7 +22,12 @@ export class TurnView {
     this.tokens = null;
     this.text = element("div", { class: "text" });
     this.reasoningText = element("div", { class: "reasoning-text" });
-    this.reasoning = element("details", { class: "aside", hidden: true }, element("summary", {}, "Reasoning"), this.reasoningText);
+    this.reasoning = element(
+      "details",
+      { class: "aside", hidden: true },
+      element("summary", {}, "Reasoning"),
+      this.reasoningText,
+    );
     this.calls = element("div", { class: "calls" });
     this.problem = element("div", { class: "problem", role: "alert", hidden: true });
     this.figures = element("p", { class: "figures" });
@@ -68,7 +73,11 @@ export class TurnView {
     this.problem.hidden = !error;
     if (!error || this.problem.childNodes.length) return;
     const when = error.retryAfter === null ? "" : ` It asks to wait ${error.retryAfter} s.`;
-    const again = element("button", { type: "button", onclick: () => this.actions.regenerate(this.turn) }, "Try again");
+    const again = element(
+      "button",
+      { type: "button", onclick: () => this.actions.regenerate(this.turn) },
+      "Try again",
+    );
     this.problem.append(element("p", {}, `${error.message}${when}`), again);
   }
 
@@ -96,7 +105,9 @@ export class TurnView {
       element("button", { type: "button", class: "quiet", onclick: cancel }, "Cancel"),
       element("button", { type: "submit", class: "primary" }, "Send"),
     ];
-    this.prompt.replaceChildren(element("form", { class: "editing", onsubmit: send }, area, element("div", { class: "row" }, ...buttons)));
+    this.prompt.replaceChildren(
+      element("form", { class: "editing", onsubmit: send }, area, element("div", { class: "row" }, ...buttons)),
+    );
     area.focus();
   }
 
@@ -131,13 +142,19 @@ function callElement(call) {
   } catch {
     // not complete yet, or no JSON: as it came
   }
-  return element("div", { class: "call" }, element("p", {}, "Calls ", element("code", {}, call.name)), element("pre", { tabIndex: 0 }, shown));
+  return element(
+    "div",
+    { class: "call" },
+    element("p", {}, "Calls ", element("code", {}, call.name)),
+    element("pre", { tabIndex: 0 }, shown),
+  );
 }
 
 function figuresOf(answer) {
   const parts = [];
   if (answer.firstTokenMs !== null) parts.push(`first token ${inUnits(answer.firstTokenMs)}`);
-  if (answer.tokenCount) parts.push(`${answer.isCounted ? "" : "≈ "}${answer.tokenCount} token${answer.tokenCount === 1 ? "" : "s"}`);
+  if (answer.tokenCount)
+    parts.push(`${answer.isCounted ? "" : "≈ "}${answer.tokenCount} token${answer.tokenCount === 1 ? "" : "s"}`);
   if (answer.tokensPerSecond !== null) parts.push(`${answer.tokensPerSecond.toFixed(1)} tokens/s`);
   if (answer.stopped) parts.push("stopped");
   else if (ENDS[answer.finishReason]) parts.push(ENDS[answer.finishReason]);
