@@ -60,6 +60,8 @@ export class LoadView {
       this.#readings.map((each) => each.rate),
       Math.max(10, most.rate),
     );
+    byId("most-sequences").textContent = `most ${most.sequences}`;
+    byId("most-rate").textContent = `most ${Math.round(most.rate)}`;
     name("chart-sequences", `Now ${running} running and ${waiting} waiting; at most ${most.sequences} lately`);
     name("chart-tokens", `Now ${Math.round(rate)} tokens per second; at most ${Math.round(most.rate)} lately`);
   }

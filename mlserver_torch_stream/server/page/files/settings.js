@@ -53,7 +53,10 @@ export class Settings {
 
   #complain(name, message) {
     byId("settings-error").textContent = message;
-    for (const field of this.#form.elements) field.setAttribute("aria-invalid", String(field.name === name));
+    for (const field of this.#form.elements) {
+      field.setAttribute("aria-invalid", String(field.name === name));
+      if (field.name === name) field.closest("details")?.setAttribute("open", "");
+    }
   }
 }
 
