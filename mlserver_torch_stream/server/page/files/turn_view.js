@@ -72,7 +72,7 @@ export class TurnView {
   #showProblem(error) {
     this.problem.hidden = !error;
     if (!error || this.problem.childNodes.length) return;
-    const when = error.retryAfter === null ? "" : ` It asks to wait ${error.retryAfter} s.`;
+    const when = error.retryAfter == null ? "" : ` It asks to wait ${error.retryAfter} s.`;
     const again = element(
       "button",
       { type: "button", onclick: () => this.actions.regenerate(this.turn) },
