@@ -23,6 +23,7 @@ from mlserver_torch_stream.protocol.request_options import (
     refuse_chat_options,
     require_template,
 )
+from mlserver_torch_stream.protocol.structured_output import read_constraint
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"
@@ -66,6 +67,7 @@ def decode_body(
         priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
+        constraint=read_constraint(given),
     )
 
 
