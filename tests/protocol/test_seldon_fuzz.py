@@ -133,7 +133,9 @@ def test_what_openais_endpoint_does_with_a_parameter_is_done_here_too(name: str)
         values = parameter.harmless
     else:
         kind = parameter.schema["type"]
-        values = (_SAMPLES[kind if isinstance(kind, str) else kind[0]],)
+        values = (
+            {"type": "text"} if name == "response_format" else _SAMPLES[kind if isinstance(kind, str) else kind[0]],
+        )
     for value in values:
         more = {"logprobs": True} if name == "top_logprobs" else {}
         assert isinstance(_decode({"messages": _HELLO, **more, name: value}, True), GenerationRequest), value
