@@ -67,10 +67,16 @@ class SequenceState:
         hidden = ends and not self.request.params.include_stop_str_in_output
         text = "" if hidden else self._push([token_id])
         self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
-        if ends or self._stops.hit is not None:
+        if ends or self._complete or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.request.max_tokens:
             self.finish(FinishReason.LENGTH)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the constraint lets nothing follow."""
+        matcher = None if self.sampler is None else self.sampler.matcher
+        return matcher is not None and matcher.complete
 
     def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
         of = self._codec.token_bytes
@@ -157,6 +163,7 @@ class RequestState:
         self.params = given.sampling
         self.mailbox = mailbox
         self.max_model_len = max_model_len
+        self.constraint = given.constraint
         self.end_ids = _end_ids(given.sampling, eos_token_ids)
         self.sealed = not given.open
         self.priority = given.priority

@@ -13,6 +13,7 @@ from typing import Any
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
 from mlserver_torch_stream.protocol.parameters import LEAST_REPETITION_PENALTY, MAX_BAD_WORDS, MAX_STOP_STRINGS
+from mlserver_torch_stream.protocol.structured_output import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from mlserver_torch_stream.protocol.unsupported import harmless_values, refuse, refuse_unless_harmless
 
 
@@ -155,6 +156,8 @@ _OF_BOTH = (
     _taken("ignore_eos", _BOOLEAN),
     _taken("include_stop_str_in_output", _BOOLEAN),
     _taken("skip_special_tokens", _BOOLEAN),
+    _taken("response_format", RESPONSE_FORMAT),
+    _taken("structured_outputs", STRUCTURED_OUTPUTS),
     _taken("bad_words", _strings(MAX_BAD_WORDS)),
     _taken("priority", _integer(0, 2**31 - 1)),
     # Of this runtime alone.
@@ -181,7 +184,6 @@ _OF_CHATS = (
     _refused("moderation"),
     _refused("prediction"),
     _refused("reasoning_effort"),
-    _refused("response_format"),
     _refused("service_tier"),
     _refused("tool_choice", "none", "auto"),
     _refused("tools", []),

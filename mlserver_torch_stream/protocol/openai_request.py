@@ -16,6 +16,7 @@ from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters, 
 from mlserver_torch_stream.protocol.request_options import (
     chat_prompt,
     check_echo,
+    read_constraint,
     read_echo,
     read_positive,
     read_stream_mode,
@@ -66,6 +67,7 @@ def decode_body(
         priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
+        constraint=read_constraint(given),
     )
 
 

@@ -32,7 +32,7 @@ FIELDS = [
 # What OpenAI's chat completions know beside these; a server's path has the version of the model.
 _OPENAIS = {name: each for name, each in CHAT_PARAMETERS.items() if name not in (*NOT_PARAMETERS, "model_version")}
 FIELDS += [name for name in _OPENAIS if name not in FIELDS]
-FIELDS += ["best_of", "guided_json", "structured_outputs"]
+FIELDS += ["best_of", "guided_json"]
 
 
 def _decode(body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidInput:
@@ -133,7 +133,9 @@ def test_what_openais_endpoint_does_with_a_parameter_is_done_here_too(name: str)
         values = parameter.harmless
     else:
         kind = parameter.schema["type"]
-        values = (_SAMPLES[kind if isinstance(kind, str) else kind[0]],)
+        values = (
+            {"type": "text"} if name == "response_format" else _SAMPLES[kind if isinstance(kind, str) else kind[0]],
+        )
     for value in values:
         more = {"logprobs": True} if name == "top_logprobs" else {}
         assert isinstance(_decode({"messages": _HELLO, **more, name: value}, True), GenerationRequest), value

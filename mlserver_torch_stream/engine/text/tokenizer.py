@@ -11,9 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from mlserver_torch_stream.types import ChatPrompt, Constraint, Prompt, TextPrompt, TokensPrompt
 
 _HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
 _HOLD_AT_MOST = 64
@@ -29,6 +31,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._silent_ids: frozenset[int] | None = None
         self._token_bytes: TokenBytes | None = None
+        self._constraints = ConstraintCompiler(tokenizer)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -75,6 +78,14 @@ class TextCodec:
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+    def prepare_constraints(self) -> None:
+        """Does what would hold up the first request with a constraint, and all others meanwhile."""
+        self._constraints.prepare()
+
+    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
+        """Compiles what an answer must match, behind a text that ends with ``behind``. Blocks. Raises InvalidInput."""
+        return self._constraints.compile(constraint, behind)
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
         """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
