@@ -1,0 +1,115 @@
+"""Writes the grammar of an answer that must call functions, or whose calls must match the functions' schemas.
+
+Knows nothing of what compiles it: the grammar is Lark's, as llguidance reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.tool_calls import ToolChoice
+
+# JSON as models write it, so that none writes whitespace without end.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_ANY: Mapping[str, Any] = {"type": "object"}
+_TEXT = "TEXT: /(?s:.*)/\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpelling:
+    """How one call is written: ``begin``, with the name for ``NAME`` in it, the arguments, and ``end``.
+
+    ``mark`` begins a call, or a list of them with ``between`` two of them and ``close`` behind the last. A call may
+    stand without a ``mark`` that is ``optional``, as the whole answer.
+    """
+
+    mark: str
+    begin: str
+    end: str = ""
+    open: str = ""
+    between: str | None = None  # None: a second call begins as the first does
+    close: str = ""
+    optional: bool = False
+    several: bool = True
+
+
+NAME = "NAME"
+HERMES = CallSpelling("<tool_call>", '\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
+LLAMA = CallSpelling("<|python_tag|>", '{"name": "NAME", "parameters": ', "}", optional=True, several=False)
+MISTRAL_LIST = CallSpelling("[TOOL_CALLS]", '{"name": "NAME", "arguments": ', "}", " [", ", ", "]")
+MISTRAL_NAMED = CallSpelling("[TOOL_CALLS]", "NAME[ARGS]")
+
+
+def tool_grammar(
+    spelling: CallSpelling, functions: Sequence[Mapping[str, Any]], choice: ToolChoice, special: Mapping[str, int]
+) -> str | None:
+    """Returns None where the answer is free. ``special`` has the ids of marks that are special tokens."""
+    strict = any(function["name"] in choice.strict for function in functions)
+    if not choice.forced and not strict:
+        return None
+    if choice.name is not None:
+        functions = [function for function in functions if function["name"] == choice.name]
+    calls = _calls(spelling, special, one=not choice.parallel or choice.name is not None)
+    rules = [
+        f"call_{number}: {_bodies(spelling, special, function, strict=function['name'] in choice.strict)}"
+        for number, function in enumerate(functions)
+    ]
+    every = " | ".join(f"call_{number}" for number in range(len(functions)))
+    grammar = "\n".join([f"call: {every}", *rules, ""])
+    if choice.forced:
+        return f"start: {calls}\n{grammar}"
+    return f"{_free(spelling, special, calls)}{grammar}"
+
+
+def _calls(spelling: CallSpelling, special: Mapping[str, int], *, one: bool) -> str:
+    mark = "" if spelling.optional else _marked(spelling.mark, special)
+    first = f"{mark} {_literal(spelling.open, special)} call"
+    if one or not spelling.several:
+        return f"{first} {_literal(spelling.close, special)}"
+    if spelling.between is not None:
+        return f"{first} ({_literal(spelling.between, special)} call)* {_literal(spelling.close, special)}"
+    return f'{first} ("\\n"? {first})*'
+
+
+def _bodies(spelling: CallSpelling, special: Mapping[str, int], function: Mapping[str, Any], *, strict: bool) -> str:
+    schema = function.get("parameters") or _ANY
+    rules = {**_JSON, "lenient": not strict}
+    arguments = json.dumps({**schema, "x-guidance": rules}).replace("::=", "\\u003a:=")
+    begin = _literal(spelling.begin.replace(NAME, function["name"]), special)
+    return f"{begin} %json {arguments} {_literal(spelling.end, special)}"
+
+
+def _free(spelling: CallSpelling, special: Mapping[str, int], calls: str) -> str:
+    """Any text, in which each mark begins calls."""
+    if spelling.optional:
+        return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){_pattern(spelling.mark)}(?s:.*)/\n"
+    behind = calls.removeprefix(_marked(spelling.mark, special))
+    if spelling.mark in special:
+        return f"start: (TEXT {_marked(spelling.mark, special)} {behind})* TEXT\n{_TEXT}"
+    begin = _literal(spelling.mark, {})
+    text = f"TEXT: /(?s:.*)/ & ~/(?s:.*){_pattern(spelling.mark)}(?s:.*)/\n"
+    return f"start: (begin {behind})* TEXT\nbegin[suffix={begin}]: /(?s:.*)/\n{text}"
+
+
+def _marked(mark: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """A text, in which marks that are special tokens are those tokens."""
+    parts = [text]
+    for mark in special:
+        parts = [piece for part in parts for piece in _split(part, mark)]
+    return " ".join(_marked(part, special) for part in parts if part)
+
+
+def _split(text: str, mark: str) -> list[str]:
+    pieces = text.split(mark) if text != mark else [text]
+    return [each for piece in pieces for each in (mark, piece)][1:] if len(pieces) > 1 else pieces
+
+
+def _pattern(text: str) -> str:
+    return "".join(f"\\{char}" if not char.isalnum() and char != "_" and char not in "<>" else char for char in text)
