@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, EngineRequest, TokenStream
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
     ChatPrompt,
@@ -38,6 +39,9 @@ class PromptEncoder(Protocol):
     """The tokenizer's side of an engine: prompts to ids."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
+
+    def answer_format(self, prompt: ChatPrompt, ids: Sequence[int]) -> AnswerFormat | None:
+        """How the answer to a conversation of these ids is divided into reasoning, text and tool calls."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
         """Ids of the part of ``text`` that more text behind it cannot change."""
@@ -87,7 +91,9 @@ class Generator:
         submitted = []
         with self._observed(request) as observer:
             for position, ids in enumerate(await _off_loop_if_long(self._encode_all, request.prompts)):
-                submitted.append(_engine_request(request, ids, first_index=position * n))
+                prompt = request.prompts[position]
+                answer = self.codec.answer_format(prompt, ids) if isinstance(prompt, ChatPrompt) else None
+                submitted.append(_engine_request(request, ids, answer, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
             opened(_ObservedStream(self.engine.submit(submitted), observer))
 
@@ -149,7 +155,12 @@ class Generator:
 
 
 def _engine_request(
-    request: GenerationRequest, prompt_ids: tuple[int, ...] = (), *, first_index: int = 0, open: bool = False
+    request: GenerationRequest,
+    prompt_ids: tuple[int, ...] = (),
+    answer: AnswerFormat | None = None,
+    *,
+    first_index: int = 0,
+    open: bool = False,
 ) -> EngineRequest:
     return EngineRequest(
         prompt_ids,
@@ -159,6 +170,7 @@ def _engine_request(
         priority=request.priority or DEFAULT_PRIORITY,
         client=request.client,
         timeout_s=request.timeout_s,
+        answer=answer,
     )
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.text.answer_format import AnswerParser
@@ -80,6 +80,7 @@ def _cut(text: str, cuts: Sequence[int]) -> list[str]:
 _cuts = st.lists(st.integers(0, 10_000), max_size=20)
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(_KINDS)), st.lists(_call, min_size=1, max_size=3), st.integers(0, 2), _cuts)
 def test_calls_are_read_whatever_the_cuts(kind: str, calls: list[tuple[str, str]], style: int, cuts: list[int]) -> None:
     text = _written(kind, calls, style)
@@ -111,6 +112,7 @@ _fragments = st.sampled_from(
 _noise = st.lists(_fragments, max_size=25).map("".join)
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(_KINDS)), _noise, _cuts, st.booleans(), st.booleans(), st.booleans())
 def test_any_text_is_read_alike_whatever_the_cuts(
     kind: str, text: str, cuts: list[int], reasoning: bool, begun: bool, parallel: bool
@@ -122,6 +124,7 @@ def test_any_text_is_read_alike_whatever_the_cuts(
     assert read(_cut(text, cuts)) == read([text])
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(_KINDS)), _noise)
 def test_without_a_call_the_text_is_the_answer(kind: str, text: str) -> None:
     parser = _parser(kind)
@@ -132,6 +135,7 @@ def test_without_a_call_the_text_is_the_answer(kind: str, text: str) -> None:
         assert all(isinstance(json.loads(call.arguments), dict) for call in read)
 
 
+@settings(max_examples=60)
 @given(_json, _cuts)
 def test_the_scanner_ends_where_json_does(value: Any, cuts: list[int]) -> None:
     text = json.dumps([value])
@@ -142,6 +146,7 @@ def test_the_scanner_ends_where_json_does(value: Any, cuts: list[int]) -> None:
     assert scanner.complete and not scanner.push(" ")
 
 
+@settings(max_examples=60)
 @given(st.text('{}[]",:\\u01e5.-+ntruefals \n', max_size=12))
 def test_what_the_scanner_takes_is_what_json_takes(text: str) -> None:
     scanner = JsonScanner()

@@ -10,16 +10,22 @@ from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.text.answer_parts import CallParser, Part
 from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
+from mlserver_torch_stream.types import Constraint
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts. The parsers need to see the
-    special tokens ``marks``."""
+    """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
+
+    The parsers need to see the special tokens ``marks``. ``constraint`` is what calls must match; it holds, as any
+    constraint of the answer, behind ``behind``, the text that ends the reasoning.
+    """
 
     reasoning: Callable[[], ReasoningParser] | None = None
     calls: Callable[[], CallParser] | None = None
     marks: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    behind: str | None = None
 
     def parser(self) -> AnswerParser:
         return AnswerParser(

@@ -5,8 +5,8 @@ Knows nothing of tokens or events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mlserver_torch_stream.tool_calls import ToolCallDelta
@@ -48,3 +48,17 @@ def joined(parts: Sequence[Part]) -> list[Part]:
         elif part != "" and part != Reasoning(""):
             result.append(part)
     return result
+
+
+def short(part: Part, most: int) -> Iterator[Part]:
+    """The part as pieces of at most ``most`` characters, of the size that events count."""
+    if isinstance(part, Reasoning):
+        for start in range(0, len(part.text), most // 2):
+            yield Reasoning(part.text[start : start + most // 2])
+    elif isinstance(part, str):
+        for start in range(0, len(part), most):
+            yield part[start : start + most]
+    else:
+        yield replace(part, arguments=part.arguments[:most])
+        for start in range(most, len(part.arguments), most):
+            yield ToolCallDelta(part.index, arguments=part.arguments[start : start + most])

@@ -11,12 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 
 _HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
 _HOLD_AT_MOST = 64
+_ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
 
 
 class TextCodec:
@@ -25,7 +28,11 @@ class TextCodec:
     The messages of a ``ChatPrompt`` are at least one, and the content of each is one string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> None:
+        """``tool_parser`` and ``reasoning_parser`` are the settings' values."""
+        self.chat_format = ChatFormat(tokenizer, tool_parser, reasoning_parser)
         self._tokenizer = tokenizer
         self._silent_ids: frozenset[int] | None = None
         self._token_bytes: TokenBytes | None = None
@@ -63,6 +70,10 @@ class TextCodec:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def answer_format(self, prompt: ChatPrompt, ids: Sequence[int]) -> AnswerFormat | None:
+        """Returns how the answer to a conversation of these ids is divided; None where it is text alone."""
+        return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token; a special token's are those of its name."""
