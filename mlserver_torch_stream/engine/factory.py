@@ -157,6 +157,7 @@ def _run(
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
+        codec.prepare_constraints()
         return _start(resolved, lease, loaded, codec, threads, on_death, resources)
     except BaseException:
         resources.release(codec)

@@ -74,7 +74,7 @@ class SequenceState:
         text = "" if hidden else self._push([token_id])
         self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
         self._reasoning_tokens += reasoned or self._reasons
-        if ends or self._stops.hit is not None or (self._parser is not None and self._parser.ended):
+        if ends or self._complete or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.request.max_tokens:
             self.finish(FinishReason.LENGTH)
@@ -82,6 +82,14 @@ class SequenceState:
     @property
     def _reasons(self) -> bool:
         return self._parser is not None and self._parser.reasons
+
+    @property
+    def _complete(self) -> bool:
+        """Whether nothing may follow: no token by the constraint, or no text behind an only call."""
+        if self._parser is not None and self._parser.ended:
+            return True
+        matcher = None if self.sampler is None else self.sampler.matcher
+        return matcher is not None and matcher.complete
 
     def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
         of = self._codec.token_bytes
@@ -187,6 +195,7 @@ class RequestState:
         self.mailbox = mailbox
         self.max_model_len = max_model_len
         self.answer = given.answer
+        self.constraint = given.constraint
         self.end_ids = _end_ids(given.sampling, eos_token_ids)
         self.sealed = not given.open
         self.priority = given.priority

@@ -18,6 +18,7 @@ from mlserver_torch_stream.protocol.parameters import (
     MAX_STOP_STRINGS,
     REASONING_EFFORTS,
 )
+from mlserver_torch_stream.protocol.structured_output import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from mlserver_torch_stream.protocol.tools import TOOLS
 from mlserver_torch_stream.protocol.unsupported import harmless_values, refuse, refuse_unless_harmless
 
@@ -161,6 +162,8 @@ _OF_BOTH = (
     _taken("ignore_eos", _BOOLEAN),
     _taken("include_stop_str_in_output", _BOOLEAN),
     _taken("skip_special_tokens", _BOOLEAN),
+    _taken("response_format", RESPONSE_FORMAT),
+    _taken("structured_outputs", STRUCTURED_OUTPUTS),
     _taken("bad_words", _strings(MAX_BAD_WORDS)),
     _taken("priority", _integer(0, 2**31 - 1)),
     # Of this runtime alone.
@@ -189,7 +192,6 @@ _OF_CHATS = (
     _refused("modalities"),
     _refused("moderation"),
     _refused("prediction"),
-    _refused("response_format"),
     _refused("service_tier"),
     _refused("verbosity"),
     _refused("web_search_options"),

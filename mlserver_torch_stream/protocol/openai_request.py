@@ -23,6 +23,7 @@ from mlserver_torch_stream.protocol.request_options import (
     refuse_chat_options,
     require_template,
 )
+from mlserver_torch_stream.protocol.structured_output import read_constraint
 from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt, TokensPrompt
 
@@ -67,6 +68,7 @@ def decode_body(
         priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
+        constraint=read_constraint(given),
     )
 
 

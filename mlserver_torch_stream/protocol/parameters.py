@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol import values
+from mlserver_torch_stream.protocol import structured_output, values
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 
@@ -79,6 +79,10 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("tool_choice", values.tool_choice, tensor="BYTES"),
     Parameter("parallel_tool_calls", values.boolean, tensor="BYTES"),
     Parameter("reasoning_effort", values.one_of(*REASONING_EFFORTS)),
+    Parameter("response_format", structured_output.response_format, tensor="BYTES"),
+    Parameter("structured_outputs", structured_output.structured_outputs),
+    Parameter("guided_decoding_guide", structured_output.text, tensor="BYTES"),
+    Parameter("guided_decoding_guide_type", structured_output.guide_type, tensor="BYTES"),
     Parameter("stream_mode", _stream_mode),
     Parameter("priority", values.integer(0, 2**31 - 1)),
     Parameter("timeout", values.integer(0, 2**53)),

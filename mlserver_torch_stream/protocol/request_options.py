@@ -15,6 +15,7 @@ from mlserver_torch_stream.protocol.chat import check_template_arguments
 from mlserver_torch_stream.protocol.json_schema import check
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
+from mlserver_torch_stream.protocol.structured_output import read_constraint
 from mlserver_torch_stream.protocol.tools import chosen_tools
 from mlserver_torch_stream.types import (
     ChatPrompt,
@@ -66,6 +67,7 @@ def build_request(
         priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
+        constraint=read_constraint(given),
     )
 
 

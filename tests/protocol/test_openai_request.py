@@ -37,6 +37,7 @@ _BODIES: list[dict[str, Any]] = [
     {"prompt": ""},
     {"prompt": "x", "max_tokns": 3},
     {"prompt": "x", "response_format": {"type": "json_object"}},
+    {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
 ]
 
 

@@ -32,7 +32,7 @@ FIELDS = [
 # What OpenAI's chat completions know beside these; a server's path has the version of the model.
 _OPENAIS = {name: each for name, each in CHAT_PARAMETERS.items() if name not in (*NOT_PARAMETERS, "model_version")}
 FIELDS += [name for name in _OPENAIS if name not in FIELDS]
-FIELDS += ["best_of", "guided_json", "structured_outputs"]
+FIELDS += ["best_of", "guided_json"]
 
 
 def _decode(body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidInput:

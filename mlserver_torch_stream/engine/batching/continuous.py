@@ -139,6 +139,7 @@ class ContinuousBatcher(Batcher):
         while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
             step = _StepInFlight(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
             self._begin(plan)
+            self._choice.prepare(plan)
             self._busy |= step.sequences
             self.progress.launched(step, *_description(plan))
             self._in_flight.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)

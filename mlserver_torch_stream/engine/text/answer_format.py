@@ -17,8 +17,8 @@ from mlserver_torch_stream.types import Constraint
 class AnswerFormat:
     """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
-    The parsers need to see the special tokens ``marks``. ``constraint`` is what calls must match; it holds, as any
-    constraint of the answer, behind ``behind``, the text that ends the reasoning.
+    The parsers need to see the special tokens ``marks``. ``constraint`` is what the text and the calls must match,
+    behind ``behind``, the text that ends the reasoning.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None
@@ -26,6 +26,11 @@ class AnswerFormat:
     marks: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     behind: str | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether the answer can be anything but text."""
+        return self.reasoning is not None or self.calls is not None
 
     def parser(self) -> AnswerParser:
         return AnswerParser(

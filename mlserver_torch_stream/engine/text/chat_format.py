@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.text.tool_grammar import (
     MISTRAL_LIST,
     MISTRAL_NAMED,
     CallSpelling,
+    json_answer,
     tool_grammar,
 )
 from mlserver_torch_stream.engine.text.tool_parsers import (
@@ -63,12 +64,11 @@ class ChatFormat:
         self._call_marks = {mark: special[mark] for mark in _CALL_MARKS if mark in special}
         self._reasoning_marks = {mark: special[mark] for mark in _REASONING_MARKS if mark in special}
 
-    def answer(self, prompt: ChatPrompt, ending: str) -> AnswerFormat | None:
-        """How the answer to a conversation is divided; None: not at all. ``ending`` is the end of the rendered text."""
+    def answer(self, prompt: ChatPrompt, ending: str, constraint: Constraint | None = None) -> AnswerFormat:
+        """How the answer to a conversation is divided. ``ending`` is the end of the rendered text, ``constraint`` what
+        the answer's text must match."""
         calls = self._calls(prompt)
         reasoning = self._reasoning(prompt, ending)
-        if calls is None and reasoning is None:
-            return None
         marks = {
             *({} if reasoning is None else self._reasoning_marks).values(),
             *({} if calls is None else self._call_marks).values(),
@@ -77,7 +77,7 @@ class ChatFormat:
             reasoning,
             calls,
             frozenset(marks),
-            None if calls is None else self._constraint(prompt),
+            constraint if calls is None else self._constraint(prompt, constraint),
             None if reasoning is None else END,
         )
 
@@ -95,8 +95,9 @@ class ChatFormat:
         names = frozenset(str(function["name"]) for function in _functions(prompt))
         return partial(_PARSERS[self.tools], names, parallel=prompt.tool_choice.parallel)
 
-    def _constraint(self, prompt: ChatPrompt) -> Constraint | None:
-        grammar = tool_grammar(self._spelling, _functions(prompt), prompt.tool_choice, self._call_marks)
+    def _constraint(self, prompt: ChatPrompt, text: Constraint | None) -> Constraint | None:
+        answer = None if text is None or prompt.tool_choice.forced else json_answer(text)
+        grammar = tool_grammar(self._spelling, _functions(prompt), prompt.tool_choice, self._call_marks, answer)
         return None if grammar is None else Constraint(ConstraintKind.GRAMMAR, grammar, "tools")
 
     @property

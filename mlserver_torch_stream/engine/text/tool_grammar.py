@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.tool_calls import ToolChoice
+from mlserver_torch_stream.types import Constraint, ConstraintKind
 
 # JSON as models write it, so that none writes whitespace without end.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ANY: Mapping[str, Any] = {"type": "object"}
+_NO_GBNF = "\\u003a:="  # where "::=" stands, a grammar is taken for llama.cpp's
 _TEXT = "TEXT: /(?s:.*)/\n"
 
 
@@ -44,11 +47,18 @@ MISTRAL_NAMED = CallSpelling("[TOOL_CALLS]", "NAME[ARGS]")
 
 
 def tool_grammar(
-    spelling: CallSpelling, functions: Sequence[Mapping[str, Any]], choice: ToolChoice, special: Mapping[str, int]
+    spelling: CallSpelling,
+    functions: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    special: Mapping[str, int],
+    answer: str | None = None,
 ) -> str | None:
-    """Returns None where the answer is free. ``special`` has the ids of marks that are special tokens."""
+    """Returns None where the answer is free. ``special`` has the ids of marks that are special tokens.
+
+    ``answer`` is what an answer without calls must match, in Lark's language.
+    """
     strict = any(function["name"] in choice.strict for function in functions)
-    if not choice.forced and not strict:
+    if not choice.forced and not strict and answer is None:
         return None
     if choice.name is not None:
         functions = [function for function in functions if function["name"] == choice.name]
@@ -61,7 +71,22 @@ def tool_grammar(
     grammar = "\n".join([f"call: {every}", *rules, ""])
     if choice.forced:
         return f"start: {calls}\n{grammar}"
+    if answer is not None:
+        return f"start: {calls} | answer\nanswer: {answer}\n{grammar}"
     return f"{_free(spelling, special, calls)}{grammar}"
+
+
+def json_answer(constraint: Constraint) -> str:
+    """Returns a JSON schema in Lark's language. Raises InvalidInput for a constraint of another kind."""
+    if constraint.kind not in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
+        raise InvalidInput(constraint.field, "beside tools only JSON is implemented")
+    schema = json.loads(constraint.source) if constraint.kind is ConstraintKind.JSON_SCHEMA else _ANY
+    return _json(schema if isinstance(schema, dict) else {"allOf": [schema]}, lenient=False)
+
+
+def _json(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    text = json.dumps({**schema, "x-guidance": {**_JSON, "lenient": lenient}})
+    return f"%json {text.replace('::=', _NO_GBNF)}"
 
 
 def _calls(spelling: CallSpelling, special: Mapping[str, int], *, one: bool) -> str:
@@ -75,11 +100,9 @@ def _calls(spelling: CallSpelling, special: Mapping[str, int], *, one: bool) -> 
 
 
 def _bodies(spelling: CallSpelling, special: Mapping[str, int], function: Mapping[str, Any], *, strict: bool) -> str:
-    schema = function.get("parameters") or _ANY
-    rules = {**_JSON, "lenient": not strict}
-    arguments = json.dumps({**schema, "x-guidance": rules}).replace("::=", "\\u003a:=")
+    arguments = _json(function.get("parameters") or _ANY, lenient=not strict)
     begin = _literal(spelling.begin.replace(NAME, function["name"]), special)
-    return f"{begin} %json {arguments} {_literal(spelling.end, special)}"
+    return f"{begin} {arguments} {_literal(spelling.end, special)}"
 
 
 def _free(spelling: CallSpelling, special: Mapping[str, int], calls: str) -> str:
