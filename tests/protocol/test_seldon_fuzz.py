@@ -49,7 +49,7 @@ def _param(refusal: InvalidInput) -> str:
     _, body = SELDON.refusal(refusal)
     error = json.loads(body["outputs"][0]["data"][0])["error"]
     assert error["message"].startswith(f"{error['param']}: ")
-    return str(error["param"]).partition(".")[0]
+    return str(error["param"]).partition(".")[0].partition("[")[0]
 
 
 # --- conversations ---

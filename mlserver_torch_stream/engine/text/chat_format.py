@@ -60,9 +60,9 @@ class ChatFormat:
         self.arguments = frozenset(name for name in _ARGUMENTS if name in template)
         self._named = ARGUMENTS_MARK in template
         added = tokenizer.added_tokens_decoder
-        special = {str(token.content): token_id for token_id, token in added.items() if token.special}
-        self._call_marks = {mark: special[mark] for mark in _CALL_MARKS if mark in special}
-        self._reasoning_marks = {mark: special[mark] for mark in _REASONING_MARKS if mark in special}
+        ids = {str(token.content): token_id for token_id, token in added.items()}
+        self._call_marks = {mark: ids[mark] for mark in _CALL_MARKS if mark in ids}
+        self._reasoning_marks = {mark: ids[mark] for mark in _REASONING_MARKS if mark in ids}
 
     def answer(self, prompt: ChatPrompt, ending: str, constraint: Constraint | None = None) -> AnswerFormat:
         """How the answer to a conversation is divided. ``ending`` is the end of the rendered text, ``constraint`` what

@@ -50,10 +50,10 @@ def tool_grammar(
     spelling: CallSpelling,
     functions: Sequence[Mapping[str, Any]],
     choice: ToolChoice,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     answer: str | None = None,
 ) -> str | None:
-    """Returns None where the answer is free. ``special`` has the ids of marks that are special tokens.
+    """Returns None where the answer is free. ``tokens`` has the ids of marks that are tokens of their own.
 
     ``answer`` is what an answer without calls must match, in Lark's language.
     """
@@ -62,9 +62,9 @@ def tool_grammar(
         return None
     if choice.name is not None:
         functions = [function for function in functions if function["name"] == choice.name]
-    calls = _calls(spelling, special, one=not choice.parallel or choice.name is not None)
+    calls = _calls(spelling, tokens, one=not choice.parallel or choice.name is not None)
     rules = [
-        f"call_{number}: {_bodies(spelling, special, function, strict=function['name'] in choice.strict)}"
+        f"call_{number}: {_bodies(spelling, tokens, function, strict=function['name'] in choice.strict)}"
         for number, function in enumerate(functions)
     ]
     every = " | ".join(f"call_{number}" for number in range(len(functions)))
@@ -73,7 +73,7 @@ def tool_grammar(
         return f"start: {calls}\n{grammar}"
     if answer is not None:
         return f"start: {calls} | answer\nanswer: {answer}\n{grammar}"
-    return f"{_free(spelling, special, calls)}{grammar}"
+    return f"{_free(spelling, tokens, calls)}{grammar}"
 
 
 def json_answer(constraint: Constraint) -> str:
@@ -89,44 +89,44 @@ def _json(schema: Mapping[str, Any], *, lenient: bool) -> str:
     return f"%json {text.replace('::=', _NO_GBNF)}"
 
 
-def _calls(spelling: CallSpelling, special: Mapping[str, int], *, one: bool) -> str:
-    mark = "" if spelling.optional else _marked(spelling.mark, special)
-    first = f"{mark} {_literal(spelling.open, special)} call"
+def _calls(spelling: CallSpelling, tokens: Mapping[str, int], *, one: bool) -> str:
+    mark = "" if spelling.optional else _marked(spelling.mark, tokens)
+    first = f"{mark} {_literal(spelling.open, tokens)} call"
     if one or not spelling.several:
-        return f"{first} {_literal(spelling.close, special)}"
+        return f"{first} {_literal(spelling.close, tokens)}"
     if spelling.between is not None:
-        return f"{first} ({_literal(spelling.between, special)} call)* {_literal(spelling.close, special)}"
+        return f"{first} ({_literal(spelling.between, tokens)} call)* {_literal(spelling.close, tokens)}"
     return f'{first} ("\\n"? {first})*'
 
 
-def _bodies(spelling: CallSpelling, special: Mapping[str, int], function: Mapping[str, Any], *, strict: bool) -> str:
+def _bodies(spelling: CallSpelling, tokens: Mapping[str, int], function: Mapping[str, Any], *, strict: bool) -> str:
     arguments = _json(function.get("parameters") or _ANY, lenient=not strict)
-    begin = _literal(spelling.begin.replace(NAME, function["name"]), special)
-    return f"{begin} {arguments} {_literal(spelling.end, special)}"
+    begin = _literal(spelling.begin.replace(NAME, function["name"]), tokens)
+    return f"{begin} {arguments} {_literal(spelling.end, tokens)}"
 
 
-def _free(spelling: CallSpelling, special: Mapping[str, int], calls: str) -> str:
+def _free(spelling: CallSpelling, tokens: Mapping[str, int], calls: str) -> str:
     """Any text, in which each mark begins calls."""
     if spelling.optional:
         return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){_pattern(spelling.mark)}(?s:.*)/\n"
-    behind = calls.removeprefix(_marked(spelling.mark, special))
-    if spelling.mark in special:
-        return f"start: (TEXT {_marked(spelling.mark, special)} {behind})* TEXT\n{_TEXT}"
+    behind = calls.removeprefix(_marked(spelling.mark, tokens))
+    if spelling.mark in tokens:
+        return f"start: (TEXT {_marked(spelling.mark, tokens)} {behind})* TEXT\n{_TEXT}"
     begin = _literal(spelling.mark, {})
     text = f"TEXT: /(?s:.*)/ & ~/(?s:.*){_pattern(spelling.mark)}(?s:.*)/\n"
     return f"start: (begin {behind})* TEXT\nbegin[suffix={begin}]: /(?s:.*)/\n{text}"
 
 
-def _marked(mark: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+def _marked(mark: str, tokens: Mapping[str, int]) -> str:
+    return f"<[{tokens[mark]}]>" if mark in tokens else json.dumps(mark)
 
 
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text, in which marks that are special tokens are those tokens."""
+def _literal(text: str, tokens: Mapping[str, int]) -> str:
+    """A text, in which marks that are tokens are those tokens."""
     parts = [text]
-    for mark in special:
+    for mark in tokens:
         parts = [piece for part in parts for piece in _split(part, mark)]
-    return " ".join(_marked(part, special) for part in parts if part)
+    return " ".join(_marked(part, tokens) for part in parts if part)
 
 
 def _split(text: str, mark: str) -> list[str]:
