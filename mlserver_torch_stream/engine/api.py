@@ -56,6 +56,7 @@ class EngineStats:
     num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
     draft_tokens: int = 0  # drafted by prompt lookup
     accepted_draft_tokens: int = 0  # of them, equal to the tokens that were then sampled
+    forced_tokens: int = 0  # that a constraint left no choice about, computed together with the token before them
     cancelled_sequences: int = 0  # whose stream was closed
     timed_out_sequences: int = 0
     wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
@@ -73,6 +74,7 @@ COUNTERS = (
     "num_preemptions",
     "draft_tokens",
     "accepted_draft_tokens",
+    "forced_tokens",
     "cancelled_sequences",
     "timed_out_sequences",
     "wasted_tokens",

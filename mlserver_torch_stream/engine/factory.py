@@ -306,13 +306,15 @@ def _batch_continuously(
 
     def make() -> ContinuousBatcher:
         cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
+        forward = forwards.over(cache) if settings.fast_path == "auto" else choice.forward
         return ContinuousBatcher(
-            forwards.over(cache) if settings.fast_path == "auto" else choice.forward,
+            forward,
             cache,
             samplers,
             limits,
             spec,
             lookup=_prompt_lookup(settings, spec, limits),
+            drafts_forced=forward is choice.forward,
             pipeline=prepared.pipeline,
             faults=faults,
             check_devices=prepared.check_devices,

@@ -16,6 +16,7 @@ from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters, 
 from mlserver_torch_stream.protocol.request_options import (
     chat_prompt,
     check_echo,
+    read_constraint,
     read_echo,
     read_positive,
     read_stream_mode,
@@ -23,7 +24,6 @@ from mlserver_torch_stream.protocol.request_options import (
     refuse_chat_options,
     require_template,
 )
-from mlserver_torch_stream.protocol.structured_output import read_constraint
 from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt, TokensPrompt
 

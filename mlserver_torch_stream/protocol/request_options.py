@@ -15,10 +15,11 @@ from mlserver_torch_stream.protocol.chat import check_template_arguments
 from mlserver_torch_stream.protocol.json_schema import check
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
-from mlserver_torch_stream.protocol.structured_output import read_constraint
+from mlserver_torch_stream.protocol.structured_output import GUIDE, GUIDE_TYPE, of_guide
 from mlserver_torch_stream.protocol.tools import chosen_tools
 from mlserver_torch_stream.types import (
     ChatPrompt,
+    Constraint,
     GenerationRequest,
     ModelInfo,
     Prompt,
@@ -31,6 +32,7 @@ from mlserver_torch_stream.types import (
 MOST_ID_CHARACTERS = 256
 _STREAM_OPTIONS = "stream_options"
 _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
+_CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
 _CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 
 Objects = tuple[Mapping[str, Any], ...]
@@ -142,6 +144,20 @@ def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, stream
                 raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
             return bool(options.get("include_usage"))
     return False
+
+
+def read_constraint(given: Merged) -> Constraint | None:
+    """What the answers of a request must match."""
+    ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
+    if len(ways) > 1:
+        raise InvalidInput(given[ways[1]].spelling, f"contradicts {given[ways[0]].spelling}")
+    guide = str(given[GUIDE].value) if GUIDE in given else None
+    if GUIDE_TYPE in ways:
+        return of_guide(given[GUIDE_TYPE].value, guide)
+    if guide is not None:
+        raise InvalidInput(GUIDE, f"needs {GUIDE_TYPE}")
+    constraint: Constraint | None = given[ways[0]].value if ways else None
+    return constraint
 
 
 def read_stream_mode(given: Merged, streaming: bool) -> StreamMode:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.finite_schema import check_finite
 from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
 from mlserver_torch_stream.types import Constraint, ConstraintKind, ModelInfo
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.protocol.parameters import Merged
 
 _MOST_CHOICES = 4096
 _OPTIONAL_STRING: Schema = {"type": ["string", "null"], "minLength": 1}
@@ -63,14 +60,9 @@ STRUCTURED_OUTPUTS: Schema = {
     "additionalProperties": False,
 }
 # As TensorRT-LLM's backend of Triton names them.
-_GUIDE, _GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
-_GUIDE_TYPES = {
-    "json": ConstraintKind.JSON_OBJECT,
-    "json_schema": ConstraintKind.JSON_SCHEMA,
-    "regex": ConstraintKind.REGEX,
-    "ebnf_grammar": ConstraintKind.GRAMMAR,
-}
-_WAYS = ("response_format", "structured_outputs", _GUIDE_TYPE)
+GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
+_GUIDE_KINDS = {"regex": ConstraintKind.REGEX, "ebnf_grammar": ConstraintKind.GRAMMAR}
+guide_type = values.one_of("json", "json_schema", *_GUIDE_KINDS)
 
 
 def response_format(value: Any, info: ModelInfo) -> Constraint | None:
@@ -106,30 +98,15 @@ def text(value: Any, info: ModelInfo) -> str:
     return str(value)
 
 
-def read_constraint(given: Merged) -> Constraint | None:
-    """What the answers of a request must match. Raises InvalidInput."""
-    ways = [given[name].spelling for name in _WAYS if name in given and given[name].value is not None]
-    if len(ways) > 1:
-        raise InvalidInput(ways[1], f"contradicts {ways[0]}")
-    if _GUIDE_TYPE in ways:
-        return _of_guide(given)
-    if _GUIDE in given:
-        raise InvalidInput(_GUIDE, f"needs {_GUIDE_TYPE}")
-    constraint: Constraint | None = given[ways[0]].value if ways else None
-    return constraint
-
-
-def _of_guide(given: Merged) -> Constraint:
-    kind = _GUIDE_TYPES[given[_GUIDE_TYPE].value]
-    guide = given[_GUIDE].value if _GUIDE in given else None
-    if kind is ConstraintKind.JSON_OBJECT:
-        return Constraint(kind, "", _GUIDE_TYPE)
+def of_guide(kind: str, guide: str | None) -> Constraint:
+    """TensorRT-LLM's guide of a kind, which ``guide_type`` has read. Raises InvalidInput."""
+    if kind == "json":
+        return Constraint(ConstraintKind.JSON_OBJECT, "", GUIDE_TYPE)
     if guide is None:
-        raise InvalidInput(_GUIDE, f"is needed for {_GUIDE_TYPE} {values.shown(given[_GUIDE_TYPE].value)}")
-    return _of_schema(guide, _GUIDE) if kind is ConstraintKind.JSON_SCHEMA else Constraint(kind, guide, _GUIDE)
-
-
-guide_type = values.one_of(*_GUIDE_TYPES)
+        raise InvalidInput(GUIDE, f"is needed for {GUIDE_TYPE} {values.shown(kind)}")
+    if kind == "json_schema":
+        return _of_schema(guide, GUIDE)
+    return Constraint(_GUIDE_KINDS[kind], guide, GUIDE)
 
 
 def _of_kind(kind: str, value: Any, field: str) -> Constraint:

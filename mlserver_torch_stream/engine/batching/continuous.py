@@ -39,6 +39,7 @@ from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.speculation.drafter import Drafter
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
@@ -66,7 +67,8 @@ class ContinuousBatcher(Batcher):
     """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
 
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``check_devices`` raises if a device is lost: no request is to blame, so the
+    ``step`` waits for one of them. ``drafts_forced``: tokens that a constraint forces are computed together, which a
+    captured step cannot do. ``check_devices`` raises if a device is lost: no request is to blame, so the
     error ends the thread.
     """
 
@@ -79,6 +81,7 @@ class ContinuousBatcher(Batcher):
         spec: CacheSpec,
         *,
         lookup: PromptLookup | None = None,
+        drafts_forced: bool = True,
         pipeline: Pipeline | None = None,
         faults: FaultInjector | None = None,
         check_devices: Callable[[], None] = lambda: None,
@@ -88,8 +91,8 @@ class ContinuousBatcher(Batcher):
             forward = StagedForward(forward, pipeline)
         self._forward: Forward = forward if faults is None else faults.wrap(forward)
         self._cache = cache
-        self._lookup = lookup
-        self._scheduler = Scheduler(limits, spec, None if lookup is None else lookup.drafts)
+        self._drafter = Drafter(lookup, drafts_forced)
+        self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
         self._choice = TokenChoice(samplers, check_devices)
         self._check_devices = check_devices
         self._depth = 1 if pipeline is None else pipeline.depth
@@ -152,8 +155,7 @@ class ContinuousBatcher(Batcher):
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
-        if self._lookup is not None:
-            self._note_drafts(self._lookup, step, chosen)
+        self._note_drafts(step, chosen)
         self._release(chosen.spoiled, forget=True)
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
@@ -162,15 +164,17 @@ class ContinuousBatcher(Batcher):
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
 
-    def _note_drafts(self, lookup: PromptLookup, step: _StepInFlight, chosen: ChosenTokens) -> None:
+    def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
         if not step.prefills:
-            lookup.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
-        drafted = accepted = 0
+            self._drafter.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
+        drafted = accepted = forced = 0
         for part, tokens in chosen.verified.items():
             right = tokens - (part.count - len(part.drafts))
-            lookup.verified(part.sequence, len(part.drafts), right)
-            drafted, accepted = drafted + len(part.drafts), accepted + right
-        self.count(draft_tokens=drafted, accepted_draft_tokens=accepted)
+            if self._drafter.verified(part.sequence, len(part.drafts), right):
+                drafted, accepted = drafted + len(part.drafts), accepted + right
+            else:
+                forced += right
+        self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
     def _advance(self, part: ScheduledSequence) -> bool:
         """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
@@ -225,8 +229,7 @@ class ContinuousBatcher(Batcher):
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}
-        if self._lookup is not None:
-            self._lookup.forget(gone)
+        self._drafter.forget(gone)
         return self._scheduler.release(gone, forget=forget)
 
     # --- counters ---
