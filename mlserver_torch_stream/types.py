@@ -290,4 +290,4 @@ class ModelInfo:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None  # how the model spells its calls, or none; None: its template does not say
     reasons: bool = False  # whether its answers may begin with a reasoning
-    template_arguments: frozenset[str] = frozenset()  # of reasoning: those that the chat template reads
+    template_arguments: frozenset[str] = frozenset()  # tools and of reasoning: those that the template reads

@@ -67,11 +67,6 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
         if choice not in ("auto", "none"):
             raise InvalidInput(given["tool_choice"].spelling, "needs tools")
         return None, ToolChoice()
-    if info.tool_parser is None:
-        raise InvalidInput(
-            "tools",
-            "the calls of this model are not known here: its chat template shows none, nor does tool_parser",
-        )
     functions = [tool["function"] for tool in tools]
     name = _named(choice, functions, given)
     resolved = ToolChoice(
@@ -80,6 +75,9 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
         parallel="parallel_tool_calls" not in given or bool(given["parallel_tool_calls"].value),
         strict=frozenset(function["name"] for function in functions if function.get("strict")),
     )
+    if not resolved.forced and (info.tool_parser is None or "tools" not in info.template_arguments):
+        what = "shows no calls that are known here" if info.tool_parser is None else "reads no tools"
+        raise InvalidInput("tools", f"the model's chat template {what}, so that only a forced call can be asked for")
     if info.tool_parser == _NO_PARSER and (resolved.forced or resolved.strict):
         field = given["tool_choice"].spelling if resolved.forced else "tools"
         raise InvalidInput(field, "no call can be asked for while the setting tool_parser is none")

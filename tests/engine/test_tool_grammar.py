@@ -167,6 +167,8 @@ def test_the_chat_template_shows_how_a_model_writes(template: Any, tools: str | 
     named = ChatFormat(tokenizer, "mistral", "think")
     assert (named.tools, named.reasons) == ("mistral", True)
     assert not ChatFormat(tokenizer, "none", "none").reasons
+    forced = found.answer(_prompt(ToolChoice(required=True)), "")
+    assert forced.calls is not None and forced.constraint is not None
 
 
 @pytest.mark.parametrize(

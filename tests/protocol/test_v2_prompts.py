@@ -137,7 +137,11 @@ def test_the_choice_of_tools_reaches_the_conversation(info: ModelInfo) -> None:
     other = text(json.dumps({"type": "function", "function": {"name": "g"}}), name="tool_choice")
     assert refused(over_rest(*tensors, other), info).field == "tool_choice"
     assert refused(over_rest(tensors[0], named), info).field == "tool_choice"  # without tools
-    assert refused(over_rest(*tensors), replace(info, tool_parser=None)).field == "tools"
+    blind = replace(info, template_arguments=frozenset[str]())
+    for unable in (replace(info, tool_parser=None), blind):
+        assert refused(over_rest(*tensors), unable).field == "tools"
+        assert conversation(decode(over_rest(*tensors, named), unable)).tool_choice.forced
+    assert refused(over_rest(*tensors, named), replace(info, tool_parser="none")).field == "tool_choice"
     assert conversation(decode(over_rest(*tensors[:1]), replace(info, tool_parser=None))).tools is None
 
 

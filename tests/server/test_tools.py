@@ -61,7 +61,7 @@ def _arguments(call: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-@pytest.mark.parametrize("model", ["tiny", "llama"])
+@pytest.mark.parametrize("model", ["tiny", "llama", "unknown"])
 def test_a_forced_call_is_one_streamed_and_whole(tools: Server, model: str) -> None:
     asked = talk(**_ASKED, model=model, tool_choice=_NAMED)
     (choice,) = whole(tools, CHAT, asked)["choices"]
@@ -130,6 +130,7 @@ def test_without_a_choice_the_answer_may_be_text(tools: Server) -> None:
         ({"tools": [_GO], "tool_choice": _NAMED}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"model": "unknown", "tools": [_LOOK]}, "tools"),
+        ({"model": "llama", "tools": [_GO]}, "tools"),
         ({"tools": [{"type": "function", "function": {**_BAD, "strict": True}}]}, "tools"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"model": "thinks", "reasoning_effort": "much"}, "reasoning_effort"),

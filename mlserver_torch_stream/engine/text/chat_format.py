@@ -31,6 +31,7 @@ from mlserver_torch_stream.engine.text.tool_parsers import (
     MarkedCalls,
     MistralCalls,
 )
+from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
 
 AUTO, NONE = "auto", "none"
@@ -44,13 +45,14 @@ _CALL_MARKS = (HermesCalls.mark, HermesCalls.end, LlamaCalls.mark, MistralCalls.
 _REASONING_MARKS = (BEGIN, END)
 # Templates with the mark of Hermes in which a call is no JSON: Qwen3-Coder's and GLM's.
 _OTHER_CALLS = ("<function=", "<arg_key>")
-_ARGUMENTS = ("reasoning_effort", "enable_thinking")
+_ARGUMENTS = ("tools", "reasoning_effort", "enable_thinking")
 
 
 class ChatFormat:
     """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-    ``tools`` is the parser of calls that is taken; None where the template names no calls that are known here.
+    ``tools`` is the parser of calls; None where the template shows no calls that are known here. Then a call can be
+    forced nevertheless, as Hermes writes it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
@@ -90,21 +92,25 @@ class ChatFormat:
         return partial(ReasoningParser, begun=begun) if self.reasons and not closed else None
 
     def _calls(self, prompt: ChatPrompt) -> Callable[[], CallParser] | None:
-        if prompt.tools is None or self.tools is None or self.tools == NONE:
+        kind = self._kind(prompt.tool_choice)
+        if prompt.tools is None or kind == NONE:
             return None
         names = frozenset(str(function["name"]) for function in _functions(prompt))
-        return partial(_PARSERS[self.tools], names, parallel=prompt.tool_choice.parallel)
+        return partial(_PARSERS[kind], names, parallel=prompt.tool_choice.parallel)
 
     def _constraint(self, prompt: ChatPrompt, text: Constraint | None) -> Constraint | None:
+        spelling = self._spelling(self._kind(prompt.tool_choice))
         answer = None if text is None or prompt.tool_choice.forced else json_answer(text)
-        grammar = tool_grammar(self._spelling, _functions(prompt), prompt.tool_choice, self._call_marks, answer)
+        grammar = tool_grammar(spelling, _functions(prompt), prompt.tool_choice, self._call_marks, answer)
         return None if grammar is None else Constraint(ConstraintKind.GRAMMAR, grammar, "tools")
 
-    @property
-    def _spelling(self) -> CallSpelling:
-        if self.tools == MISTRAL_PARSER:
+    def _kind(self, choice: ToolChoice) -> str:
+        return self.tools or (HERMES_PARSER if choice.forced else NONE)
+
+    def _spelling(self, kind: str) -> CallSpelling:
+        if kind == MISTRAL_PARSER:
             return MISTRAL_NAMED if self._named else MISTRAL_LIST
-        return HERMES if self.tools == HERMES_PARSER else LLAMA
+        return HERMES if kind == HERMES_PARSER else LLAMA
 
 
 def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
