@@ -1,4 +1,4 @@
-"""The openai SDK calls tools of a real server: a loop of three turns, a stream's events, arguments as pydantic has them."""
+"""The openai SDK calls tools of a real server: three turns, the events of a stream, arguments as pydantic has them."""
 
 from __future__ import annotations
 
