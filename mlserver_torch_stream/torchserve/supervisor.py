@@ -6,7 +6,6 @@ Knows nothing of which request goes where: it passes the messages of workers to 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -252,9 +251,12 @@ class WorkerSupervisor:
                 logger.info("Model %s: worker %d is ready again", self._name, slot.number)
                 return
 
-    def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+    def _post(self, callback: Callable[..., None], *args: Any) -> bool:
+        try:
             self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
 
 
 def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mapping[str, str]]:
