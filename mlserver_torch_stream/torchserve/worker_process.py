@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,7 @@ class WorkerProcess:
         return [rank.process.pid for rank in self._ranks]
 
     def send(self, header: Mapping[str, Any], body: bytes, all_ranks: bool) -> None:
-        """Does not wait for the worker to read: each rank has a thread that sends what its connection does not take."""
+        """Does not wait for the worker to read."""
         for rank in self._ranks if all_ranks else self._ranks[:1]:
             rank.send(header, body)
 
@@ -131,10 +131,10 @@ class WorkerProcess:
 
     def kill(self, why: str | None = None) -> None:
         """Ends the worker with all processes that it has started. ``why`` is the reason that ``lost`` gets."""
-        if why is not None:
-            self._post_end(WorkerEnded(why))
         for rank in self._ranks:
             rank.kill()
+        if why is not None:
+            self._post_end(WorkerEnded(why))
 
     def wait(self) -> None:
         """Blocks until no process is left."""
@@ -144,7 +144,7 @@ class WorkerProcess:
     def _read(self, rank: _Rank) -> None:
         """Takes what has arrived. The connection ends with the process, or after ``kill``."""
         try:
-            data = rank.connection.recv(_MOST_READ, socket.MSG_DONTWAIT)
+            data = rank.connection.recv(_MOST_READ)
         except BlockingIOError:
             return
         except OSError as error:
@@ -188,8 +188,8 @@ class WorkerProcess:
             self._loop.remove_reader(rank.connection)
 
     def _end_reading(self, rank: _Rank, why: str = "") -> None:
-        self._set_reading(rank, False)
-        rank.ended, rank.trouble = True, why
+        rank.trouble = why
+        rank.end()
         rank.kill()
 
     def _reap(self, rank: _Rank) -> None:
@@ -200,21 +200,30 @@ class WorkerProcess:
             rank.close()
 
     def _reaped(self, rank: _Rank, how: str) -> None:
-        """The process has ended. What it had sent before is passed on."""
+        """The process has ended."""
+        self._read_rest(rank)
+        rank.close()
+        self._post_end(WorkerEnded(f"{rank.name} {how}{rank.trouble}"))
+        self.kill()  # the other ranks, which would wait for this one
+
+    def _read_rest(self, rank: _Rank) -> None:
+        """Passes on what a rank that was killed had sent before."""
         while not rank.ended:
             self._read(rank)
         while (frame := self._next(rank)) is not None:
             self._receive(*frame)
-        rank.close()
-        self._post_end(WorkerEnded(f"{rank.name} {how}{rank.trouble}"))
-        self.kill()  # the other ranks, which would wait for this one
+
+    def _report_end(self, ended: WorkerEnded) -> None:
+        for rank in self._ranks:
+            self._read_rest(rank)
+        self._lost(ended)
 
     def _post_end(self, ended: WorkerEnded) -> None:
         with self._ending:
             if self._end_posted:
                 return
             self._end_posted = True
-        self._post(self._lost, ended)
+        self._post(self._report_end, ended)
 
 
 class _Rank:
@@ -228,14 +237,14 @@ class _Rank:
         self.number = number
         self.name = name
         self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)
+        self._loop = asyncio.get_running_loop()
         self.frames = FrameBuffer()
         self.reading = False  # the event loop watches the connection
         self.ended = False  # nothing more is read of the connection
         self.trouble = ""  # why it ended, other than with the process
         self.killed = threading.Event()
-        self._outgoing: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()  # None: it is closed
-        self._sending = threading.Lock()
-        self._unsent = 0  # frames in ``_outgoing``, or in the hands of the thread that sends them
+        self._unsent: deque[memoryview] = deque()  # what the connection did not take yet
         self._reading, writing = os.pipe()
         inherited = {
             key: value
@@ -260,28 +269,43 @@ class _Rank:
             os.close(writing)
             theirs.close()
         drain(self._reading, name)
-        self._writer = threading.Thread(target=self._write, name=f"writer to {name}", daemon=True)
-        self._writer.start()
 
     def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        """Sends what the connection takes at once; the thread sends the rest."""
-        frame = encode_frame(header, body)
-        with self._sending:
-            sent = 0
-            if not self._unsent:
-                try:
-                    sent = self.connection.send(frame, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    pass
-                except OSError:  # the event loop reads the end of the connection
-                    return
-            if sent < len(frame):
-                self._unsent += 1
-                self._outgoing.put(memoryview(frame)[sent:])
+        """Sends what the connection takes at once, and the rest as soon as it takes more."""
+        if self.ended:
+            return
+        frame = memoryview(encode_frame(header, body))
+        if not self._unsent:
+            frame = self._left_of(frame)
+            if frame:
+                self._loop.add_writer(self.connection, self._send_on)
+        if frame:
+            self._unsent.append(frame)
+
+    def _left_of(self, frame: memoryview) -> memoryview:
+        try:
+            return frame[self.connection.send(frame) :]
+        except BlockingIOError:
+            return frame
+        except OSError:  # the event loop reads the end of the connection
+            return frame[:0]
+
+    def _send_on(self) -> None:
+        self._unsent[0] = self._left_of(self._unsent[0])
+        if not self._unsent[0]:
+            self._unsent.popleft()
+        if not self._unsent:
+            self._loop.remove_writer(self.connection)
+
+    def end(self) -> None:
+        """The connection has ended. Called on the event loop; idempotent."""
+        if not self.ended:
+            self.ended = True
+            self._loop.remove_reader(self.connection)
+            self._loop.remove_writer(self.connection)
 
     def kill(self) -> None:
         self.killed.set()
-        self._outgoing.put(None)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -293,7 +317,6 @@ class _Rank:
             self.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_STOP_S)
-        self._writer.join(_STOP_S)
         code = self.process.returncode
         if code is None:
             return "does not end"
@@ -302,13 +325,6 @@ class _Rank:
     def close(self) -> None:
         """Called after the end of the process."""
         self.connection.close()
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the event loop reads the end of the connection
-            while (frame := self._outgoing.get()) is not None:
-                self.connection.sendall(frame)
-                with self._sending:
-                    self._unsent -= 1
 
 
 def _program(descriptor: int) -> str:
