@@ -285,10 +285,10 @@ class WorkerPool:
             self._next_batch(slot, header["took"])
 
     def _next_batch(self, slot: WorkerSlot, took: float) -> None:
-        """The worker has ended requests, after so many seconds of its handler."""
+        """The worker has ended requests, after so many seconds of its handler; 0: the handler got none of them."""
         if slot.batches:
             slot.batches.popleft()
-            slot.batch_s = took
+            slot.batch_s = took or slot.batch_s
         if slot.batches:
             self._queue.ahead -= len(slot.batches[0])
             _begin(slot.batches[0], time.monotonic())

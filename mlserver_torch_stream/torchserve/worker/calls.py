@@ -42,14 +42,13 @@ class Caller:
         """Raises nothing. A request whose client has left before the call is no part of it."""
         all_ids = [request.id for request in requests]
         skipped = [each for each in all_ids if self.channel.cancelled(each)] if self.stop.skips else []
+        left = [request for request in requests if request.id not in skipped]
         began = time.monotonic()
-        pieces = self._pieces([request for request in requests if request.id not in skipped], began)
-        self.channel.pieces(pieces, ended=all_ids, skipped=skipped, took=time.monotonic() - began)
+        pieces = self._pieces(left, began) if left else []
+        self.channel.pieces(pieces, ended=all_ids, skipped=skipped, took=time.monotonic() - began if left else 0.0)
 
     def _pieces(self, requests: Sequence[WorkerRequest], began: float) -> list[SentPiece]:
-        """Makes the call. The last pieces, which are not sent yet."""
-        if not requests:
-            return []
+        """Makes the call. Returns the last pieces, which are not sent yet."""
         outlet = Outlet(requests, self.channel, self.stop)
         pieces: list[SentPiece] = []
         self.stop.begin()
