@@ -18,9 +18,6 @@ template <class T> class Decoder {
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         inner_ = padded(shape.inner);
         vectors_ = (int)((shape.head_dim / per_word<T> + 15) / 16);
-        if (weights.head.scales == nullptr) return;
-        const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
-        for (Scratch& scratch : scratch_) scratch.panel.resize(longest / per_word<T> * 2);
     }
 
     void run(const Step& step) {
@@ -36,17 +33,14 @@ template <class T> class Decoder {
     struct Job {
         int64_t tokens, wanted, early, blocks, singles;
     };
-    struct alignas(64) Line {
-        Word words[16];
-    };
     struct Scratch {
         OneScratch<T> one;
         AttendMany<T> many;
         std::vector<Word> queries;
-        std::vector<Line> panel;  // of int8 weights, as bf16
+        ProductScratch product;
     };
 
-    Word* panel(Member& me) { return reinterpret_cast<Word*>(scratch_[me.id].panel.data()); }
+    ProductScratch& room(Member& me) { return scratch_[me.id].product; }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
     void reserve(int64_t tokens) {
@@ -71,14 +65,14 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
             prepare(me, tokens, layer.norms.before_attention);
-            multiply(me, normed_.data(), hidden_, tokens, layer.qkv, panel(me), [&](int64_t row, int64_t p, float* c) {
+            multiply(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
             attend(me, job, i);
             add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
-            multiply(me, normed_.data(), hidden_, tokens, gate_up, panel(me), [&](int64_t row, int64_t p, float* c) {
+            multiply(me, normed_.data(), hidden_, tokens, gate_up, room(me), [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
             add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
@@ -142,13 +136,13 @@ template <class T> class Decoder {
     // A product onto the stream; a norm behind it sees whole rows first.
     void add(Member& me, int64_t tokens, const T* a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply(me, a, lda, tokens, w, panel(me), [&](int64_t row, int64_t p, float* c) {
+            multiply(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply(me, a, lda, tokens, w, panel(me), [&](int64_t row, int64_t p, float* c) {
+        multiply(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -282,7 +276,7 @@ template <class T> class Decoder {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply(me, normed_.data(), hidden_, rows, weights_.head, panel(me), [&](int64_t row, int64_t p, float* c) {
+        multiply(me, normed_.data(), hidden_, rows, weights_.head, room(me), [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_.logits + row * width + p * kPanel + i,

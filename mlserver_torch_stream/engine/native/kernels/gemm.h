@@ -54,8 +54,8 @@ template <class T> constexpr VectorTile<T> kVectorTiles[kVectorRows + 1] = {
     vector_tile<T, 5>, vector_tile<T, 6>, vector_tile<T, 7>,  vector_tile<T, 8>,
     vector_tile<T, 9>, vector_tile<T, 10>, vector_tile<T, 11>, vector_tile<T, 12>};
 
-// A thread's tiles. Which unit of the CPU computes them follows from the type and the words alone, never from the rows:
-// a row's sums are the same bits in any company.
+// A thread's tiles. Which unit of the CPU computes them follows from the type and the words of a product alone, never
+// from its rows: a row's sums are the same bits in any company.
 template <class T> class Tiles {
   public:
     // The most rows of a tile.
@@ -64,25 +64,13 @@ template <class T> class Tiles {
     // out[rows][32] = a[rows][words] x panel[words][32]
     void run(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
              Fetch fetch) {
-        some(rows, a, lda, panel, words, words, out, ldo, fetch, false);
+        run_part(rows, a, lda, panel, words, words, out, ldo, fetch, false);
     }
 
-    // The same of an int8 panel, unscaled. Each sum goes on where it stopped, so it is the same bits as in one go.
-    void run_narrow(int rows, const Word* a, int64_t lda, const int8_t* panel, int64_t words, float* out, int64_t ldo) {
-        alignas(64) Word wide[kBlockWords * kPanel];
-        for (int64_t k = 0; k < words; k += kBlockWords) {
-            const int64_t count = std::min(kBlockWords, words - k);
-            widen_panel(panel + k * kNarrowWord, count, wide);
-            some(rows, a + k, lda, wide, count, words, out, ldo, {wide, 0}, k != 0);
-        }
-    }
-
-  private:
-    static constexpr int64_t kBlockWords = 128;  // 16 KiB, which leave room for the rows in the first-level cache
-
-    // A part of the words, of `all` of them.
-    void some(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, int64_t all, float* out,
-              int64_t ldo, Fetch fetch, bool onto) {
+    // So many of a product's words, of `all` of them. `onto`: each sum goes on where it stopped, so that it is the same
+    // bits as in one go. All parts but the last are of whole kUnitWords.
+    void run_part(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, int64_t all, float* out,
+                  int64_t ldo, Fetch fetch, bool onto) {
         if (by_unit(all)) {
             unit_.tile(rows, a, lda, panel, words, out, ldo, fetch, onto);
         } else {
@@ -90,6 +78,7 @@ template <class T> class Tiles {
         }
     }
 
+  private:
     bool by_unit(int64_t words) const { return unit_is_there_ && words % kUnitWords == 0; }
 
     const bool unit_is_there_ = per_word<T> == 2 && lent_matrix_unit();
@@ -115,42 +104,96 @@ inline void scale_sums(float* sums, const float* scales) {
     store(sums + 16, load_f(sums + 16) * load_f(scales + 16));
 }
 
-// Panel p as the tiles read it; an int8 one by way of the scratch, which holds one panel.
-inline const Word* readable_panel(const Matrix& w, int64_t p, int64_t words, Word* scratch) {
-    if (w.scales == nullptr) return w.panels + p * kPanel * words;
-    widen_panel(w.narrow_panel(p), words, scratch);
-    return scratch;
+constexpr int64_t kBlockWords = 128;  // 16 KiB of a panel, which leave room for the rows in the first-level cache
+constexpr int64_t kBlockRows = 256;   // whose sums, 32 KiB, stay in the second-level cache
+
+// A member's room for a product.
+struct alignas(64) ProductScratch {
+    Word block[kBlockWords * kPanel];
+    float sums[kBlockRows][kPanel];
+};
+
+// A weight format is a class that knows how panels are stored: DensePanels, Int8Panels. `block` returns the words from
+// `first` on as the tiles read them, [count][32]; it may write them to the scratch, which has room for kBlockWords.
+// kInPlace: it never does, so that one block may be a whole panel. `finish` turns 32 sums into products.
+
+// Weights of the model's own type.
+template <class T> class DensePanels {
+  public:
+    static constexpr bool kInPlace = true;
+    explicit DensePanels(const Matrix& w) : panels_(w.panels), words_(w.k / per_word<T>) {}
+
+    const Word* block(int64_t p, int64_t first, int64_t, Word*) const {
+        return panels_ + (p * words_ + first) * kPanel;
+    }
+    void finish(int64_t, float*) const {}
+
+  private:
+    const Word* panels_;
+    int64_t words_;
+};
+
+// Int8 with a scale for each output.
+class Int8Panels {
+  public:
+    static constexpr bool kInPlace = false;
+    explicit Int8Panels(const Matrix& w) : matrix_(w) {}
+
+    const Word* block(int64_t p, int64_t first, int64_t count, Word* scratch) const {
+        widen_panel(matrix_.narrow_panel(p) + first * kNarrowWord, count, scratch);
+        return scratch;
+    }
+    void finish(int64_t p, float* sums) const { scale_sums(sums, matrix_.scales + p * kPanel); }
+
+  private:
+    const Matrix& matrix_;
+};
+
+// sums[rows][32] = a[rows][words] x panel p.
+template <class T, class Panels>
+void multiply_panel(Tiles<T>& tiles, const Panels& panels, int64_t p, const T* a, int64_t lda, int64_t rows,
+                    int64_t words, ProductScratch& scratch) {
+    const Tiling tiling(rows, tiles.rows(words));
+    const int64_t most = Panels::kInPlace ? words : kBlockWords;
+    for (int64_t first = 0; first < words; first += most) {
+        const int64_t count = std::min(most, words - first);
+        const Word* block = panels.block(p, first, count, scratch.block);
+        for (int64_t t = 0; t < tiling.count; t++) {
+            const int64_t row = tiling.first(t);
+            const Word* from = reinterpret_cast<const Word*>(a + row * lda) + first;
+            const Fetch fetch = Panels::kInPlace ? fetch_for(block, words, t, tiling.count) : Fetch{block, 0};
+            tiles.run_part((int)(tiling.first(t + 1) - row), from, lda / per_word<T>, block, count, words,
+                           scratch.sums[row], kPanel, fetch, first != 0);
+        }
+    }
 }
 
-// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w. An int8 panel is widened by the block
-// where one tile reads it (decoding one row took 14.8 ms of CPU instead of 18.9), for more tiles once and as a whole.
-template <class T, class Done>
-void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, Word* scratch, Done&& done) {
-    const int64_t words = w.k / per_word<T>, panels = panels_of(w.n);
-    const int64_t piece = std::max<int64_t>(1, panels / (8 * me.team));
-    me.each(panels, piece, [&](int64_t first, int64_t last) {
-        alignas(64) float sums[kTileRows][kPanel];
+// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w.
+template <class T, class Panels, class Done>
+void multiply_as(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, const Panels& panels,
+                 ProductScratch& scratch, Done&& done) {
+    const int64_t words = w.k / per_word<T>, count = panels_of(w.n);
+    const Tiling blocks(rows, kBlockRows);
+    me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
         Tiles<T> tiles;
-        const Tiling tiling(rows, tiles.rows(words));
-        const bool narrow = w.scales != nullptr, in_blocks = narrow && tiling.count == 1;
-        for (int64_t p = first; p < last; p++) {
-            const Word* panel = in_blocks ? nullptr : readable_panel(w, p, words, scratch);
-            for (int64_t t = 0; t < tiling.count; t++) {
-                const int64_t row = tiling.first(t), stop = tiling.first(t + 1);
-                const Word* from = reinterpret_cast<const Word*>(a + row * lda);
-                if (in_blocks) {
-                    tiles.run_narrow((int)rows, from, lda / per_word<T>, w.narrow_panel(p), words, sums[0], kPanel);
-                } else {
-                    tiles.run((int)(stop - row), from, lda / per_word<T>, panel, words, sums[0], kPanel,
-                              narrow ? Fetch{panel, 0} : fetch_for(panel, words, t, tiling.count));
-                }
+        for (int64_t p = first; p < last; p++)
+            for (int64_t b = 0; b < blocks.count; b++) {
+                const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
+                multiply_panel(tiles, panels, p, a + row * lda, lda, stop - row, words, scratch);
                 for (int64_t r = row; r < stop; r++) {
-                    if (narrow) scale_sums(sums[r - row], w.scales + p * kPanel);
-                    done(r, p, sums[r - row]);
+                    panels.finish(p, scratch.sums[r - row]);
+                    done(r, p, scratch.sums[r - row]);
                 }
             }
-        }
     });
+}
+
+// The same in the format of w.
+template <class T, class Done>
+void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
+              Done&& done) {
+    if (w.scales != nullptr) return multiply_as(me, a, lda, rows, w, Int8Panels(w), scratch, done);
+    multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
 }
 
 }  // namespace native
