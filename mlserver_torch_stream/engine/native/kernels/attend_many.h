@@ -37,6 +37,9 @@ template <class S, class A> class AttendMany {
         Live<S> live;
     };
 
+    // Takes all memory that a task needs.
+    void reserve(const AttentionShape& shape) { begin(shape); }
+
     void run(const Task& task, const AttentionShape& shape) {
         begin(shape);
         Tiles<A> tiles;

@@ -46,6 +46,16 @@ template <class T> struct OneScratch {
     std::vector<float> scores;
     std::vector<T> chances;  // [group][seen positions, padded to whole rows of 16]
     std::vector<T> keys, values;  // of a sequence whose pages are no multiple of 16
+
+    // Takes all memory that an attention to so many positions needs.
+    void reserve(int64_t positions, const AttentionShape& shape, int64_t page_size) {
+        const int64_t padded = ceil_rows(positions) + kRows;  // the first of them may be in the middle of 16
+        scores.reserve(padded);
+        chances.reserve(padded * shape.group);
+        if (page_size % kRows == 0) return;
+        keys.reserve(padded * shape.head_dim);
+        values.reserve(padded * shape.head_dim);
+    }
 };
 
 // V: vectors of 16 words that hold a head; the last may be partly filled.

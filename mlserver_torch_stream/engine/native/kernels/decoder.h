@@ -18,11 +18,15 @@ template <class T> class Decoder {
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         inner_ = padded(shape.inner);
         vectors_ = (int)((shape.head_dim / per_word<T> + 15) / 16);
+        for (Scratch& scratch : scratch_) {
+            scratch.many.reserve(attention_);
+            scratch.queries.resize(attention_.group * vectors() * 16);
+        }
     }
 
     void run(const Step& step) {
         packed_.read(step, kQueries);
-        reserve(step.tokens);
+        reserve(step);
         step_ = step;
         team_.run({step.tokens, step.wanted, (int64_t)packed_.early.size(), (int64_t)packed_.blocks.size(),
                    (int64_t)packed_.singles.size()});
@@ -45,7 +49,13 @@ template <class T> class Decoder {
     ProductScratch& room(Member& me) { return scratch_[me.id].product; }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-    void reserve(int64_t tokens) {
+    // All memory that a step needs: no thread may find in the middle of it that there is none.
+    void reserve(const Step& step) {
+        const int64_t tokens = step.tokens;
+        int64_t longest = 0;
+        for (const Single& single : packed_.singles)
+            longest = std::max(longest, packed_.positions[single.token] + 1);
+        for (Scratch& scratch : scratch_) scratch.one.reserve(longest, attention_, step.page_size);
         grow(stream_, tokens * hidden_);
         grow(branch_, tokens * hidden_);
         grow(normed_, tokens * hidden_);
@@ -234,7 +244,7 @@ template <class T> class Decoder {
         const int64_t kv = shape_.kv_heads, kv_head = i % kv;
         const Single& single = packed_.singles[i / kv];
         const int64_t t = single.token, stride = vectors() * 16 * per_word<T>;
-        scratch.queries.assign(attention_.group * vectors() * 16, 0);
+        std::fill(scratch.queries.begin(), scratch.queries.end(), 0);
         T* queries = reinterpret_cast<T*>(scratch.queries.data());
         if (single.written) {
             const A* ready = &queries_[t * attended_] + own(kv_head);
