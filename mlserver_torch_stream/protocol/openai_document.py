@@ -137,7 +137,7 @@ def _schemas() -> JsonObject:
         ),
         "Model": {
             **object_schema(id=STRING, object={"enum": ["model"]}, created=COUNT, owned_by=STRING),
-            "description": "`max_model_len`: the tokens of its context, once it is loaded.",
+            "description": "Once it is loaded: `max_model_len`, the tokens of its context, and `has_chat_template`.",
         },
         "ModelList": object_schema(object={"enum": ["list"]}, data={"type": "array", "items": reference("Model")}),
         **batch_schemas(),
