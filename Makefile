@@ -54,6 +54,9 @@ HANDLERS_TESTS := tests/torchserve/test_built_in.py
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
+# The tests start hundreds of interpreters, each of which would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 

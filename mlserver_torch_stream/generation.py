@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, CompiledConstraint, Engine, EngineRequest, TokenStream
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
@@ -42,6 +43,9 @@ class PromptEncoder(Protocol):
     """The tokenizer's side of an engine: prompts to ids."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
+
+    def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
+        """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
     def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
         """What answers must match. Blocks for up to seconds. Raises InvalidInput."""
@@ -93,17 +97,28 @@ class Generator:
         n = request.sampling.n
         submitted = []
         with self._observed(request) as observer:
-            constraint = await self._compiled(request.constraint)
             for position, ids in enumerate(await _off_loop_if_long(self._encode_all, request.prompts)):
-                submitted.append(_engine_request(request, ids, constraint, first_index=position * n))
+                prompt = request.prompts[position]
+                submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
             opened(_ObservedStream(self.engine.submit(submitted), observer))
 
-    async def _compiled(self, constraint: Constraint | None) -> CompiledConstraint | None:
+    async def _prepared(
+        self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int
+    ) -> EngineRequest:
+        """Raises InvalidInput where answers cannot be kept to what they must match."""
+        if not isinstance(prompt, ChatPrompt):
+            constraint = await self._compiled(request.constraint)
+            return _engine_request(request, ids, constraint, first_index=first_index)
+        answer = self.codec.answer_format(prompt, ids, request.constraint)
+        constraint = await self._compiled(answer.constraint, answer.behind)
+        return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
+
+    async def _compiled(self, constraint: Constraint | None, behind: str | None = None) -> CompiledConstraint | None:
         """Raises InvalidInput, which names the constraint's field."""
         if constraint is None:
             return None
-        compiling = asyncio.to_thread(self.codec.compile, constraint)
+        compiling = asyncio.to_thread(self.codec.compile, constraint, behind)
         try:
             return await asyncio.wait_for(compiling, _LONGEST_COMPILATION_S)
         except asyncio.TimeoutError:
@@ -172,6 +187,7 @@ def _engine_request(
     request: GenerationRequest,
     prompt_ids: tuple[int, ...],
     constraint: CompiledConstraint | None,
+    answer: AnswerFormat | None = None,
     *,
     first_index: int = 0,
     open: bool = False,
@@ -185,6 +201,7 @@ def _engine_request(
         client=request.client,
         timeout_s=request.timeout_s,
         constraint=constraint,
+        answer=answer,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint as CompiledConstraint
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
 DEFAULT_PRIORITY = 100
@@ -22,7 +23,7 @@ class EngineRequest:
     The prompt of an ``open`` request grows by ``TokenStream.extend``; decoding starts after ``TokenStream.seal``.
     The scheduler admits requests with a lower ``priority`` first. Waiting requests of one ``client`` share its place in
     the queue. ``timeout_s`` after the submit, the sequences end with the tokens that they have. Each answer is kept to
-    the ``constraint``; the prompt is not.
+    the ``constraint``; the prompt is not. ``answer`` says how their text is divided; None: it is text as a whole.
     """
 
     prompt_ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class EngineRequest:
     client: str = ""
     timeout_s: float | None = None
     constraint: CompiledConstraint | None = None
+    answer: AnswerFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

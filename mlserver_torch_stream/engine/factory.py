@@ -152,7 +152,8 @@ def _run(
 ) -> RunningEngine:
     key = weights_key(resolved, threads)
     files = locate(resolved)
-    codec = TextCodec(tokenizer := load_tokenizer(files, resolved))
+    parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
+    codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
@@ -187,6 +188,9 @@ def _start(
         max_num_seqs=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
+        tool_parser=codec.chat_format.tools,
+        reasons=codec.chat_format.reasons,
+        template_arguments=codec.chat_format.arguments,
     )
     engine = EngineCore(
         batching.batcher,

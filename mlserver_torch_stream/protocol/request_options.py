@@ -16,6 +16,7 @@ from mlserver_torch_stream.protocol.json_schema import check
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
 from mlserver_torch_stream.protocol.structured_output import GUIDE, GUIDE_TYPE, of_guide
+from mlserver_torch_stream.protocol.tools import chosen_tools
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
@@ -30,8 +31,9 @@ from mlserver_torch_stream.types import (
 # Every response of a stream repeats the id up to three times, within lines of 48 KiB.
 MOST_ID_CHARACTERS = 256
 _STREAM_OPTIONS = "stream_options"
+_EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
 _CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
-_CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls")
+_CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 
 Objects = tuple[Mapping[str, Any], ...]
 
@@ -81,15 +83,31 @@ def read_client(headers: Mapping[str, str]) -> str:
     return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
-def chat_prompt(messages: Objects, tools: Objects | None, given: Merged) -> ChatPrompt:
+def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: ModelInfo) -> ChatPrompt:
     """A conversation as its template is to get it: without the tools when the client chose none of them."""
     arguments = given.get("chat_template_kwargs")
-    chosen = None if "tool_choice" in given and given["tool_choice"].value == "none" else tools
+    chosen, choice = chosen_tools(tools, given, info)
+    checked = check_template_arguments(arguments.spelling, arguments.value) if arguments else {}
     return ChatPrompt(
         messages=messages,
         tools=chosen,
-        template_kwargs=check_template_arguments(arguments.spelling, arguments.value) if arguments else {},
+        tool_choice=choice,
+        template_kwargs={**_reasoning_arguments(given, info), **checked},
     )
+
+
+def _reasoning_arguments(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
+    """``reasoning_effort`` for a template that reads it, or for one that can only be told whether to reason."""
+    if _EFFORT not in given:
+        return {}
+    effort = given[_EFFORT].value
+    if _EFFORT in info.template_arguments:
+        return {_EFFORT: effort}
+    if _SWITCH in info.template_arguments:
+        return {_SWITCH: effort != "none"}
+    if effort == "none" and not info.reasons:
+        return {}
+    raise InvalidInput(given[_EFFORT].spelling, "the model's chat template takes none")
 
 
 def require_template(field: str, info: ModelInfo) -> None:

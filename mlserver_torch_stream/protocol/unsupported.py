@@ -23,7 +23,6 @@ _UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": ("medium",),

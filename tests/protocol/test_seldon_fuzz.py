@@ -49,7 +49,7 @@ def _param(refusal: InvalidInput) -> str:
     _, body = SELDON.refusal(refusal)
     error = json.loads(body["outputs"][0]["data"][0])["error"]
     assert error["message"].startswith(f"{error['param']}: ")
-    return str(error["param"]).partition(".")[0]
+    return str(error["param"]).partition(".")[0].partition("[")[0]
 
 
 # --- conversations ---
@@ -123,6 +123,8 @@ def test_a_bad_value_of_any_field_is_refused_by_its_name(field: str) -> None:
 
 _SAMPLES = {"string": "x", "boolean": True, "object": {}, "integer": 1, "number": 1, "array": []}
 
+_VALUES = {"response_format": {"type": "text"}, "tool_choice": "auto", "reasoning_effort": "none"}
+
 
 @pytest.mark.parametrize("name", _OPENAIS)
 def test_what_openais_endpoint_does_with_a_parameter_is_done_here_too(name: str) -> None:
@@ -133,9 +135,7 @@ def test_what_openais_endpoint_does_with_a_parameter_is_done_here_too(name: str)
         values = parameter.harmless
     else:
         kind = parameter.schema["type"]
-        values = (
-            {"type": "text"} if name == "response_format" else _SAMPLES[kind if isinstance(kind, str) else kind[0]],
-        )
+        values = (_VALUES.get(name, _SAMPLES[kind if isinstance(kind, str) else kind[0]]),)
     for value in values:
         more = {"logprobs": True} if name == "top_logprobs" else {}
         assert isinstance(_decode({"messages": _HELLO, **more, name: value}, True), GenerationRequest), value

@@ -49,14 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward is not back yet. ``began`` is the time of its decision.
-
-    ``prefills`` are its chunks of prompts and of sequences that resume; the others decode.
-    """
+    """A step whose forward is not back yet. ``began`` is the time of its decision."""
 
     plan: StepPlan
     began: float
-    prefills: frozenset[ScheduledSequence]
 
     @property
     def sequences(self) -> set[SequenceState]:
@@ -140,7 +136,7 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
-            step = _StepInFlight(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
+            step = _StepInFlight(plan, began)
             self._begin(plan)
             self._choice.prepare(plan)
             self._busy |= step.sequences
@@ -156,7 +152,7 @@ class ContinuousBatcher(Batcher):
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
         self._note_drafts(step, chosen)
-        self._release(chosen.spoiled, forget=True)
+        self._end_spoiled(step.plan, chosen)
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
@@ -164,8 +160,18 @@ class ContinuousBatcher(Batcher):
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
 
+    def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
+        """Ends the sequences whose logits hold NaN, but for those that may have it from another one of the step."""
+        if not chosen.spoiled:
+            return
+        doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)
+        ended = [sequence for sequence in chosen.spoiled if sequence not in doubted]
+        for sequence in ended:
+            sequence.finish(FinishReason.ERROR, chosen.spoiled[sequence])
+        self._release(ended, forget=True)
+
     def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
-        if not step.prefills:
+        if not any(part.prefills for part in step.plan.scheduled):
             self._drafter.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
         drafted = accepted = forced = 0
         for part, tokens in chosen.verified.items():
@@ -242,11 +248,11 @@ class ContinuousBatcher(Batcher):
                 request.started_at = time.monotonic()
 
     def _count(self, step: _StepInFlight, result: StepResult, chosen: ChosenTokens) -> None:
-        parts = {each.part for each in result.computed}
-        decoding = [part for part in step.plan.scheduled if part not in step.prefills]
+        parts = [each.part for each in result.computed]
+        decoding = [part for part in step.plan.scheduled if not part.prefills]
         self.count(
-            prefill_tokens=sum(part.count for part in parts & step.prefills),
-            decode_steps=int(not parts <= step.prefills),
+            prefill_tokens=sum(part.count for part in parts if part.prefills),
+            decode_steps=int(not all(part.prefills for part in parts)),
             generation_tokens=chosen.tokens,
             wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
         )

@@ -28,12 +28,12 @@ class ChosenTokens:
     """What the sequences of a step have got: ``tokens`` of all of them together.
 
     ``verified`` is how many tokens count of each part with drafts: all but the drafts that were not accepted. The
-    logits of ``spoiled`` sequences hold NaN, and so may their pages.
+    logits of ``spoiled`` sequences hold NaN, and so may their pages: they have got no token, and have not ended.
     """
 
     verified: dict[ScheduledSequence, int]
     tokens: int = 0
-    spoiled: list[SequenceState] = field(default_factory=list)
+    spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,7 @@ def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTo
     """Gives a sequence its token. Returns its next turn if the token was drafted, and the sequence goes on."""
     sequence = turn.sequence
     if isinstance(choice, GenerationFailed):
-        sequence.finish(FinishReason.ERROR, choice)
-        chosen.spoiled.append(sequence)
+        chosen.spoiled[sequence] = choice
         return None
     chosen.tokens += 1
     assert sequence.sampler is not None
