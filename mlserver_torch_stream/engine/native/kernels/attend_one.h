@@ -46,14 +46,25 @@ template <class T> struct OneScratch {
     std::vector<float> scores;
     std::vector<T> chances;  // [group][seen positions, padded to whole rows of 16]
     std::vector<T> keys, values;  // of a sequence whose pages are no multiple of 16
+
+    // Takes all memory that an attention to so many positions needs.
+    void reserve(int64_t positions, const AttentionShape& shape, int64_t page_size) {
+        const int64_t padded = ceil_rows(positions) + kRows;  // the first of them may be in the middle of 16
+        scores.reserve(padded);
+        chances.reserve(padded * shape.group);
+        if (page_size % kRows == 0) return;
+        keys.reserve(padded * shape.head_dim);
+        values.reserve(padded * shape.head_dim);
+    }
 };
 
 // V: vectors of 16 words that hold a head; the last may be partly filled.
 template <class T, int V> class AttendOne {
   public:
     // q [group][V * 16 words], zero padded; out [group][head_dim].
+    template <class Out>
     static void run(const Word* q, const Live<T>& seen, const Live<T>& next, const AttentionShape& shape,
-                    OneScratch<T>& scratch, T* out) {
+                    OneScratch<T>& scratch, Out* out) {
         const Live<T> live = seen.page_size % kRows == 0 ? seen : in_one_page(seen, scratch);
         const int64_t padded = ceil_rows(live.stop) - floor_rows(live.first);
         scratch.scores.resize(padded);
@@ -141,8 +152,9 @@ template <class T, int V> class AttendOne {
         return native::sums(x);
     }
 
+    template <class Out>
     static void mix_some(int heads, const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums,
-                         T* out) {
+                         Out* out) {
         if (heads == 4) return mix<std::min(4, kHeads)>(p, lp, live, dim, sums, out);
         if (heads == 3) return mix<std::min(3, kHeads)>(p, lp, live, dim, sums, out);
         if (heads == 2) return mix<std::min(2, kHeads)>(p, lp, live, dim, sums, out);
@@ -155,8 +167,8 @@ template <class T, int V> class AttendOne {
         return word;
     }
 
-    template <int H>
-    static void mix(const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums, T* out) {
+    template <int H, class Out>
+    static void mix(const T* p, int64_t lp, const Live<T>& live, int dim, const float* sums, Out* out) {
         constexpr int kParts = per_word<T>;
         const Filled filled(dim / kParts);
         const int64_t base = floor_rows(live.first);
@@ -188,7 +200,11 @@ template <class T, int V> class AttendOne {
             for (int v = 0; v < V; v++)
 #pragma GCC unroll 2
                 for (int i = 0; i < kParts; i++) store(ordered + (v * kParts + i) * 16, acc[h][v][i]);
-            emit(ordered, 1.0f / sums[h], dim, out + h * dim);
+            if constexpr (std::is_same_v<Out, T>) {
+                emit(ordered, 1.0f / sums[h], dim, out + h * dim);
+            } else {
+                emit_floats<T>(ordered, 1.0f / sums[h], dim, out + h * dim);
+            }
         }
     }
 };

@@ -35,8 +35,8 @@ template <class S, class T> class AttendPages {
     void run(const PagesCall& call, const PagesTask& task) {
         begin(call, task);
         Tiles<T> tiles;
-        const bool few = rows_ < kVectorRows;
-        const Tiling tiling(rows_, few ? kVectorRows : tiles.rows(words_));
+        const bool few = rows_ < kFewRows;
+        const Tiling tiling(rows_, few ? kVectorRows : tiles.rows(words_ * per_word<T>));
         for (int64_t key = live_.first; key < live_.stop; key += kKeys) {
             const int64_t count = std::min<int64_t>(kKeys, live_.stop - key);
             point_at(key, count);
@@ -54,6 +54,7 @@ template <class S, class T> class AttendPages {
     }
 
   private:
+    static constexpr int kFewRows = 12;              // for which packing takes longer than it saves
     static constexpr int kStep = 16 * per_word<T>;  // elements of a vector of words
     static constexpr int kKeyWords = kKeys / per_word<T>;
     using Load = Elements<S, T>;
@@ -157,15 +158,15 @@ template <class S, class T> class AttendPages {
         const auto [from, stop] = seen_by(row, rows);
         if (from >= key + count || stop <= key) return;
         const int64_t panels = panels_of(std::min(stop - key, count));
-        const Word* q = &queries_[row * words_];
+        const T* q = reinterpret_cast<const T*>(&queries_[row * words_]);
+        const int64_t dim = words_ * per_word<T>;
         for (int64_t p = 0; p < panels; p++)
-            tiles.run((int)rows, q, words_, &keys_[p * kPanel * words_], words_, scores_[0] + p * kPanel, kKeys,
-                      {q, 0});
+            tiles.run((int)rows, q, dim, &keys_[p * kPanel * words_], dim, scores_[0] + p * kPanel, kKeys);
         soften(row, rows, key, panels * kPanel);
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             alignas(64) float fresh[kTileRows][kPanel];
-            tiles.run((int)rows, reinterpret_cast<const Word*>(chances_[0]), kKeyWords,
-                      &values_[panel * kKeyWords * kPanel], panels * kPanel / per_word<T>, fresh[0], kPanel, {q, 0});
+            tiles.run((int)rows, chances_[0], kKeys, &values_[panel * kKeyWords * kPanel], panels * kPanel, fresh[0],
+                      kPanel);
             for (int64_t r = 0; r < rows; r++)
                 for (int i = 0; i < kPanel; i += 16) {
                     float* to = &sums_[(row + r) * width_ + panel * kPanel + i];

@@ -18,38 +18,44 @@ template <class T> class Decoder {
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         inner_ = padded(shape.inner);
         vectors_ = (int)((shape.head_dim / per_word<T> + 15) / 16);
-        if (weights.head.scales == nullptr) return;
-        const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
-        for (Scratch& scratch : scratch_) scratch.panel.resize(longest / per_word<T> * 2);
+        for (Scratch& scratch : scratch_) {
+            scratch.many.reserve(attention_);
+            scratch.queries.resize(attention_.group * vectors() * 16);
+        }
     }
 
     void run(const Step& step) {
         packed_.read(step, kQueries);
-        reserve(step.tokens);
+        reserve(step);
         step_ = step;
         team_.run({step.tokens, step.wanted, (int64_t)packed_.early.size(), (int64_t)packed_.blocks.size(),
                    (int64_t)packed_.singles.size()});
     }
 
   private:
+    using A = Factor<T>;  // the type of activations
+
     // How long a step's lists are. The rest of a step lies in the decoder, which a late thread does not read.
     struct Job {
         int64_t tokens, wanted, early, blocks, singles;
     };
-    struct alignas(64) Line {
-        Word words[16];
-    };
     struct Scratch {
         OneScratch<T> one;
-        AttendMany<T> many;
+        AttendMany<T, A> many;
         std::vector<Word> queries;
-        std::vector<Line> panel;  // of int8 weights, as bf16
+        ProductScratch product;
     };
 
-    Word* panel(Member& me) { return reinterpret_cast<Word*>(scratch_[me.id].panel.data()); }
+    ProductScratch& room(Member& me) { return scratch_[me.id].product; }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-    void reserve(int64_t tokens) {
+    // All memory that a step needs: no thread may find in the middle of it that there is none.
+    void reserve(const Step& step) {
+        const int64_t tokens = step.tokens;
+        int64_t longest = 0;
+        for (const Single& single : packed_.singles)
+            longest = std::max(longest, packed_.positions[single.token] + 1);
+        for (Scratch& scratch : scratch_) scratch.one.reserve(longest, attention_, step.page_size);
         grow(stream_, tokens * hidden_);
         grow(branch_, tokens * hidden_);
         grow(normed_, tokens * hidden_);
@@ -71,14 +77,14 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
             prepare(me, tokens, layer.norms.before_attention);
-            multiply(me, normed_.data(), hidden_, tokens, layer.qkv, panel(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
             attend(me, job, i);
             add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
-            multiply(me, normed_.data(), hidden_, tokens, gate_up, panel(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, normed_.data(), hidden_, tokens, gate_up, room(me), [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
             add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
@@ -114,7 +120,7 @@ template <class T> class Decoder {
             for (int64_t t = first; t < last; t++) norm_row(&stream_[t * hidden_], norm, &normed_[t * hidden_]);
         });
     }
-    void norm_row(const float* x, const float* norm, T* to) {
+    void norm_row(const float* x, const float* norm, A* to) {
         const float scale = norm == nullptr ? 1.0f : inverse_rms(x, shape_.hidden, shape_.eps);
         for (int64_t i = 0; i < hidden_; i += 16)
             store_as(to + i, norm == nullptr ? load_f(x + i) : load_f(x + i) * scale * load_f(norm + i));
@@ -127,7 +133,7 @@ template <class T> class Decoder {
         }
     }
 
-    void gate(T* to, const float* c, const float* bias, int64_t panel) {
+    void gate(A* to, const float* c, const float* bias, int64_t panel) {
         F16 gates = load_f(c), ups = load_f(c + 16);
         if (bias != nullptr) {
             gates += load_f(bias + panel * kPanel);
@@ -140,15 +146,15 @@ template <class T> class Decoder {
     }
 
     // A product onto the stream; a norm behind it sees whole rows first.
-    void add(Member& me, int64_t tokens, const T* a, int64_t lda, const Matrix& w, const float* norm) {
+    void add(Member& me, int64_t tokens, const A* a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply(me, a, lda, tokens, w, panel(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply(me, a, lda, tokens, w, panel(me), [&](int64_t row, int64_t p, float* c) {
+        multiply<T>(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -190,7 +196,7 @@ template <class T> class Decoder {
 
     // Norms and rotates the group's queries (to `queries`, apart by `stride` elements, 0: by a head) and its key, and
     // puts key and value into their page.
-    void finish(int64_t layer, int64_t t, int64_t kv_head, T* queries, int64_t stride) {
+    template <class Q> void finish(int64_t layer, int64_t t, int64_t kv_head, Q* queries, int64_t stride) {
         const Layer& weights = layers_[layer];
         const int dim = (int)shape_.head_dim, group = attention_.group;
         const int half = weights.rotates ? (int)shape_.rotated_half : 0;
@@ -200,7 +206,7 @@ template <class T> class Decoder {
         const float *cos = step_.cos + position * half, *sin = step_.sin + position * half;
         for (int g = 0; g < group; g++) {
             const int64_t head = kv_head * group + g;
-            T* to = queries + g * (stride == 0 ? dim : stride);
+            Q* to = queries + g * (stride == 0 ? dim : stride);
             finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(weights.norms.query, head), cos,
                         sin, half, dim, to);
         }
@@ -238,18 +244,19 @@ template <class T> class Decoder {
         const int64_t kv = shape_.kv_heads, kv_head = i % kv;
         const Single& single = packed_.singles[i / kv];
         const int64_t t = single.token, stride = vectors() * 16 * per_word<T>;
-        scratch.queries.assign(attention_.group * vectors() * 16, 0);
+        std::fill(scratch.queries.begin(), scratch.queries.end(), 0);
         T* queries = reinterpret_cast<T*>(scratch.queries.data());
         if (single.written) {
-            const T* ready = &queries_[t * attended_] + own(kv_head);
+            const A* ready = &queries_[t * attended_] + own(kv_head);
             for (int g = 0; g < attention_.group; g++)
-                std::copy_n(ready + g * shape_.head_dim, shape_.head_dim, queries + g * stride);
+                for (int64_t i = 0; i < shape_.head_dim; i++)
+                    assign(queries + g * stride + i, to_float(ready[g * shape_.head_dim + i]));
         } else {
             finish(layer, t, kv_head, queries, stride);
         }
         const Live<T> live = seen(layer, single.sequence, kv_head, packed_.positions[t]);
         const Live<T> next = more ? seen_by(layer, i + 1) : Live<T>{};
-        T* out = &mixed_[t * attended_] + own(kv_head);
+        A* out = &mixed_[t * attended_] + own(kv_head);
         const Word* q = scratch.queries.data();
         switch (vectors()) {
             case 1: return AttendOne<T, 1>::run(q, live, next, attention_, scratch.one, out);
@@ -282,7 +289,7 @@ template <class T> class Decoder {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply(me, normed_.data(), hidden_, rows, weights_.head, panel(me), [&](int64_t row, int64_t p, float* c) {
+        multiply<T>(me, normed_.data(), hidden_, rows, weights_.head, room(me), [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_.logits + row * width + p * kPanel + i,
@@ -300,7 +307,7 @@ template <class T> class Decoder {
     Step step_{};
     PackedStep packed_;
     std::vector<float> stream_, branch_, projected_;
-    std::vector<T> normed_, queries_, mixed_, gated_;
+    std::vector<A> normed_, queries_, mixed_, gated_;
     Team<Job> team_;  // last: its threads use all of the above
 };
 

@@ -4,13 +4,10 @@
 #pragma once
 #include "matrix_unit.h"
 #include "team.h"
+#include "vector_tiles.h"
 #include "widen.h"
 
 namespace native {
-
-constexpr int kPanel = 32;
-constexpr int kVectorRows = 12;  // 12 x 2 accumulators, 2 weights and 1 activation fill 27 of 32 registers
-constexpr int kTileRows = std::max(kVectorRows, kUnitRows);
 
 struct Matrix {
     const Word* panels;
@@ -23,76 +20,42 @@ struct Matrix {
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// out[M][32] (+)= a[M][words] x panel[words][32]
-template <class T, int M>
-void vector_tile(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo, Fetch fetch,
-                 bool onto) {
-    // One order of summation for every M: a row's logits are the same bits in any company. (Few rows leave few sums in
-    // flight, but even M = 1 takes 108 GB/s from the cache, twice what memory gives a core.)
-    F16 sums[M][2] = {};
-    if (onto)
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) sums[m][0] = load_f(out + m * ldo), sums[m][1] = load_f(out + m * ldo + 16);
-    for (int64_t k = 0; k < words; k++) {
-        fetch.word(k);
-        const U16 w0 = load(panel + kPanel * k), w1 = load(panel + kPanel * k + 16);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const U16 x = broadcast(a[m * lda + k]);
-            sums[m][0] = dot<T>(sums[m][0], w0, x);
-            sums[m][1] = dot<T>(sums[m][1], w1, x);
-        }
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) store(out + m * ldo, sums[m][0]), store(out + m * ldo + 16, sums[m][1]);
-}
-
-template <class T>
-using VectorTile = void (*)(const Word*, int64_t, const Word*, int64_t, float*, int64_t, Fetch, bool);
-template <class T> constexpr VectorTile<T> kVectorTiles[kVectorRows + 1] = {
-    nullptr,           vector_tile<T, 1>, vector_tile<T, 2>,  vector_tile<T, 3>,  vector_tile<T, 4>,
-    vector_tile<T, 5>, vector_tile<T, 6>, vector_tile<T, 7>,  vector_tile<T, 8>,
-    vector_tile<T, 9>, vector_tile<T, 10>, vector_tile<T, 11>, vector_tile<T, 12>};
-
-// A thread's tiles. Which unit of the CPU computes them follows from the type and the words alone, never from the rows:
-// a row's sums are the same bits in any company.
-template <class T> class Tiles {
+// A thread's tiles of factors A. Which unit of the CPU computes them follows from A and the inputs of a product alone,
+// never from its rows: a row's sums are the same bits in any company.
+template <class A> class Tiles {
   public:
     // The most rows of a tile.
-    int rows(int64_t words) const { return by_unit(words) ? kUnitRows : kVectorRows; }
+    int rows(int64_t inputs) const { return by_unit(inputs) ? kUnitRows : kVectorRows; }
 
-    // out[rows][32] = a[rows][words] x panel[words][32]
-    void run(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
-             Fetch fetch) {
-        some(rows, a, lda, panel, words, words, out, ldo, fetch, false);
+    // out[rows][32] = a[rows][inputs] x panel, which is [inputs / per_word<A>][32] words.
+    void run(int rows, const A* a, int64_t lda, const Word* panel, int64_t inputs, float* out, int64_t ldo) {
+        run_part<A>(rows, a, lda, panel, inputs, inputs, out, ldo, Fetch(panel, 0), false);
     }
 
-    // The same of an int8 panel, unscaled. Each sum goes on where it stopped, so it is the same bits as in one go.
-    void run_narrow(int rows, const Word* a, int64_t lda, const int8_t* panel, int64_t words, float* out, int64_t ldo) {
-        alignas(64) Word wide[kBlockWords * kPanel];
-        for (int64_t k = 0; k < words; k += kBlockWords) {
-            const int64_t count = std::min(kBlockWords, words - k);
-            widen_panel(panel + k * kNarrowWord, count, wide);
-            some(rows, a + k, lda, wide, count, words, out, ldo, {wide, 0}, k != 0);
+    // So many of a product's inputs, of `all` of them, from a panel of words of S. `onto`: each sum goes on where it
+    // stopped, so that it is the same bits as in one go. All parts but the last are of whole kUnitWords. `keep`, where
+    // not null, gets the panel as words of A.
+    template <class S>
+    void run_part(int rows, const A* a, int64_t lda, const Word* panel, int64_t inputs, int64_t all, float* out,
+                  int64_t ldo, Fetch fetch, bool onto, Word* keep = nullptr) {
+        const int64_t words = inputs / per_word<S>;
+        if constexpr (std::is_same_v<A, Bf16>) {
+            if (by_unit(all)) {
+                const Word* from = reinterpret_cast<const Word*>(a);
+                return unit_.tile(rows, from, lda / 2, panel, words, out, ldo, fetch, onto);
+            }
         }
+        if constexpr (!std::is_same_v<S, A>) {
+            if (keep != nullptr)
+                return kVectorTiles<S, A, true>[rows](a, lda, panel, words, out, ldo, fetch, onto, keep);
+        }
+        kVectorTiles<S, A, false>[rows](a, lda, panel, words, out, ldo, fetch, onto, nullptr);
     }
 
   private:
-    static constexpr int64_t kBlockWords = 128;  // 16 KiB, which leave room for the rows in the first-level cache
+    bool by_unit(int64_t inputs) const { return unit_is_there_ && inputs / 2 % kUnitWords == 0; }
 
-    // A part of the words, of `all` of them.
-    void some(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, int64_t all, float* out,
-              int64_t ldo, Fetch fetch, bool onto) {
-        if (by_unit(all)) {
-            unit_.tile(rows, a, lda, panel, words, out, ldo, fetch, onto);
-        } else {
-            kVectorTiles<T>[rows](a, lda, panel, words, out, ldo, fetch, onto);
-        }
-    }
-
-    bool by_unit(int64_t words) const { return unit_is_there_ && words % kUnitWords == 0; }
-
-    const bool unit_is_there_ = per_word<T> == 2 && lent_matrix_unit();
+    const bool unit_is_there_ = std::is_same_v<A, Bf16> && lent_matrix_unit();
     MatrixUnit unit_;
 };
 
@@ -103,54 +66,159 @@ struct Tiling {
     int64_t rows, count;
 };
 
-// One tile a panel: 4 KiB ahead in the same stream. Several: each of the first two fetches half of the next panel.
-inline Fetch fetch_for(const Word* panel, int64_t words, int64_t tile, int64_t tiles) {
-    if (tiles == 1) return {panel + 1024, kPanel};
-    if (tile > 1) return {panel, 0};
-    return {panel + (kPanel + tile * kPanel / 2) * words, kPanel / 2};
-}
-
 inline void scale_sums(float* sums, const float* scales) {
     store(sums, load_f(sums) * load_f(scales));
     store(sums + 16, load_f(sums + 16) * load_f(scales + 16));
 }
 
-// Panel p as the tiles read it; an int8 one by way of the scratch, which holds one panel.
-inline const Word* readable_panel(const Matrix& w, int64_t p, int64_t words, Word* scratch) {
-    if (w.scales == nullptr) return w.panels + p * kPanel * words;
-    widen_panel(w.narrow_panel(p), words, scratch);
-    return scratch;
+constexpr int64_t kBlockWords = 384;  // of a panel, 48 KiB, which stay in the second-level cache with the sums and rows
+constexpr int64_t kBlockRows = 256;   // whose sums take 32 KiB
+
+// The inputs of a block of a product: equal parts, of whole kUnitWords and at most kBlockWords.
+template <class A> int64_t block_inputs(int64_t inputs) {
+    constexpr int64_t kUnit = 16 * per_word<A>, kMost = kBlockWords * per_word<A>;
+    const int64_t count = (inputs + kMost - 1) / kMost;
+    return (inputs + count * kUnit - 1) / (count * kUnit) * kUnit;
 }
 
-// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w. An int8 panel is widened by the block
-// where one tile reads it (decoding one row took 14.8 ms of CPU instead of 18.9), for more tiles once and as a whole.
-template <class T, class Done>
-void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, Word* scratch, Done&& done) {
-    const int64_t words = w.k / per_word<T>, panels = panels_of(w.n);
-    const int64_t piece = std::max<int64_t>(1, panels / (8 * me.team));
-    me.each(panels, piece, [&](int64_t first, int64_t last) {
-        alignas(64) float sums[kTileRows][kPanel];
-        Tiles<T> tiles;
-        const Tiling tiling(rows, tiles.rows(words));
-        const bool narrow = w.scales != nullptr, in_blocks = narrow && tiling.count == 1;
-        for (int64_t p = first; p < last; p++) {
-            const Word* panel = in_blocks ? nullptr : readable_panel(w, p, words, scratch);
-            for (int64_t t = 0; t < tiling.count; t++) {
-                const int64_t row = tiling.first(t), stop = tiling.first(t + 1);
-                const Word* from = reinterpret_cast<const Word*>(a + row * lda);
-                if (in_blocks) {
-                    tiles.run_narrow((int)rows, from, lda / per_word<T>, w.narrow_panel(p), words, sums[0], kPanel);
-                } else {
-                    tiles.run((int)(stop - row), from, lda / per_word<T>, panel, words, sums[0], kPanel,
-                              narrow ? Fetch{panel, 0} : fetch_for(panel, words, t, tiling.count));
-                }
-                for (int64_t r = row; r < stop; r++) {
-                    if (narrow) scale_sums(sums[r - row], w.scales + p * kPanel);
-                    done(r, p, sums[r - row]);
-                }
+// A member's room for a product.
+struct alignas(64) ProductScratch {
+    Word block[kBlockWords * kPanel];
+    float sums[kBlockRows][kPanel];
+};
+
+// A weight format is a class that knows how panels are stored: DensePanels, Int8Panels.
+//   Stored: the type of the words of a panel, where tiles can read them in place; else void.
+//   at: where the inputs from `first` on lie.
+//   widened: so many of these as factors A, [count / per_word<A>][32] words, written to the scratch.
+//   finish: turns 32 sums into products.
+
+// Weights of the model's own type.
+template <class T> class DensePanels {
+  public:
+    using Stored = T;
+    explicit DensePanels(const Matrix& w) : panels_(w.panels), inputs_(w.k) {}
+
+    const Word* at(int64_t p, int64_t first) const { return panels_ + (p * inputs_ + first) * kPanel / per_word<T>; }
+    template <class A> void widened(int64_t p, int64_t first, int64_t count, Word* to) const {
+        widen_words(at(p, first), count / per_word<T>, to);
+    }
+    void finish(int64_t, float*) const {}
+
+  private:
+    const Word* panels_;
+    int64_t inputs_;
+};
+
+// Int8 with a scale for each output.
+class Int8Panels {
+  public:
+    using Stored = void;
+    explicit Int8Panels(const Matrix& w) : matrix_(w) {}
+
+    const int8_t* at(int64_t p, int64_t first) const { return matrix_.narrow_panel(p) + first / 2 * kNarrowWord; }
+    template <class A> void widened(int64_t p, int64_t first, int64_t count, Word* to) const {
+        widen_panel<A>(at(p, first), count / 2, to);
+    }
+    void finish(int64_t p, float* sums) const { scale_sums(sums, matrix_.scales + p * kPanel); }
+
+  private:
+    const Matrix& matrix_;
+};
+
+// A thread's part of a product: rows [inputs], panels in a format, and what is done with their products.
+template <class A, class Panels, class Done> class Product {
+  public:
+    Product(const A* a, int64_t lda, int64_t inputs, const Panels& panels, ProductScratch& scratch, Done& done)
+        : a_(a), lda_(lda), inputs_(inputs), panels_(panels), scratch_(scratch), done_(done) {}
+
+    // Up to kBlockRows rows times panel p. One tile reads the panel as a stream, where it can. Several tiles go through
+    // it by blocks: the first tile widens a block for all of them, and the first two fetch the next block.
+    void run(int64_t p, int64_t first, int64_t rows) {
+        const Tiling tiling(rows, tiles_.rows(inputs_));
+        if constexpr (kReadable) {
+            if (tiling.count == 1) {
+                const Word* panel = panels_.at(p, 0);
+                tile<Stored>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + 1024, 128});
+                return finish(p, first, rows, scratch_.sums[0]);
             }
         }
+        const int64_t most = block_inputs<A>(inputs_);
+        for (int64_t input = 0; input < inputs_; input += most) {
+            const int64_t count = std::min(most, inputs_ - input);
+            if constexpr (!kReadable) panels_.template widened<A>(p, input, count, scratch_.block);
+            for (int64_t t = 0; t < tiling.count; t++) {
+                const int64_t at = tiling.first(t), height = tiling.first(t + 1) - at;
+                float* sums = scratch_.sums[most < inputs_ ? at : 0];
+                tile_of_block(p, t, first + at, height, input, count, sums);
+                if (input + count == inputs_) finish(p, first + at, height, sums);
+            }
+        }
+    }
+
+  private:
+    using Stored = typename Panels::Stored;
+    static constexpr bool kReadable = !std::is_void_v<Stored>, kInPlace = std::is_same_v<Stored, A>;
+
+    void tile_of_block(int64_t p, int64_t t, int64_t row, int64_t rows, int64_t input, int64_t count, float* sums) {
+        if constexpr (!kReadable) {
+            tile<A>(row, rows, scratch_.block, input, count, sums, {scratch_.block, 0});
+        } else {
+            const Word *panel = panels_.at(p, input), *next = panels_.at(p, input + count);
+            const int64_t half = (next - panel) / 2, words = count / per_word<A>;
+            const Fetch fetch = t < 2 ? Fetch(next + t * half, half * (int64_t)sizeof(Word) / words) : Fetch(panel, 0);
+            if constexpr (kInPlace) {
+                tile<A>(row, rows, panel, input, count, sums, fetch);
+            } else if (t == 0) {
+                tile<Stored>(row, rows, panel, input, count, sums, {next, 64}, scratch_.block);
+            } else {
+                tile<A>(row, rows, scratch_.block, input, count, sums, fetch);
+            }
+        }
+    }
+
+    template <class S>
+    void tile(int64_t row, int64_t rows, const Word* panel, int64_t input, int64_t count, float* sums, Fetch fetch,
+              Word* keep = nullptr) {
+        tiles_.template run_part<S>((int)rows, a_ + row * lda_ + input, lda_, panel, count, inputs_, sums, kPanel,
+                                    fetch, input != 0, keep);
+    }
+
+    void finish(int64_t p, int64_t row, int64_t rows, float* sums) {
+        for (int64_t r = 0; r < rows; r++) {
+            panels_.finish(p, sums + r * kPanel);
+            done_(row + r, p, sums + r * kPanel);
+        }
+    }
+
+    const A* const a_;
+    const int64_t lda_, inputs_;
+    const Panels& panels_;
+    ProductScratch& scratch_;
+    Done& done_;
+    Tiles<A> tiles_;
+};
+
+// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w.
+template <class A, class Panels, class Done>
+void multiply_as(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, const Panels& panels,
+                 ProductScratch& scratch, Done&& done) {
+    const int64_t count = panels_of(w.n);
+    const Tiling blocks(rows, kBlockRows);
+    me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
+        Product<A, Panels, Done> product(a, lda, w.k, panels, scratch, done);
+        for (int64_t p = first; p < last; p++)
+            for (int64_t b = 0; b < blocks.count; b++)
+                product.run(p, blocks.first(b), blocks.first(b + 1) - blocks.first(b));
     });
+}
+
+// The same in the format of w, in a model of type T.
+template <class T, class Done>
+void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
+              Done&& done) {
+    if (w.scales != nullptr) return multiply_as(me, a, lda, rows, w, Int8Panels(w), scratch, done);
+    multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
 }
 
 }  // namespace native

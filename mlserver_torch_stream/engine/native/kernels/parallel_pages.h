@@ -82,7 +82,7 @@ inline void attend_pages(const PagesCall& call, Parallel parallel, int threads) 
     } else if (call.key_dim % 2 != 0 || call.value_dim % 2 != 0) {
         attend_pages<Bf16, float>(call, parallel, threads);
     } else {
-        attend_pages<Bf16, Bf16>(call, parallel, threads);
+        attend_pages<Bf16, Factor<Bf16>>(call, parallel, threads);
     }
 }
 

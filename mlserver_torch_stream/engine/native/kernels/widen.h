@@ -1,5 +1,5 @@
-// Int8 weights to bf16 on their way to the tiles, into a scratch that stays in the caches. Every int8 is a bf16, so
-// nothing is rounded here; the scale of an output multiplies its sum, in float32.
+// Weights to factors on their way to the tiles, into a scratch that stays in the caches: int8 to bf16 or floats, bf16 to
+// floats. Nothing is rounded here, for every int8 is a bf16; the scale of an output multiplies its sum, in float32.
 // Knows nothing of rows: what the tiles read, and so the order of summation, is the same for any number of them.
 #pragma once
 #include "simd.h"
@@ -30,15 +30,33 @@ inline F16 widened(const int8_t* from) {
 
 inline U16 word_of(F16 first, F16 second) { return ((U16)first >> 16) | (U16)second; }
 
-inline void widen_panel(const int8_t* panel, int64_t words, Word* to) {
+// Words of int8 as words of factors A.
+template <class A> void widen_panel(const int8_t* panel, int64_t words, Word* to) {
     constexpr int64_t kAhead = 4096;
     for (int64_t k = 0; k < words; k++) {
         const int8_t* from = panel + k * kNarrowWord;
         __builtin_prefetch(from + kAhead);
-        const U16 w0 = word_of(widened(from), widened(from + 16)), w1 = word_of(widened(from + 32), widened(from + 48));
-        memcpy(to + k * 32, &w0, sizeof w0);
-        memcpy(to + k * 32 + 16, &w1, sizeof w1);
+        const F16 low[2] = {widened(from), widened(from + 16)}, high[2] = {widened(from + 32), widened(from + 48)};
+        if constexpr (per_word<A> == 2) {
+            const U16 words_of[2] = {word_of(low[0], low[1]), word_of(high[0], high[1])};
+            memcpy(to + k * 32, words_of, sizeof words_of);
+        } else {
+            const F16 inputs[4] = {low[0], high[0], low[1], high[1]};
+            memcpy(to + k * 64, inputs, sizeof inputs);
+        }
     }
+}
+
+// Words of two bf16 as two words of floats.
+inline void widen_words(const Word* from, int64_t words, Word* to) {
+    for (int64_t k = 0; k < words; k++)
+        for (int i = 0; i < 32; i += kLanes) {
+            WordRegister pair;
+            memcpy(&pair, from + k * 32 + i, sizeof pair);
+            const WordRegister first = pair << 16, second = pair & 0xffff0000u;
+            memcpy(to + k * 64 + i, &first, sizeof first);
+            memcpy(to + k * 64 + 32 + i, &second, sizeof second);
+        }
 }
 
 // The weight of one output (of a panel) and one input, unscaled.
