@@ -313,7 +313,7 @@ def nothing_moves_where_less_motion_is_asked_for(browser: Browser) -> None:
 
 @flow
 def a_phone_scrolls_only_up_and_down(browser: Browser) -> None:
-    wide = "() => document.documentElement.scrollWidth - innerWidth"
+    wide = f"() => Math.max(document.documentElement.scrollWidth, innerWidth) - {PHONE['width']}"  # a phone zooms out
     with opened(browser, viewport=PHONE, has_touch=True, is_mobile=True) as page:
         assert page.evaluate(wide) == 0
         word = "x" * 300
@@ -510,9 +510,10 @@ def a_full_queue_is_said_with_the_seconds_to_wait(browser: Browser) -> None:
             reply.read()
 
     with with_key(browser, "narrow") as page:
-        others = [threading.Thread(target=busy, daemon=True) for _ in range(2)]  # one runs, one waits
-        for other in others:
-            other.start()
+        others = [threading.Thread(target=busy, daemon=True) for _ in range(2)]
+        others[0].start()
+        expect(page.locator("#running")).to_have_text("1")
+        others[1].start()
         expect(page.locator("#waiting")).to_have_text("1")
         setting(page, "max_tokens", "4")
         ask(page, "Hello?")
