@@ -2,9 +2,9 @@
 // vector load is one word of 16 outputs, and a panel is one contiguous stream.
 // Knows nothing of layers; what becomes of the products is the caller's.
 #pragma once
-#include "matrix_unit.h"
+#include <vector>
+#include "grouped.h"
 #include "team.h"
-#include "widen.h"
 
 namespace native {
 
@@ -16,9 +16,12 @@ struct Matrix {
     const Word* panels;
     int64_t n, k;  // outputs, inputs
     const float* bias;  // padded to whole panels, or null
-    const float* scales;  // as many; null: the weights are of the model's type, else int8 as in widen.h
+    int64_t format;     // kPlain: of the model's type; else integers as in grouped.h
 
-    const int8_t* narrow_panel(int64_t p) const { return reinterpret_cast<const int8_t*>(panels) + p * k * 32; }
+    // Panel p of integers.
+    const uint8_t* panel(int64_t p) const {
+        return reinterpret_cast<const uint8_t*>(panels) + p * groups_of(k) * grouped_format(format).block;
+    }
 };
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
@@ -99,11 +102,6 @@ inline Fetch fetch_for(const Word* panel, int64_t words, int64_t tile, int64_t t
     return {panel + (kPanel + tile * kPanel / 2) * words, kPanel / 2};
 }
 
-inline void scale_sums(float* sums, const float* scales) {
-    store(sums, load_f(sums) * load_f(scales));
-    store(sums + 16, load_f(sums + 16) * load_f(scales + 16));
-}
-
 constexpr int64_t kBlockWords = 128;  // 16 KiB of a panel, which leave room for the rows in the first-level cache
 constexpr int64_t kBlockRows = 256;   // whose sums, 32 KiB, stay in the second-level cache
 
@@ -111,9 +109,10 @@ constexpr int64_t kBlockRows = 256;   // whose sums, 32 KiB, stay in the second-
 struct alignas(64) ProductScratch {
     Word block[kBlockWords * kPanel];
     float sums[kBlockRows][kPanel];
+    std::vector<RoundedBlock> rounded;
 };
 
-// A weight format is a class that knows how panels are stored: DensePanels, Int8Panels. `block` returns the words from
+// A weight format is a class that knows how panels are stored: DensePanels, GroupedPanels. `block` returns the words from
 // `first` on as the tiles read them, [count][32]; it may write them to the scratch, which has room for kBlockWords.
 // kInPlace: it never does, so that one block may be a whole panel. `finish` turns 32 sums into products.
 
@@ -133,20 +132,22 @@ template <class T> class DensePanels {
     int64_t words_;
 };
 
-// Int8 with a scale for each output.
-class Int8Panels {
+// Integers in groups, as bf16: for the matrix unit, which takes no others here.
+class GroupedPanels {
   public:
     static constexpr bool kInPlace = false;
-    explicit Int8Panels(const Matrix& w) : matrix_(w) {}
+    explicit GroupedPanels(const Matrix& w) : matrix_(w), format_(grouped_format(w.format)) {}
 
     const Word* block(int64_t p, int64_t first, int64_t count, Word* scratch) const {
-        widen_panel(matrix_.narrow_panel(p) + first * kNarrowWord, count, scratch);
+        format_.widen(matrix_.panel(p) + first / kGroupWords * format_.block, count / kGroupWords, scratch);
         return scratch;
     }
-    void finish(int64_t p, float* sums) const { scale_sums(sums, matrix_.scales + p * kPanel); }
+    void finish(int64_t, float*) const {}
 
   private:
+    static constexpr int64_t kGroupWords = kGroup / 2;
     const Matrix& matrix_;
+    const GroupedFormat& format_;
 };
 
 // sums[rows][32] = a[rows][words] x panel p.
@@ -188,12 +189,80 @@ void multiply_as(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix
     });
 }
 
-// The same in the format of w.
+// The rows of a product as int8. A few are rounded by each member for itself when its first piece begins, which takes
+// less time than to wait for each other; many by all members together, into `shared`.
+template <class T> class RoundedRows {
+  public:
+    RoundedRows(const T* a, int64_t lda, int64_t rows, int64_t k) : a_(a), lda_(lda), rows_(rows), k_(k) {}
+
+    bool many() const { return rows_ > kFew; }
+    int64_t stride() const { return groups_of(k_); }
+    int64_t rows() const { return rows_; }
+    void round(int64_t first, int64_t last, RoundedBlock* to) const {
+        for (int64_t r = first; r < last; r++) round_row(a_ + r * lda_, k_, to + r * stride());
+    }
+
+  private:
+    static constexpr int64_t kFew = 16;
+    const T* a_;
+    int64_t lda_, rows_, k_;
+};
+
+// sums[count][32] = rows[count] x panel.
+inline void multiply_grouped_panel(const GroupedFormat& format, const RoundedBlock* rows, int64_t count,
+                                   int64_t groups, const uint8_t* panel, float (*sums)[kPanel]) {
+    const Tiling tiling(count, kGroupedRows);
+    for (int64_t t = 0; t < tiling.count; t++) {
+        const int64_t row = tiling.first(t), height = tiling.first(t + 1) - row;
+        format.tiles[height](rows + row * groups, groups, panel, groups, sums[row], kPanel);
+    }
+}
+
+// done(row, panel, sums[32]) of integers times integers.
+template <class T, class Done>
+void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, ProductScratch& scratch,
+                      RoundedBlock* shared, Done&& done) {
+    const int64_t groups = given.stride(), count = panels_of(w.n), rows = given.rows();
+    if (given.many()) me.each(rows, 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
+    const GroupedFormat& format = grouped_format(w.format);
+    const RoundedBlock* rounded = given.many() ? shared : nullptr;
+    const Tiling blocks(rows, kBlockRows);
+    me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
+        if (rounded == nullptr) {
+            if ((int64_t)scratch.rounded.size() < rows * groups) scratch.rounded.resize(rows * groups);
+            given.round(0, rows, scratch.rounded.data());
+            rounded = scratch.rounded.data();
+        }
+        for (int64_t p = first; p < last; p++)
+            for (int64_t b = 0; b < blocks.count; b++) {
+                const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
+                multiply_grouped_panel(format, rounded + row * groups, stop - row, groups, w.panel(p), scratch.sums);
+                for (int64_t r = row; r < stop; r++) done(r, p, scratch.sums[r - row]);
+            }
+    });
+}
+
+// The same in the format of w. `shared`: room for all rows as int8.
 template <class T, class Done>
 void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
-              Done&& done) {
-    if (w.scales != nullptr) return multiply_as(me, a, lda, rows, w, Int8Panels(w), scratch, done);
-    multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
+              RoundedBlock* shared, Done&& done) {
+    if (w.format == kPlain) return multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
+    if (per_word<T> == 2 && lent_matrix_unit() && w.k % kGroup == 0)
+        return multiply_as(me, a, lda, rows, w, GroupedPanels(w), scratch, done);
+    multiply_grouped(me, RoundedRows<T>(a, lda, rows, w.k), w, scratch, shared, done);
+}
+
+// out[rows][whole panels] = a[rows][k] x w, by a team of its own.
+template <class T> void multiply_rows(const Matrix& w, const T* a, int64_t rows, float* out, int threads) {
+    const int64_t width = panels_of(w.n) * kPanel;
+    std::vector<ProductScratch> scratch(threads);
+    std::vector<RoundedBlock> shared(rows * groups_of(w.k));
+    Team<int64_t> team(threads, [&](Member& me, const int64_t& count) {
+        multiply(me, a, w.k, count, w, scratch[me.id], shared.data(), [&](int64_t row, int64_t p, float* sums) {
+            std::copy(sums, sums + kPanel, out + row * width + p * kPanel);
+        });
+    });
+    team.run(rows);
 }
 
 }  // namespace native
