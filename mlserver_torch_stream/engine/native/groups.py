@@ -89,9 +89,7 @@ def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
     bits = max(each.bits for each in formats)
     scales = max(each.scales for each in formats)
     minimum = any(each.minimum for each in formats)
-    return next(
-        each for each in _FORMATS if each.bits == bits and each.minimum >= minimum and each.scales >= scales
-    )
+    return next(each for each in _FORMATS if each.bits == bits and each.minimum >= minimum and each.scales >= scales)
 
 
 def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:

@@ -57,7 +57,7 @@ class PackedRows:
         )
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module):  # type: ignore[misc]
     """A linear layer over packed rows. ``weight`` has their shape, and no values."""
 
     def __init__(self, rows: PackedRows, bias: Tensor | None = None) -> None:
@@ -75,7 +75,7 @@ class PackedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(nn.Module):  # type: ignore[misc]
     """An embedding over packed rows. ``weight`` has their shape, and no values."""
 
     def __init__(self, rows: PackedRows) -> None:

@@ -72,7 +72,7 @@ class PackedWeights:
         if grouped is not None:
             return grouped.bytes
         item = self._decoder.dtype.itemsize
-        return _padded(_outputs(projection)) * projection.weights[0].shape[1] * item
+        return _padded(_outputs(projection)) * int(projection.weights[0].shape[1]) * item
 
     def _layer(self, decoder: Decoder, index: int) -> c.KernelLayer:
         layer = decoder.layers[index]

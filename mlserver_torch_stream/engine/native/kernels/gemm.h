@@ -4,6 +4,7 @@
 #pragma once
 #include <vector>
 #include "grouped.h"
+#include "matrix_unit.h"
 #include "team.h"
 
 namespace native {
@@ -112,7 +113,7 @@ struct alignas(64) ProductScratch {
     std::vector<RoundedBlock> rounded;
 };
 
-// A weight format is a class that knows how panels are stored: DensePanels, GroupedPanels. `block` returns the words from
+// A weight format is a class that knows how panels are stored: DensePanels. `block` returns the words from
 // `first` on as the tiles read them, [count][32]; it may write them to the scratch, which has room for kBlockWords.
 // kInPlace: it never does, so that one block may be a whole panel. `finish` turns 32 sums into products.
 
@@ -130,24 +131,6 @@ template <class T> class DensePanels {
   private:
     const Word* panels_;
     int64_t words_;
-};
-
-// Integers in groups, as bf16: for the matrix unit, which takes no others here.
-class GroupedPanels {
-  public:
-    static constexpr bool kInPlace = false;
-    explicit GroupedPanels(const Matrix& w) : matrix_(w), format_(grouped_format(w.format)) {}
-
-    const Word* block(int64_t p, int64_t first, int64_t count, Word* scratch) const {
-        format_.widen(matrix_.panel(p) + first / kGroupWords * format_.block, count / kGroupWords, scratch);
-        return scratch;
-    }
-    void finish(int64_t, float*) const {}
-
-  private:
-    static constexpr int64_t kGroupWords = kGroup / 2;
-    const Matrix& matrix_;
-    const GroupedFormat& format_;
 };
 
 // sums[rows][32] = a[rows][words] x panel p.
@@ -247,8 +230,6 @@ template <class T, class Done>
 void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
               RoundedBlock* shared, Done&& done) {
     if (w.format == kPlain) return multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
-    if (per_word<T> == 2 && lent_matrix_unit() && w.k % kGroup == 0)
-        return multiply_as(me, a, lda, rows, w, GroupedPanels(w), scratch, done);
     multiply_grouped(me, RoundedRows<T>(a, lda, rows, w.k), w, scratch, shared, done);
 }
 

@@ -2,10 +2,8 @@
 // perhaps a minimum, as in GGUF's formats. They are multiplied as integers with rounded activations.
 // Knows nothing of files; ``groups.py`` lays the panels out.
 #pragma once
-#include <cmath>
 #include "elements.h"
 #include "integer_dot.h"
-#include "matrix_unit.h"
 #include "rounded_row.h"
 
 namespace native {
@@ -135,38 +133,14 @@ template <class C> float grouped_weight(const uint8_t* panel, int64_t output, in
     return C::kMinimum ? weight + half(C::kScales) : weight;
 }
 
-// Blocks of a panel as bf16 words [16 words a block][32 outputs], for the matrix unit.
-template <class C> __attribute__((noinline)) void widen_blocks(const uint8_t* panel, int64_t blocks, Word* to) {
-    for (int64_t b = 0; b < blocks; b++, panel += C::kBlock) {
-        for (int q = 0; q < 8; q++) {
-            U16 codes[2];
-            C::quad(panel, q, codes[0], codes[1]);
-            for (int half = 0; half < 2; half++) {
-                F16 w[4];
-                for (int i = 0; i < 4; i++) {
-                    const U16 raised = codes[half] << (24 - 8 * i);
-                    const I16 code = C::kSigned ? (I16)raised >> 24 : (I16)(raised >> 24) - C::kLeft;
-                    w[i] = C::halves(panel, q * C::kScales / 8, half) * floats(code);
-                    if constexpr (C::kMinimum) w[i] += C::halves(panel, C::kScales, half);
-                }
-                for (int word = 0; word < 2; word++) {
-                    const U16 pair = rounded_bits(w[2 * word]) >> 16 | (rounded_bits(w[2 * word + 1]) & 0xffff0000u);
-                    memcpy(to + (b * 16 + q * 2 + word) * 32 + half * 16, &pair, sizeof pair);
-                }
-            }
-        }
-    }
-}
-
 // What is to be done with the panels of a format.
 struct GroupedFormat {
     int64_t block;  // bytes
     const GroupedTile* tiles;  // by their rows
-    void (*widen)(const uint8_t* panel, int64_t blocks, Word* to);
     float (*weight)(const uint8_t* panel, int64_t output, int64_t input);
 };
 template <class C>
-constexpr GroupedFormat kGroupedFormat = {C::kBlock, kGroupedTiles<C>, widen_blocks<C>, grouped_weight<C>};
+constexpr GroupedFormat kGroupedFormat = {C::kBlock, kGroupedTiles<C>, grouped_weight<C>};
 
 inline const GroupedFormat& grouped_format(int64_t format) {
     switch (format) {
