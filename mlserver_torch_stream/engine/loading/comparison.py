@@ -17,8 +17,10 @@ _HALF_TOLERANCE = 0.35
 # logits are off the float32 ones by up to 0.09 of them with our kernels and by 0.53 with transformers (root mean
 # square over a vocabulary: 0.045 and 0.165). A mistake in a layer is off by 0.5 and more in the mean over the check.
 _HALF_MEAN_TOLERANCE = 0.2
-# Activations that are rounded to int8 by blocks, against float32: of SmolLM2 in Q4_1 the mean is off by MEASURE.
-_INT8_MEAN_TOLERANCE = 0.1
+# Activations that are rounded to int8 in blocks, against float32: of SmolLM2 in Q4_1, whose perplexity suffers by less
+# than 0.5 %, ten of twenty logits are off by more than 0.35 and one by 0.76 (root mean square: 0.11, one by 0.27). The
+# weights that the kernels read are compared with the file's as they are packed, and so a wrong scale needs no logits.
+_INT8_TOLERANCE = 1.0
 # Rounding alone can send a token to another expert: its logits are off by 0.49 then (gpt-oss, tiny), those of another
 # token by one and more. Such tokens are few; wrong positions show in half of them.
 _SINGLE_MEAN_TOLERANCE = 0.6
@@ -41,7 +43,8 @@ class Comparison:
         self._off = 0  # logits beyond the tolerance
 
     def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
-        self._tolerance = _TOLERANCE.get(self._dtype or expected.dtype, _HALF_TOLERANCE)
+        dtype = self._dtype or expected.dtype
+        self._tolerance = _INT8_TOLERANCE if dtype is torch.int8 else _TOLERANCE.get(dtype, _HALF_TOLERANCE)
         expected, got = expected.float(), got.float().to(expected.device)
         error = ((got - expected).abs().max() / expected.std()).item()
         self._worst = max(self._worst, error if error == error else float("inf"))
@@ -52,7 +55,7 @@ class Comparison:
     @property
     def is_exact(self) -> bool:
         """Whether each error counts, not their mean."""
-        return self._tolerance != _HALF_TOLERANCE
+        return self._tolerance in _TOLERANCE.values()
 
     @property
     def error(self) -> float | None:
@@ -69,8 +72,7 @@ class Comparison:
         if len(self._means) >= _FEW and self._off > _MOST_OFF * len(self._means):
             return self._worst
         mean = sum(self._means) / max(1, len(self._means))
-        tolerance = _INT8_MEAN_TOLERANCE if self._dtype is torch.int8 else _HALF_MEAN_TOLERANCE
-        return None if mean <= tolerance else mean
+        return None if mean <= _HALF_MEAN_TOLERANCE else mean
 
 
 ErrorOf = Callable[[Comparison], float | None]

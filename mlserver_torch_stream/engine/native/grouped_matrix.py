@@ -5,11 +5,13 @@ Knows nothing of decoders. Dense parts are rounded, packed ones keep their codes
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import (
     GROUP,
     PANEL,
@@ -20,8 +22,11 @@ from mlserver_torch_stream.engine.native.groups import (
     panel_bytes,
 )
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
-from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, quantise
+from mlserver_torch_stream.engine.native.quantise import BLOCK, quantise
+from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout
 
+_COMPARED = 8  # inputs of each output
+_ROUNDING = 4e-3  # of the scales to float16, of an output's largest weight
 _NOWHERE = -1  # the part of an output that pads a panel
 
 
@@ -31,11 +36,10 @@ class GroupedMatrix:
     ``interleaved``: there are two, gates and ups, and each panel holds 16 rows of the first and the same of the second.
     """
 
-    def __init__(
-        self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat | None, interleaved: bool = False
-    ) -> None:
+    def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
+        """``rounded``: what dense parts are rounded to."""
         self._parts = parts
-        self._rounded = rounded or ROUNDED["int8"]  # a part that its file holds dense, beside packed ones
+        self._rounded = rounded
         self.format = common_format([p.format if isinstance(p, PackedRows) else self._rounded for p in parts])
         self._order = _interleaved(parts) if interleaved else _stacked(parts)
         self._inputs = int(parts[0].shape[1])
@@ -44,14 +48,16 @@ class GroupedMatrix:
     def bytes(self) -> int:
         return panel_bytes(self.format, sum(part.shape[0] for part in self._parts), self._inputs)
 
-    def pack(self, to: Tensor) -> None:
-        """Writes the panels, in bytes. Raises UnsupportedLayout."""
+    def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:
+        """Writes the panels, in bytes. Raises UnsupportedLayout, also if the kernels read other weights than these."""
         each = panel_bytes(self.format, PANEL, self._inputs)
         for first in range(0, len(self._order), BLOCK):
             order = self._order[first : first + BLOCK]
             groups = self._rows(order)
             panel = first // PANEL
-            pack_groups(groups, to[panel * each : (panel + len(order) // PANEL) * each])
+            panels = to[panel * each : (panel + len(order) // PANEL) * each]
+            pack_groups(groups, panels)
+            _compare(groups, panels, kernels)
 
     def _rows(self, order: Tensor) -> Groups:
         count, groups = len(order), -(-self._inputs // GROUP)
@@ -70,6 +76,20 @@ class GroupedMatrix:
                 assert taken.minima is not None
                 minima[places] = taken.minima
         return Groups(self.format, codes, scales, minima)
+
+
+def _compare(groups: Groups, panels: Tensor, kernels: ctypes.CDLL) -> None:
+    """Multiplies with a few inputs that are one and else zero, whose products are weights."""
+    outputs, inputs = groups.codes.shape
+    columns = torch.arange(0, inputs, max(1, inputs // _COMPARED)) if inputs > 1 else torch.zeros(1, dtype=torch.long)
+    ones = torch.nn.functional.one_hot(columns, inputs).float()
+    got = torch.empty(len(columns), outputs)
+    matrix = c.KernelMatrix(panels.data_ptr(), outputs, inputs, None, groups.format.number)
+    if kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(columns), got.data_ptr(), 1):
+        raise MemoryError("no memory for a product")
+    dense = groups.dense()
+    if ((got.t() - dense[:, columns]).abs() > _ROUNDING * dense.abs().amax(1, keepdim=True)).any():
+        raise UnsupportedLayout("the kernels read other weights than the file's")
 
 
 def _stacked(parts: Sequence[Tensor | PackedRows]) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.native import library as c
-from mlserver_torch_stream.engine.native.groups import PANEL, GroupFormat
+from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
+from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.weights import PackedWeights
@@ -34,8 +35,8 @@ class NativeForward:
     A sequence's logits are the same bits alone and in any batch, with pages of any size and however its prompt is cut.
     """
 
-    def __init__(self, model: Any, threads: int, cache_dir: Path, rounded: GroupFormat | None = None) -> None:
-        """Copies the weights, rounded to a format of ``quantise.ROUNDED`` if one is given.
+    def __init__(self, model: Any, threads: int, cache_dir: Path, rounded: Rounding | None = None) -> None:
+        """Copies the weights, rounded if a rounding is given.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """

@@ -5,6 +5,8 @@ Knows nothing of layouts. int8 is symmetric, as GGUF's Q8_0 is; int4 has a minim
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,11 +15,22 @@ from mlserver_torch_stream.engine.native.groups import EIGHT, FOUR_MIN, GROUP, G
 from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout
 
 BLOCK = 512  # rows at a time: the float32 copy of a whole head may be larger than the model in int8
-ROUNDED: dict[str, GroupFormat] = {"int8": EIGHT, "int4": FOUR_MIN}  # by the values of the setting ``weights``
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The formats that a model's dense weights are rounded to. The head may be the embedding too."""
+
+    layers: GroupFormat
+    head: GroupFormat
+
+
+# By the values of the setting ``weights``. A head in int4 costs more perplexity than all layers (benchmarks/LOG.md).
+ROUNDED = {"int8": Rounding(EIGHT, EIGHT), "int4": Rounding(FOUR_MIN, EIGHT)}
 
 
 def quantise(weight: Tensor, format: GroupFormat) -> Groups:
-    """Returns ``[outputs, inputs]`` in one of the formats of ``ROUNDED``. Raises UnsupportedLayout."""
+    """Returns ``[outputs, inputs]`` in a format of ``ROUNDED``. Raises UnsupportedLayout."""
     if not weight.isfinite().all():
         raise UnsupportedLayout("weights that are not finite")
     grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
@@ -33,9 +46,10 @@ def quantise(weight: Tensor, format: GroupFormat) -> Groups:
     return Groups(format, codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]], scales, minima)
 
 
-def round_weights(decoder: Decoder, format: GroupFormat) -> None:
+def round_weights(decoder: Decoder, rounding: Rounding) -> None:
     """Rounds the projections of the model itself, in place and in their own dtype."""
     for projection in decoder.projections:
+        format = rounding.head if projection is decoder.head else rounding.layers
         for weight in projection.weights:
             assert isinstance(weight, Tensor)  # of a dense model
             for rows in weight.split(BLOCK):

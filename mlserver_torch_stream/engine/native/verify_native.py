@@ -19,9 +19,8 @@ from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, release_
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward, check_kernels
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
-from mlserver_torch_stream.engine.native.groups import GroupFormat
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding, round_weights
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -77,7 +76,7 @@ def _verified(
     findings: SelfCheckResult,
     threads: int,
     cache_dir: Path,
-    rounded: GroupFormat | None = None,
+    rounded: Rounding | None = None,
 ) -> NativeForward | str:
     model = expected.model
     try:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.grouped_matrix import GroupedMatrix
-from mlserver_torch_stream.engine.native.groups import PANEL, GroupFormat
+from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding
 from mlserver_torch_stream.engine.native.structure import Decoder, Projection, UnsupportedLayout
 
 _LARGE_PAGE = 1 << 21
@@ -27,7 +28,7 @@ class PackedWeights:
     ``size`` counts the bytes of the projections.
     """
 
-    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, rounded: GroupFormat | None = None) -> None:
+    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, rounded: Rounding | None = None) -> None:
         """``rounded``: what dense weights are rounded to; None: they stay as they are. Raises UnsupportedLayout."""
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
@@ -35,7 +36,7 @@ class PackedWeights:
             )
         self._kept: list[object] = []
         self._rounded = rounded
-        self._decoder = decoder
+        self._decoder, self._kernels = decoder, kernels
         self.shape = _shape(decoder)
         self._buffer = self._reserve(decoder, kernels)
         self.size = 0
@@ -50,7 +51,7 @@ class PackedWeights:
         entries = (c.KernelLayer * len(layers))(*layers)
         self._kept.append(entries)
         self.structure = c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
-        del self._decoder
+        del self._decoder, self._kernels
 
     def _reserve(self, decoder: Decoder, kernels: ctypes.CDLL) -> Tensor:
         size = sum(self._bytes(projection) for projection in decoder.projections)
@@ -65,14 +66,16 @@ class PackedWeights:
         """Returns None for weights that stay dense."""
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
             return None
-        return GroupedMatrix(projection.weights, self._rounded, interleaved)
+        rounding = self._rounded or ROUNDED["int8"]  # of a tensor that a file has dense, beside packed ones
+        format = rounding.head if projection is self._decoder.head else rounding.layers
+        return GroupedMatrix(projection.weights, format, interleaved)
 
     def _bytes(self, projection: Projection) -> int:
         grouped = self._grouped(projection)
         if grouped is not None:
             return grouped.bytes
-        item = self._decoder.dtype.itemsize
-        return _padded(_outputs(projection)) * int(projection.weights[0].shape[1]) * item
+        inputs, item = int(projection.weights[0].shape[1]), int(self._decoder.dtype.itemsize)
+        return _padded(_outputs(projection)) * inputs * item
 
     def _layer(self, decoder: Decoder, index: int) -> c.KernelLayer:
         layer = decoder.layers[index]
@@ -102,7 +105,7 @@ class PackedWeights:
         if grouped is None:
             self._pack_dense(projection, packed)
         else:
-            grouped.pack(packed)
+            grouped.pack(packed, self._kernels)
         bias = self._gate_up_bias(projection) if interleaved else self._bias(projection)
         number = 0 if grouped is None else grouped.format.number
         return c.KernelMatrix(packed.data_ptr(), outputs, inputs, bias, number)
