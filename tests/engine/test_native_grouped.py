@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native import grouped_matrix
+from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.grouped_matrix import GroupedMatrix
 from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups, pack_groups

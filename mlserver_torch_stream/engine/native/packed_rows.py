@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups
 
-_ROWS = 4096  # that are float32 at the same time
+_AT_ONCE = 1 << 20  # weights that are float32 at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,11 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        outputs, inputs = self.rows.shape
+        count = max(1, _AT_ONCE // inputs)
         parts = [
-            linear(x, self.rows.groups(slice(first, first + _ROWS)).dense().to(x.dtype))
-            for first in range(0, self.rows.shape[0], _ROWS)
+            linear(x, self.rows.groups(slice(first, first + count)).dense().to(x.dtype))
+            for first in range(0, outputs, count)
         ]
         out = torch.cat(parts, -1)
         return out if self.bias is None else out + self.bias

@@ -86,7 +86,13 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """The type of activations and of the cache."""
-        return torch.bfloat16 if isinstance(self.embedding, PackedRows) else self.embedding.dtype
+        return torch.bfloat16 if isinstance(self.embedding, PackedRows) or self.packed else self.embedding.dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether a projection's weights are packed; what is dense is in float32 then."""
+        parts = (weight for projection in self.projections for weight in projection.weights)
+        return any(isinstance(part, PackedRows) for part in parts)
 
     @property
     def projections(self) -> list[Projection]:

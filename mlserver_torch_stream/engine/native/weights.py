@@ -36,7 +36,7 @@ class PackedWeights:
             )
         self._kept: list[object] = []
         self._rounded = rounded
-        self._decoder, self._kernels = decoder, kernels
+        self._decoder, self._kernels, self._dtype = decoder, kernels, decoder.dtype
         self.shape = _shape(decoder)
         self._buffer = self._reserve(decoder, kernels)
         self.size = 0
@@ -47,7 +47,7 @@ class PackedWeights:
             if isinstance(decoder.embedding, PackedRows):
                 table = self._matrix(Projection((decoder.embedding,), (None,)))
             else:
-                embedding = self._keep(decoder.embedding.contiguous())
+                embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
         entries = (c.KernelLayer * len(layers))(*layers)
         self._kept.append(entries)
         self.structure = c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
@@ -74,7 +74,7 @@ class PackedWeights:
         grouped = self._grouped(projection)
         if grouped is not None:
             return grouped.bytes
-        inputs, item = int(projection.weights[0].shape[1]), int(self._decoder.dtype.itemsize)
+        inputs, item = int(projection.weights[0].shape[1]), int(self._dtype.itemsize)
         return _padded(_outputs(projection)) * inputs * item
 
     def _layer(self, decoder: Decoder, index: int) -> c.KernelLayer:
@@ -111,7 +111,7 @@ class PackedWeights:
         return c.KernelMatrix(packed.data_ptr(), outputs, inputs, bias, number)
 
     def _pack_dense(self, projection: Projection, packed: Tensor) -> None:
-        dense = [weight for weight in projection.weights if isinstance(weight, Tensor)]
+        dense = [weight.to(self._dtype) for weight in projection.weights if isinstance(weight, Tensor)]
         group = 4 // dense[0].element_size()
         if dense[0].shape[1] % group:
             raise UnsupportedLayout(f"a projection of {dense[0].shape[1]} inputs")
