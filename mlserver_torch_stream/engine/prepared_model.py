@@ -112,7 +112,7 @@ def _prepare_packed(
     with torch.inference_mode():
         packed = load_packed(Path(files.location))
         placement = read_placement(packed.model)
-        description = f"{describe(name, packed.model)}, {packed.description}"
+        description = describe(name, packed.model, packed.description)
         forward, findings = take_packed(packed.model, threads, resolved.cache_dir)
     trim_heap()
     logger.info("Loaded the weights of %s", name)

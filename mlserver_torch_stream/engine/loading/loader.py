@@ -171,8 +171,8 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
     return threads
 
 
-def describe(name: str, model: Any) -> str:
-    """Describes a loaded model: its name, size and devices."""
+def describe(name: str, model: Any, weights: str | None = None) -> str:
+    """Describes a loaded model: its name, size and devices. ``weights``: what they are; None: of the model's dtype."""
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
@@ -180,7 +180,7 @@ def describe(name: str, model: Any) -> str:
     quantised = (
         f", quantised by {model.hf_quantizer.quantization_config.quant_method.value}" if is_quantised(model) else ""
     )
-    return f"{name} ({kind}, {size} parameters, {dtype}{quantised}) on {_devices(model)}"
+    return f"{name} ({kind}, {size} parameters, {weights or dtype + quantised}) on {_devices(model)}"
 
 
 def _devices(model: Any) -> str:
