@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, Engine, EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, CompiledConstraint, Engine, EngineRequest, TokenStream
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
     ChatPrompt,
+    Constraint,
     GenerationRequest,
     ModelInfo,
     Prompt,
@@ -28,6 +31,8 @@ _MOST_CHARS_ON_LOOP = 4096
 # The pieces of a text are tokenized again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
+_LONGEST_COMPILATION_S = 10.0
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 Opened = Callable[[TokenStream], None]
@@ -38,6 +43,12 @@ class PromptEncoder(Protocol):
     """The tokenizer's side of an engine: prompts to ids."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
+
+    def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
+        """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
+
+    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
+        """What answers must match. Blocks for up to seconds. Raises InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
         """Ids of the part of ``text`` that more text behind it cannot change."""
@@ -87,9 +98,31 @@ class Generator:
         submitted = []
         with self._observed(request) as observer:
             for position, ids in enumerate(await _off_loop_if_long(self._encode_all, request.prompts)):
-                submitted.append(_engine_request(request, ids, first_index=position * n))
+                prompt = request.prompts[position]
+                submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
             opened(_ObservedStream(self.engine.submit(submitted), observer))
+
+    async def _prepared(
+        self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int
+    ) -> EngineRequest:
+        """Raises InvalidInput where answers cannot be kept to what they must match."""
+        if not isinstance(prompt, ChatPrompt):
+            constraint = await self._compiled(request.constraint)
+            return _engine_request(request, ids, constraint, first_index=first_index)
+        answer = self.codec.answer_format(prompt, ids, request.constraint)
+        constraint = await self._compiled(answer.constraint, answer.behind)
+        return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
+
+    async def _compiled(self, constraint: Constraint | None, behind: str | None = None) -> CompiledConstraint | None:
+        """Raises InvalidInput, which names the constraint's field."""
+        if constraint is None:
+            return None
+        compiling = asyncio.to_thread(self.codec.compile, constraint, behind)
+        try:
+            return await asyncio.wait_for(compiling, _LONGEST_COMPILATION_S)
+        except asyncio.TimeoutError:
+            raise InvalidInput(constraint.field, "is too complex: it takes too long to compile") from None
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
         return [tuple(self.codec.encode(prompt)) for prompt in prompts]
@@ -103,7 +136,9 @@ class Generator:
         ``timeout`` seconds (0: at any time). Raises RequestError.
         """
         with self._observed(request) as observer:
-            stream = _ObservedStream(self.engine.submit([_engine_request(request, open=True)]), observer)
+            constraint = await self._compiled(request.constraint)
+            open_request = _engine_request(request, (), constraint, open=True)
+            stream = _ObservedStream(self.engine.submit([open_request]), observer)
             opened(stream)
             arrivals = Arrivals(pieces, stream, timeout)
             try:
@@ -149,7 +184,13 @@ class Generator:
 
 
 def _engine_request(
-    request: GenerationRequest, prompt_ids: tuple[int, ...] = (), *, first_index: int = 0, open: bool = False
+    request: GenerationRequest,
+    prompt_ids: tuple[int, ...],
+    constraint: CompiledConstraint | None,
+    answer: AnswerFormat | None = None,
+    *,
+    first_index: int = 0,
+    open: bool = False,
 ) -> EngineRequest:
     return EngineRequest(
         prompt_ids,
@@ -159,6 +200,8 @@ def _engine_request(
         priority=request.priority or DEFAULT_PRIORITY,
         client=request.client,
         timeout_s=request.timeout_s,
+        constraint=constraint,
+        answer=answer,
     )
 
 
@@ -231,7 +274,7 @@ def _size(value: object) -> int:
     if isinstance(value, TextPrompt):
         return len(value.text)
     if isinstance(value, ChatPrompt):
-        return sum(len(str(message)) for message in value.messages)
+        return sum(len(str(part)) for part in (*value.messages, *(value.tools or ())))
     if isinstance(value, tuple):
         return sum(map(_size, value))
     return len(value) if isinstance(value, str) else 0

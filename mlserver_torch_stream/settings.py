@@ -112,6 +112,8 @@ class EngineSettings(BaseModel):
     revision: str | None = None
     tokenizer: str | None = None  # folder or hub id; None: the model's own
     chat_template: str | None = None  # a Jinja template, or the file that holds it
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"  # auto: what the template shows
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device_map: DeviceMap | None = None
     max_memory: MaxMemory | None = None

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice, join_calls
+
 
 class FinishReason(str, Enum):
     """Why a sequence ended. The values are the wire's spelling."""
@@ -55,10 +57,12 @@ class ChatPrompt:
     """A conversation, rendered by the model's chat template with a generation prompt.
 
     ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they are.
+    ``tool_choice`` says something only beside ``tools``.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -161,6 +165,7 @@ class GenerationRequest:
 # times, once as JSON within JSON. A log-probability is up to 190 bytes there, each alternative up to 130, and each byte
 # of a token up to 11.
 MOST_PER_EVENT = 1536
+_TIMES_REASONING = 2  # OpenAI's objects say it under two names
 _CHARACTERS_PER_LOGPROB = 10
 _CHARACTERS_PER_ALTERNATIVE = 7
 
@@ -196,12 +201,14 @@ class Usage:
     queue_s: float = 0.0
     ttft_s: float = 0.0
     num_cached_tokens: int = 0  # of the prompt: copied from the prefix cache
+    num_reasoning_tokens: int = 0  # of the output tokens: the reasoning before the answer, and the marks around it
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """The tokens of one sequence since its last event, and in the last event the reason of its end.
 
+    What an event says is in this order: ``reasoning``, ``text``, ``tool_calls``. ``text`` is the answer's text alone.
     ``text`` never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
     ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
     ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet. ``stop_reason``
@@ -217,17 +224,31 @@ class TokenEvent:
     usage: Usage | None = None
     error: Exception | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a reader has anything to show of it: ids alone can be those of a half character."""
+        return bool(self.text or self.reasoning or self.tool_calls)
 
     @property
     def size(self) -> int:
         """In characters; ``MOST_PER_EVENT`` is the limit."""
-        return len(self.text) + len(self.token_ids) + sum(entry.size for entry in self.logprobs)
+        said = len(self.text) + _TIMES_REASONING * len(self.reasoning) + sum(call.size for call in self.tool_calls)
+        return said + len(self.token_ids) + sum(entry.size for entry in self.logprobs)
+
+    def goes_before(self, later: TokenEvent) -> bool:
+        """Whether both as one event say what they say in the order in which it was said."""
+        return not ((self.tool_calls and (later.reasoning or later.text)) or (self.text and later.reasoning))
 
     def merge(self, later: TokenEvent) -> TokenEvent:
-        """This event and a later one of the same sequence as one."""
+        """This event and a later one of the same sequence, which it goes before, as one."""
         return TokenEvent(
             index=self.index,
             text=self.text + later.text,
+            reasoning=self.reasoning + later.reasoning,
+            tool_calls=join_calls(self.tool_calls + later.tool_calls) if later.tool_calls else self.tool_calls,
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
             cumulative_logprob=later.cumulative_logprob,
@@ -246,8 +267,9 @@ class TokenEvent:
 
 
 def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
-    """Adds an event to earlier ones of its sequence: merged with the last of them if both are small enough."""
-    if events and events[-1].size + later.size <= MOST_PER_EVENT:
+    """Adds an event to earlier ones of its sequence: merged with the last of them if both are small enough and the
+    order of what they say allows it."""
+    if events and events[-1].size + later.size <= MOST_PER_EVENT and events[-1].goes_before(later):
         events[-1] = events[-1].merge(later)
     else:
         events.append(later)
@@ -266,3 +288,6 @@ class ModelInfo:
     max_num_seqs: int  # the most sequences that decode at a time; bounds n
     has_chat_template: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str | None = None  # how the model spells its calls, or none; None: its template does not say
+    reasons: bool = False  # whether its answers may begin with a reasoning
+    template_arguments: frozenset[str] = frozenset()  # tools and of reasoning: those that the template reads

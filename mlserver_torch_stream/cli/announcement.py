@@ -24,6 +24,7 @@ POLL_SECONDS = 0.2
 
 _EXAMPLE = {"text_input": "The capital of France is", "max_tokens": 16}
 _PREFIX = "MLSERVER_TORCH_STREAM_"
+_TRUE = ("1", "true", "t", "yes", "y", "on")  # as pydantic reads it
 
 
 class Announcement:
@@ -32,6 +33,7 @@ class Announcement:
     def __init__(self, host: str, port: int, environ: Mapping[str, str]) -> None:
         self._keys_file = environ.get(f"{_PREFIX}API_KEYS_FILE", "")
         self._certificate = environ.get(f"{_PREFIX}TLS_CERT_FILE", "")
+        self._has_page = environ.get(f"{_PREFIX}PAGE", "").lower() in _TRUE
         self._asks_for_certificates = bool(environ.get(f"{_PREFIX}TLS_CLIENT_CA_FILE"))
         self.url = f"{'https' if self._certificate else 'http'}://{host}:{port}"
 
@@ -45,7 +47,8 @@ class Announcement:
             except (OSError, ValueError):
                 time.sleep(POLL_SECONDS)
                 continue
-            print("".join(self._invitation(str(model["name"])) for model in models), file=out, flush=True)
+            page = f"\nOpen {self.url}/ to chat in a browser.\n" if self._has_page else ""
+            print("".join(self._invitation(str(model["name"])) for model in models) + page, file=out, flush=True)
             return
 
     def _invitation(self, name: str) -> str:

@@ -118,6 +118,7 @@ class V2ServerAnswer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int | None = None  # V2 replies do not say
+    reasoning_tokens: int = 0  # neither
     _texts: dict[int, list[str]] = field(default_factory=dict)
     _reasons: dict[int, str] = field(default_factory=dict)
     _logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

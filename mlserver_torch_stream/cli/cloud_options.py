@@ -24,6 +24,7 @@ from mlserver_torch_stream.cloud.run import CloudRun
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 STDOUT = "-"
 _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 3 ended early, 130 interrupted."
+_ASKING = {"concurrency": 32, "timeout": 300.0}  # what stands for options of requests that are not given
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,11 +75,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
     command.add_argument(
-        "--concurrency", type=positive, default=32, help="most requests at --url (default: %(default)s)"
+        "--concurrency", type=positive, help=f"most requests at --url (default: {_ASKING['concurrency']})"
     )
-    command.add_argument(
-        "--timeout", type=seconds, default=300.0, help="silence of --url, seconds (default: %(default)s)"
-    )
+    command.add_argument("--timeout", type=seconds, help=f"silence of --url, seconds (default: {_ASKING['timeout']:g})")
     command.add_argument("--extra", type=_object, default={}, help="settings of the engine or of --handler, as JSON")
     command.add_argument(
         "--parameters", type=_object, default={}, help="for rows that do not say, or headers for a handler, as JSON"
@@ -206,6 +205,11 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 def check(arguments: argparse.Namespace) -> None:
     """Raises RunRefused for options that contradict each other. It names the option."""
     check_object_options(arguments)
+    for name, default in _ASKING.items():
+        if arguments.url is None and getattr(arguments, name) is not None:
+            raise RunRefused(f"--{name}: is for requests to a server; give its --url")
+        if arguments.url is not None and getattr(arguments, name) is None:
+            setattr(arguments, name, default)
     if arguments.url is None and (arguments.api != "v2" or arguments.unary):
         raise RunRefused("--api and --unary say how a server is asked; give its --url")
     if arguments.url is not None and arguments.extra:

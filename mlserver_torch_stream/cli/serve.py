@@ -25,6 +25,7 @@ from mlserver_torch_stream.model_source import EMBEDDED_SCHEME
 IMPLEMENTATION = "mlserver_torch_stream.TorchStreamRuntime"
 SETTINGS = "settings.json"
 MODEL_SETTINGS = "model-settings.json"
+PAGE = "MLSERVER_TORCH_STREAM_PAGE"
 PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
 EMBEDDED_MODEL = f"{EMBEDDED_SCHEME}smollm2-135m-instruct"
 # What suits streams on one's own machine, where neither a file nor a variable says otherwise.
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = None if repository is not None else arguments.model or EMBEDDED_MODEL
     for key, value in DEFAULTS.items():
         os.environ.setdefault(f"MLSERVER_{key.upper()}", value)
+    os.environ.setdefault(PAGE, "true")
     host = _host(folder)
     try:
         _check_embedded(model)

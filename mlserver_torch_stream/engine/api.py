@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint as CompiledConstraint
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
 DEFAULT_PRIORITY = 100
@@ -20,7 +22,8 @@ class EngineRequest:
 
     The prompt of an ``open`` request grows by ``TokenStream.extend``; decoding starts after ``TokenStream.seal``.
     The scheduler admits requests with a lower ``priority`` first. Waiting requests of one ``client`` share its place in
-    the queue. ``timeout_s`` after the submit, the sequences end with the tokens that they have.
+    the queue. ``timeout_s`` after the submit, the sequences end with the tokens that they have. Each answer is kept to
+    the ``constraint``; the prompt is not. ``answer`` says how their text is divided; None: it is text as a whole.
     """
 
     prompt_ids: tuple[int, ...]
@@ -30,6 +33,8 @@ class EngineRequest:
     priority: int = DEFAULT_PRIORITY
     client: str = ""
     timeout_s: float | None = None
+    constraint: CompiledConstraint | None = None
+    answer: AnswerFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class EngineStats:
     num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
     draft_tokens: int = 0  # drafted by prompt lookup
     accepted_draft_tokens: int = 0  # of them, equal to the tokens that were then sampled
+    forced_tokens: int = 0  # that a constraint left no choice about, computed together with the token before them
     cancelled_sequences: int = 0  # whose stream was closed
     timed_out_sequences: int = 0
     wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
@@ -68,6 +74,7 @@ COUNTERS = (
     "num_preemptions",
     "draft_tokens",
     "accepted_draft_tokens",
+    "forced_tokens",
     "cancelled_sequences",
     "timed_out_sequences",
     "wasted_tokens",

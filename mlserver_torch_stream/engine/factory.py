@@ -160,10 +160,12 @@ def _run(
 ) -> RunningEngine:
     key = weights_key(resolved, threads)
     files = locate_packed(resolved) or locate(resolved)
-    codec = TextCodec(tokenizer := load_tokenizer(files, resolved))
+    parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
+    codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
+        codec.prepare_constraints()
         return _start(resolved, lease, loaded, codec, threads, on_death, resources)
     except BaseException:
         resources.release(codec)
@@ -194,6 +196,9 @@ def _start(
         max_num_seqs=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
+        tool_parser=codec.chat_format.tools,
+        reasons=codec.chat_format.reasons,
+        template_arguments=codec.chat_format.arguments,
     )
     engine = EngineCore(
         batching.batcher,
@@ -309,13 +314,15 @@ def _batch_continuously(
 
     def make() -> ContinuousBatcher:
         cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
+        forward = forwards.over(cache) if settings.fast_path == "auto" else choice.forward
         return ContinuousBatcher(
-            forwards.over(cache) if settings.fast_path == "auto" else choice.forward,
+            forward,
             cache,
             samplers,
             limits,
             spec,
             lookup=_prompt_lookup(settings, spec, limits),
+            drafts_forced=forward is choice.forward,
             pipeline=prepared.pipeline,
             faults=faults,
             check_devices=prepared.check_devices,

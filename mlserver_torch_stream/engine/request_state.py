@@ -6,12 +6,14 @@ Knows nothing of tensors, batches or caches.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, short
 from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.stops import StopMatcher
 from mlserver_torch_stream.types import (
@@ -44,10 +46,13 @@ class SequenceState:
         self.last_event_taken = False  # by ``take_events``
         self.sampler: RowSampler | None = None
         self._codec = codec
-        self._detokenizer = Detokenizer(codec, params.skip_special_tokens)
+        self._parser = None if request.answer is None else request.answer.parser()
+        marks = frozenset[int]() if request.answer is None else request.answer.marks
+        self._detokenizer = Detokenizer(codec, params.skip_special_tokens, marks)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._first_token_at: float | None = None
         self._cumulative_logprob = 0.0
+        self._reasoning_tokens = 0
         self._pending_events: list[TokenEvent] = []
         self._error: Exception | None = None
 
@@ -65,12 +70,26 @@ class SequenceState:
             self._cumulative_logprob += logprob.logprob
         ends = token_id in self.request.end_ids and len(self.tokens) > self.request.params.min_tokens
         hidden = ends and not self.request.params.include_stop_str_in_output
+        reasoned = self._reasons
         text = "" if hidden else self._push([token_id])
         self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
-        if ends or self._stops.hit is not None:
+        self._reasoning_tokens += reasoned or self._reasons
+        if ends or self._complete or self._stops.hit is not None:
             self.finish(FinishReason.STOP)
         elif len(self.tokens) >= self.request.max_tokens:
             self.finish(FinishReason.LENGTH)
+
+    @property
+    def _reasons(self) -> bool:
+        return self._parser is not None and self._parser.reasons
+
+    @property
+    def _complete(self) -> bool:
+        """Whether nothing may follow: no token by the constraint, or no text behind an only call."""
+        if self._parser is not None and self._parser.ended:
+            return True
+        matcher = None if self.sampler is None else self.sampler.matcher
+        return matcher is not None and matcher.complete
 
     def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
         of = self._codec.token_bytes
@@ -86,9 +105,23 @@ class SequenceState:
         return text
 
     def _emit(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
+        if self._parser is not None:
+            add_event(self._pending_events, self._event("", token_ids, logprobs))
+            self._emit_parts(self._parser.push(text))
+            return
         add_event(self._pending_events, self._event(text[:_MOST_TEXT], token_ids, logprobs))
         for start in range(_MOST_TEXT, len(text), _MOST_TEXT):
             add_event(self._pending_events, self._event(text[start : start + _MOST_TEXT]))
+
+    def _emit_parts(self, parts: Iterable[Part]) -> None:
+        for piece in (piece for part in parts for piece in short(part, _MOST_TEXT)):
+            if isinstance(piece, str):
+                event = self._event(piece)
+            elif isinstance(piece, Reasoning):
+                event = replace(self._event(), reasoning=piece.text)
+            else:
+                event = replace(self._event(), tool_calls=(piece,))
+            add_event(self._pending_events, event)
 
     def _event(
         self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
@@ -107,6 +140,10 @@ class SequenceState:
             self._emit(self._stops.push(self._detokenizer.flush()))
         if self._stops.hit is None:
             self._emit(self._stops.flush())
+        if self._parser is not None:
+            self._emit_parts(self._parser.flush())
+            if reason is FinishReason.STOP and self._parser.called:
+                self.finish_reason = FinishReason.TOOL_CALLS
 
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call, and nothing after the last event.
@@ -114,7 +151,7 @@ class SequenceState:
         While a character or a possible stop string is held back, it returns nothing either.
         """
         if self.last_event_taken or (
-            self.finish_reason is None and not any(event.text for event in self._pending_events)
+            self.finish_reason is None and not any(event.has_output for event in self._pending_events)
         ):
             return ()
         events, self._pending_events = self._pending_events, []
@@ -125,7 +162,7 @@ class SequenceState:
                 replace(
                     last,
                     finish_reason=self.finish_reason,
-                    usage=self.request.usage(len(self.tokens), self._first_token_at),
+                    usage=self.request.usage(len(self.tokens), self._first_token_at, self._reasoning_tokens),
                     error=self._error,
                     stop_reason=self._stop_reason(),
                 )
@@ -157,6 +194,8 @@ class RequestState:
         self.params = given.sampling
         self.mailbox = mailbox
         self.max_model_len = max_model_len
+        self.answer = given.answer
+        self.constraint = given.constraint
         self.end_ids = _end_ids(given.sampling, eos_token_ids)
         self.sealed = not given.open
         self.priority = given.priority
@@ -230,7 +269,7 @@ class RequestState:
                 )
             )
 
-    def usage(self, tokens: int, first_token_at: float | None) -> Usage:
+    def usage(self, tokens: int, first_token_at: float | None, reasoning_tokens: int = 0) -> Usage:
         started = self.started_at or time.monotonic()
         return Usage(
             num_input_tokens=len(self.prompt),
@@ -238,6 +277,7 @@ class RequestState:
             queue_s=started - self.whole_at,
             ttft_s=(first_token_at or started) - self.submitted_at,
             num_cached_tokens=self.cached_tokens,
+            num_reasoning_tokens=reasoning_tokens,
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks a conversation: OpenAI-shaped messages whose parts become plain text, tools, template arguments.
+"""Checks a conversation: OpenAI-shaped messages whose parts become plain text, and template arguments.
 
 Knows nothing of where the messages come from, nor of any chat template.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.json_schema import ElementBudget
+from mlserver_torch_stream.protocol.tools import parsed_calls
 from mlserver_torch_stream.protocol.values import is_text, shown
 
 # Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
@@ -32,6 +33,8 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     }
 )
 
+_REASONING = ("reasoning", "reasoning_content")  # templates read one or the other
+
 
 def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any], ...]:
     """A non-empty list of messages, each with a role and content that is one string; at most ``most`` messages and
@@ -41,12 +44,6 @@ def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any]
     budget = ElementBudget(most)
     budget.take(field, len(value))
     return tuple(_check_message(field, position, message, budget) for position, message in enumerate(value))
-
-
-def check_tools(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(tool, dict) for tool in value):
-        raise InvalidInput(field, f"must be a non-empty list of JSON objects, got {shown(value)}")
-    return tuple(value)
 
 
 def check_template_arguments(field: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -64,8 +61,13 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
         raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
     checked = {key: part for key, part in message.items() if part is not None}  # templates ask whether a key is there
     calls = message.get("tool_calls")
-    if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
-        raise InvalidInput(field, f"tool_calls of message {position} must be a list of objects, got {shown(calls)}")
+    if calls is not None:
+        checked["tool_calls"] = parsed_calls(field, position, calls)
+    for key in _REASONING:
+        if key in checked:
+            if not is_text(checked[key]):
+                raise InvalidInput(field, f"{key} of message {position} must be text, got {shown(checked[key])}")
+            checked = {**dict.fromkeys(_REASONING, checked[key]), **checked}
     if message.get("content") is None and not calls:
         raise InvalidInput(field, f"message {position} needs content")
     checked["content"] = _content(field, position, message.get("content"), budget)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
 
+from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
 
@@ -28,6 +29,10 @@ class TokenCounts(Protocol):
     def cached_tokens(self) -> int | None:
         """Of the prompt: tokens that came from a prefix cache; None where that is unknown."""
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the completion: tokens of the reasoning before the answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
@@ -37,6 +42,8 @@ class ChatChoice:
     text: str
     finish_reason: FinishReason | str | None
     logprobs: Sequence[TokenLogprob] | None = None  # None: not asked for
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +57,18 @@ class ChatCompletion:
     def whole(self, choices: Sequence[ChatChoice], tally: TokenCounts) -> dict[str, Any]:
         return {
             **self._head("chat.completion"),
-            "choices": [
-                _choice(choice, "message", {"role": "assistant", "content": choice.text, "refusal": None})
-                for choice in choices
-            ],
+            "choices": [_choice(choice, "message", _message(choice)) for choice in choices],
             "usage": usage_of(tally),
         }
 
     def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
         """``first``: the choice's first chunk; ``usage``: given on the request's last."""
-        delta = {"content": choice.text} if choice.text or first else {}
-        if first:
-            delta = {"role": "assistant", **delta}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta.update(_reasoning(choice))
+        if choice.text or (first and not choice.tool_calls):
+            delta["content"] = choice.text
+        if choice.tool_calls:
+            delta["tool_calls"] = call_deltas(choice.tool_calls)
         head = {**self._head("chat.completion.chunk"), "choices": [_choice(choice, "delta", delta)]}
         return head if usage is None else {**head, "usage": usage_of(usage)}
 
@@ -76,6 +83,36 @@ class ChatCompletion:
             "created": self.created,
             "model": self.model,
         }
+
+
+def _message(choice: ChatChoice) -> dict[str, Any]:
+    content = None if choice.tool_calls and not choice.text else choice.text
+    message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(choice)}
+    return {**message, "tool_calls": whole_calls(choice.tool_calls)} if choice.tool_calls else message
+
+
+def _reasoning(choice: ChatChoice) -> dict[str, Any]:
+    """Under both names that clients know it by; OpenAI's own API has none."""
+    return {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning} if choice.reasoning else {}
+
+
+def whole_calls(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    """The calls of a whole answer."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+
+
+def call_deltas(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    """The parts of calls in a chunk; the first part of each says its id and its name."""
+    deltas = []
+    for call in calls:
+        if call.id is None:
+            deltas.append({"index": call.index, "function": {"arguments": call.arguments}})
+        else:
+            deltas.append({"index": call.index, **whole_calls([call])[0]})
+    return deltas
 
 
 def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -130,4 +167,6 @@ def usage_of(tally: TokenCounts) -> dict[str, Any]:
     }
     if tally.cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": tally.cached_tokens}
+    if tally.reasoning_tokens:
+        usage["completion_tokens_details"] = {"reasoning_tokens": tally.reasoning_tokens}
     return usage

@@ -5,7 +5,7 @@ Knows nothing of models: it says what every model takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.protocol.json_schema import Schema
@@ -37,7 +37,8 @@ _NOT_TAKEN = {
     Treatment.REFUSED: "Not implemented: only values that ask for nothing are accepted.",
 }
 _NUMBER: Schema = {"type": "number"}
-_FINISH_REASON: Schema = {"enum": ["stop", "length", None]}
+_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
+_REASONING: Mapping[str, Schema] = {"reasoning": STRING, "reasoning_content": STRING}
 _ERRORS = {
     "400": "Bad input: `param` names the parameter.",
     "404": "No model has this name or version; no file or batch has this id, or the server keeps none.",
@@ -105,17 +106,38 @@ def _schemas() -> JsonObject:
         "ChatCompletionChunk": _answer("chat.completion.chunk", delta=reference("Delta"), usage=False),
         "Completion": _answer("text_completion", text=STRING, usage=True),
         "CompletionChunk": _answer("text_completion", text=STRING, usage=False),
-        "Message": object_schema(role={"enum": ["assistant"]}, content=STRING, refusal={"type": "null"}),
-        "Delta": {"type": "object", "properties": {"role": {"enum": ["assistant"]}, "content": STRING}},
-        "Usage": object_schema(
-            prompt_tokens=COUNT,
-            completion_tokens=COUNT,
-            total_tokens=COUNT,
-            prompt_tokens_details=object_schema(cached_tokens=COUNT),
+        "Message": _with(
+            object_schema(role={"enum": ["assistant"]}, content=NULLABLE_STRING, refusal={"type": "null"}),
+            **_REASONING,
+            tool_calls={"type": "array", "items": reference("ToolCall")},
+        ),
+        "Delta": _with(
+            {"type": "object"},
+            role={"enum": ["assistant"]},
+            content=STRING,
+            **_REASONING,
+            tool_calls={"type": "array", "items": reference("ToolCallDelta")},
+        ),
+        "ToolCall": object_schema(
+            id=STRING, type={"enum": ["function"]}, function=object_schema(name=STRING, arguments=STRING)
+        ),
+        "ToolCallDelta": _with(
+            object_schema(index=COUNT, function=_with(object_schema(arguments=STRING), name=STRING)),
+            id=STRING,
+            type={"enum": ["function"]},
+        ),
+        "Usage": _with(
+            object_schema(
+                prompt_tokens=COUNT,
+                completion_tokens=COUNT,
+                total_tokens=COUNT,
+                prompt_tokens_details=object_schema(cached_tokens=COUNT),
+            ),
+            completion_tokens_details=object_schema(reasoning_tokens=COUNT),
         ),
         "Model": {
             **object_schema(id=STRING, object={"enum": ["model"]}, created=COUNT, owned_by=STRING),
-            "description": "`max_model_len`: the tokens of its context, once it is loaded.",
+            "description": "Once it is loaded: `max_model_len`, the tokens of its context, and `has_chat_template`.",
         },
         "ModelList": object_schema(object={"enum": ["list"]}, data={"type": "array", "items": reference("Model")}),
         **batch_schemas(),
@@ -123,6 +145,10 @@ def _schemas() -> JsonObject:
             error=object_schema(message=STRING, type=STRING, param=NULLABLE_STRING, code=NULLABLE_STRING),
         ),
     }
+
+
+def _with(described: JsonObject, **optional: Schema) -> JsonObject:
+    return {**described, "properties": {**described.get("properties", {}), **optional}}
 
 
 def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:

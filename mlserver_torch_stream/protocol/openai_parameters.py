@@ -12,7 +12,14 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
-from mlserver_torch_stream.protocol.parameters import LEAST_REPETITION_PENALTY, MAX_BAD_WORDS, MAX_STOP_STRINGS
+from mlserver_torch_stream.protocol.parameters import (
+    LEAST_REPETITION_PENALTY,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    REASONING_EFFORTS,
+)
+from mlserver_torch_stream.protocol.structured_output import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
+from mlserver_torch_stream.protocol.tools import TOOLS
 from mlserver_torch_stream.protocol.unsupported import harmless_values, refuse, refuse_unless_harmless
 
 
@@ -155,6 +162,8 @@ _OF_BOTH = (
     _taken("ignore_eos", _BOOLEAN),
     _taken("include_stop_str_in_output", _BOOLEAN),
     _taken("skip_special_tokens", _BOOLEAN),
+    _taken("response_format", RESPONSE_FORMAT),
+    _taken("structured_outputs", STRUCTURED_OUTPUTS),
     _taken("bad_words", _strings(MAX_BAD_WORDS)),
     _taken("priority", _integer(0, 2**31 - 1)),
     # Of this runtime alone.
@@ -167,24 +176,23 @@ _OF_CHATS = (
     _taken("logprobs", _BOOLEAN),
     _taken("top_logprobs", _integer(0, 20)),
     _taken("chat_template_kwargs", _OBJECT),
+    _taken("tools", TOOLS),
+    _taken("tool_choice", {"type": ["string", "object"]}),
+    _taken("parallel_tool_calls", _BOOLEAN),
+    _taken("reasoning_effort", {"type": "string", "enum": list(REASONING_EFFORTS)}),
     _ignored("metadata", _OBJECT),
     _ignored("store", _BOOLEAN),
     _ignored("safety_identifier", _STRING),
     _ignored("prompt_cache_key", _STRING),
     _ignored("prompt_cache_options", _OBJECT),
     _ignored("prompt_cache_retention", _STRING),
-    _ignored("parallel_tool_calls", _BOOLEAN),
     _refused("audio"),
     _refused("function_call", "none", "auto"),
     _refused("functions"),
     _refused("modalities"),
     _refused("moderation"),
     _refused("prediction"),
-    _refused("reasoning_effort"),
-    _refused("response_format"),
     _refused("service_tier"),
-    _refused("tool_choice", "none", "auto"),
-    _refused("tools", []),
     _refused("verbosity"),
     _refused("web_search_options"),
 )

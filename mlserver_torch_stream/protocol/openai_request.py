@@ -11,11 +11,12 @@ from typing import Any
 
 from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.chat import check_messages, check_tools
+from mlserver_torch_stream.protocol.chat import check_messages
 from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters, resolve_sampling
 from mlserver_torch_stream.protocol.request_options import (
     chat_prompt,
     check_echo,
+    read_constraint,
     read_echo,
     read_positive,
     read_stream_mode,
@@ -23,6 +24,7 @@ from mlserver_torch_stream.protocol.request_options import (
     refuse_chat_options,
     require_template,
 )
+from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"
@@ -66,15 +68,15 @@ def decode_body(
         priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
+        constraint=read_constraint(given),
     )
 
 
 def _chat(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> Prompt:
     require_template(MESSAGES, info)
-    tools = body.get(TOOLS)
-    checked = None if tools is None else check_tools(TOOLS, tools)
-    messages = check_messages(MESSAGES, body[MESSAGES], values.most_checked(info))
-    return chat_prompt(messages, checked, given)
+    most = values.most_checked(info)
+    tools = None if body.get(TOOLS) is None else check_tools(TOOLS, body[TOOLS], most)
+    return chat_prompt(check_messages(MESSAGES, body[MESSAGES], most), tools, given, info)
 
 
 def _prompts(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> tuple[Prompt, ...]:

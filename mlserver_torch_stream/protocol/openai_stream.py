@@ -16,9 +16,14 @@ from mlserver_torch_stream.protocol.reply_values import CollectedReply, shortene
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.text_completion import TextCompletion, shown_length
 from mlserver_torch_stream.protocol.usage import UsageCounter
-from mlserver_torch_stream.types import FAILURES, GenerationRequest, TokenEvent
+from mlserver_torch_stream.types import FAILURES, FinishReason, GenerationRequest, TokenEvent, TokenLogprob
 
 _DONE = b"[DONE]"
+
+
+def event_choice(event: TokenEvent, reason: FinishReason | None, logprobs: Sequence[TokenLogprob] | None) -> ChatChoice:
+    """What an event says, as OpenAI's objects name it."""
+    return ChatChoice(event.index, event.text, reason, logprobs, event.reasoning, event.tool_calls)
 
 
 class OpenAIStream(ABC):
@@ -52,9 +57,9 @@ class OpenAIStream(ABC):
     def _choice(self, event: TokenEvent) -> ChatChoice | None:
         """None: the event has nothing to show."""
         logprobs = event.logprobs if self._logprobs and event.logprobs else None
-        if not event.text and logprobs is None and event.finish_reason is None:
+        if not event.has_output and logprobs is None and event.finish_reason is None:
             return None
-        return ChatChoice(event.index, event.text, event.finish_reason, logprobs)
+        return event_choice(event, event.finish_reason, logprobs)
 
     @abstractmethod
     def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]: ...

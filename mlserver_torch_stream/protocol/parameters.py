@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol import values
+from mlserver_torch_stream.protocol import structured_output, values
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
 
 
@@ -43,18 +44,6 @@ def _sampling(
 
 def _flag(name: str) -> Parameter:
     return Parameter(name, values.boolean, tensor="BOOL")
-
-
-def _parallel_tool_calls(value: Any, info: ModelInfo) -> bool:
-    if not values.boolean(value, info):
-        raise ValueError("false is not implemented")
-    return True
-
-
-def _tool_choice(value: Any, info: ModelInfo) -> str:
-    if value not in ("auto", "none"):
-        raise ValueError(f"only auto and none are implemented, got {values.shown(value)}")
-    return str(value)
 
 
 def _stream_mode(value: Any, info: ModelInfo) -> str:
@@ -87,8 +76,13 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("top_logprobs", values.integer(0, 20)),
     _sampling("skip_special_tokens", values.boolean),
     Parameter("chat_template_kwargs", values.json_object),
-    Parameter("tool_choice", _tool_choice, tensor="BYTES"),
-    Parameter("parallel_tool_calls", _parallel_tool_calls, tensor="BYTES"),
+    Parameter("tool_choice", values.tool_choice, tensor="BYTES"),
+    Parameter("parallel_tool_calls", values.boolean, tensor="BYTES"),
+    Parameter("reasoning_effort", values.one_of(*REASONING_EFFORTS)),
+    Parameter("response_format", structured_output.response_format, tensor="BYTES"),
+    Parameter("structured_outputs", structured_output.structured_outputs),
+    Parameter("guided_decoding_guide", structured_output.text, tensor="BYTES"),
+    Parameter("guided_decoding_guide_type", structured_output.guide_type, tensor="BYTES"),
     Parameter("stream_mode", _stream_mode),
     Parameter("priority", values.integer(0, 2**31 - 1)),
     Parameter("timeout", values.integer(0, 2**53)),

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.chat_completion import ChatChoice, finite
+from mlserver_torch_stream.protocol.chat_completion import ChatChoice, call_deltas, finite, whole_calls
 from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.usage import UsageCounter
+from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
@@ -34,6 +35,8 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
         names.CUMULATIVE_LOGPROB: reply.cumulative_logprob,
         names.LOGPROBS: reply.logprobs,
         names.TOKEN_IDS: reply.token_ids,
+        names.REASONING: True,
+        names.TOOL_CALLS: True,
     }
     return frozenset(
         name for name, wanted in asked.items() if wanted and (reply.outputs is None or name in reply.outputs)
@@ -43,6 +46,10 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
 def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
     """The values of one event by name: one each, but a list of ids and a list of log-probabilities."""
     values: dict[str, Any] = {names.TEXT_OUTPUT: event.text} if names.TEXT_OUTPUT in shown else {}
+    if names.REASONING in shown and event.reasoning:
+        values[names.REASONING] = event.reasoning
+    if names.TOOL_CALLS in shown and event.tool_calls:
+        values[names.TOOL_CALLS] = call_deltas(event.tool_calls)
     if names.TOKEN_IDS in shown and event.token_ids:
         values[names.TOKEN_IDS] = list(event.token_ids)
     if names.LOGPROBS in shown and event.logprobs:
@@ -123,9 +130,22 @@ class CollectedSequence:
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        """One of each call."""
+        return join_calls(self._calls)
 
     def add(self, event: TokenEvent) -> None:
         self.texts.append(event.text)
+        self._reasoning.append(event.reasoning)
+        self._calls += event.tool_calls
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
         self.finish_reason = event.finish_reason
@@ -159,13 +179,21 @@ class CollectedReply:
             names.LOGPROBS: [logprob_objects(each.logprobs) for each in sequences],
             names.TOKEN_IDS: [token_id for each in self._filled_ids() for token_id in each],
         }
+        asked = self._request.reply.outputs or ()
+        told: dict[str, list[Any]] = {
+            names.REASONING: [each.reasoning for each in sequences],
+            names.TOOL_CALLS: [whole_calls(each.tool_calls) for each in sequences],
+        }
+        every.update((name, values) for name, values in told.items() if any(values) or name in asked)
         return {name: value for name, value in every.items() if name in shown}
 
     def choices(self) -> list[ChatChoice]:
         """Every sequence as OpenAI's objects name it."""
         wanted = self._request.sampling.logprobs
         return [
-            ChatChoice(index, text, each.finish_reason, each.logprobs if wanted else None)
+            ChatChoice(
+                *(index, text, each.finish_reason, each.logprobs if wanted else None, each.reasoning, each.tool_calls)
+            )
             for index, (text, each) in enumerate(zip(self._echoed_texts(), self.sequences, strict=True))
         ]
 

@@ -15,8 +15,11 @@ from mlserver_torch_stream.protocol.chat import check_template_arguments
 from mlserver_torch_stream.protocol.json_schema import check
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
+from mlserver_torch_stream.protocol.structured_output import GUIDE, GUIDE_TYPE, of_guide
+from mlserver_torch_stream.protocol.tools import chosen_tools
 from mlserver_torch_stream.types import (
     ChatPrompt,
+    Constraint,
     GenerationRequest,
     ModelInfo,
     Prompt,
@@ -28,7 +31,9 @@ from mlserver_torch_stream.types import (
 # Every response of a stream repeats the id up to three times, within lines of 48 KiB.
 MOST_ID_CHARACTERS = 256
 _STREAM_OPTIONS = "stream_options"
-_CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls")
+_EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
+_CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
+_CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 
 Objects = tuple[Mapping[str, Any], ...]
 
@@ -64,6 +69,7 @@ def build_request(
         priority=read_positive(given, "priority"),
         timeout_s=read_timeout(given),
         client=client,
+        constraint=read_constraint(given),
     )
 
 
@@ -77,15 +83,31 @@ def read_client(headers: Mapping[str, str]) -> str:
     return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
-def chat_prompt(messages: Objects, tools: Objects | None, given: Merged) -> ChatPrompt:
+def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: ModelInfo) -> ChatPrompt:
     """A conversation as its template is to get it: without the tools when the client chose none of them."""
     arguments = given.get("chat_template_kwargs")
-    chosen = None if "tool_choice" in given and given["tool_choice"].value == "none" else tools
+    chosen, choice = chosen_tools(tools, given, info)
+    checked = check_template_arguments(arguments.spelling, arguments.value) if arguments else {}
     return ChatPrompt(
         messages=messages,
         tools=chosen,
-        template_kwargs=check_template_arguments(arguments.spelling, arguments.value) if arguments else {},
+        tool_choice=choice,
+        template_kwargs={**_reasoning_arguments(given, info), **checked},
     )
+
+
+def _reasoning_arguments(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
+    """``reasoning_effort`` for a template that reads it, or for one that can only be told whether to reason."""
+    if _EFFORT not in given:
+        return {}
+    effort = given[_EFFORT].value
+    if _EFFORT in info.template_arguments:
+        return {_EFFORT: effort}
+    if _SWITCH in info.template_arguments:
+        return {_SWITCH: effort != "none"}
+    if effort == "none" and not info.reasons:
+        return {}
+    raise InvalidInput(given[_EFFORT].spelling, "the model's chat template takes none")
 
 
 def require_template(field: str, info: ModelInfo) -> None:
@@ -122,6 +144,20 @@ def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, stream
                 raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
             return bool(options.get("include_usage"))
     return False
+
+
+def read_constraint(given: Merged) -> Constraint | None:
+    """What the answers of a request must match."""
+    ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
+    if len(ways) > 1:
+        raise InvalidInput(given[ways[1]].spelling, f"contradicts {given[ways[0]].spelling}")
+    guide = str(given[GUIDE].value) if GUIDE in given else None
+    if GUIDE_TYPE in ways:
+        return of_guide(given[GUIDE_TYPE].value, guide)
+    if guide is not None:
+        raise InvalidInput(GUIDE, f"needs {GUIDE_TYPE}")
+    constraint: Constraint | None = given[ways[0]].value if ways else None
+    return constraint
 
 
 def read_stream_mode(given: Merged, streaming: bool) -> StreamMode:

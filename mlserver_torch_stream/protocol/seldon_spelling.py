@@ -15,9 +15,9 @@ import orjson
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.chat_completion import ChatChoice, ChatCompletion
+from mlserver_torch_stream.protocol.chat_completion import ChatCompletion
 from mlserver_torch_stream.protocol.openai_error import error_object
-from mlserver_torch_stream.protocol.openai_stream import failure_message
+from mlserver_torch_stream.protocol.openai_stream import event_choice, failure_message
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, StreamEncoder, WholeEncoder
 from mlserver_torch_stream.protocol.v2_outputs import output
@@ -119,7 +119,7 @@ class SeldonStreamReply(StreamReply):
             return failure_message(event.error)
         if final and self._usage_message:
             return self._chat.usage_chunk(self._progress.usage)
-        choice = ChatChoice(event.index, event.text, self._reason, event.logprobs if self._logprobs else None)
+        choice = event_choice(event, self._reason, event.logprobs if self._logprobs else None)
         usage = self._progress.usage if final else None
         chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=usage)
         return {**chunk, "usage": None} if self._usage_message else chunk

@@ -23,14 +23,12 @@ _UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_UNIMPLEMENTED_PREFIXES = ("guided_", "sequence_", "structured_outputs", "shared_memory_")
+_UNIMPLEMENTED_PREFIXES = ("guided_", "sequence_", "shared_memory_")
 
 
 def harmless_values(key: str) -> tuple[Any, ...]:

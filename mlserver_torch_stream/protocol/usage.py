@@ -57,6 +57,10 @@ class UsageCounter:
         return sum(max(cached[start : start + self._per_prompt]) for start in range(0, len(cached), self._per_prompt))
 
     @property
+    def reasoning_tokens(self) -> int:
+        return sum(usage.num_reasoning_tokens for usage in self._usages if usage is not None)
+
+    @property
     def ttft_ms(self) -> int:
         """Until the request's first token, of whichever sequence."""
         return self._earliest([usage.ttft_s for usage in self._usages if usage is not None])

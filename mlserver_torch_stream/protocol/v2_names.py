@@ -26,6 +26,8 @@ NUM_OUTPUT_TOKENS = "num_output_tokens"
 CUMULATIVE_LOGPROB = "cumulative_logprob"
 LOGPROBS = "logprobs"
 TOKEN_IDS = "token_ids"
+REASONING = "reasoning"
+TOOL_CALLS = "tool_calls"
 ROLE = "role"
 CONTENT = "content"
 TYPE = "type"
@@ -39,6 +41,8 @@ OUTPUT_DATATYPES = {
     CUMULATIVE_LOGPROB: "FP64",
     LOGPROBS: "BYTES",
     TOKEN_IDS: "INT64",
+    REASONING: "BYTES",
+    TOOL_CALLS: "BYTES",
 }
 CHAT_OUTPUT_DATATYPES = {ROLE: "BYTES", CONTENT: "BYTES", TYPE: "BYTES", OUTPUT_ALL: "BYTES"}
 

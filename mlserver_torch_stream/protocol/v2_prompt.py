@@ -14,6 +14,7 @@ from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import Merged
 from mlserver_torch_stream.protocol.request_options import chat_prompt, refuse_chat_options, require_template
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS, read_json, read_messages
+from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.protocol.v2_tensors import Tensor
 from mlserver_torch_stream.types import ChatPrompt, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
@@ -76,14 +77,14 @@ def _chat(source: str, tensors: Mapping[str, Tensor], given: Merged, info: Model
     else:
         columns = {name: tensors[name].require({"BYTES"}).elements for name in MESSAGE_TENSORS if name in tensors}
         messages = read_messages(columns, values.most_checked(info))
-    return chat_prompt(messages, _tools(tensors), given)
+    return chat_prompt(messages, _tools(tensors, info), given, info)
 
 
-def _tools(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Any], ...] | None:
+def _tools(tensors: Mapping[str, Tensor], info: ModelInfo) -> tuple[Mapping[str, Any], ...] | None:
     """The tools, as a JSON list in one element or one object in each."""
     if names.TOOLS not in tensors:
         return None
     tools = [read_json(names.TOOLS, text) for text in tensors[names.TOOLS].require({"BYTES"}).elements]
     if len(tools) == 1 and isinstance(tools[0], list):
         tools = tools[0]
-    return chat.check_tools(names.TOOLS, tools)
+    return check_tools(names.TOOLS, tools, values.most_checked(info))

@@ -23,6 +23,8 @@ from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.v2_outputs import output, response
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 
+_AS_JSON = frozenset({names.LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
+
 
 class StreamReply:
     """The responses of one streamed request: every event of its sequences, in order, becomes one of them."""
@@ -77,7 +79,7 @@ class UnaryReply(WholeReply):
     def _tensors(self) -> list[JsonObject]:
         tensors = []
         for name, data in self.values(shown_values(self._request.reply)).items():
-            if name == names.LOGPROBS:
+            if name in _AS_JSON:
                 data = [_json(entries) for entries in data]
             tensors.append(output(name, data, self._ids_shape(len(data)) if name == names.TOKEN_IDS else None))
         return tensors
@@ -91,7 +93,7 @@ class UnaryReply(WholeReply):
 def _elements(name: str, value: Any) -> list[Any]:
     if name == names.TOKEN_IDS:
         return list(value)
-    return [_json(value)] if name == names.LOGPROBS else [value]
+    return [_json(value)] if name in _AS_JSON else [value]
 
 
 def _json(value: Any) -> str:

@@ -196,6 +196,20 @@ def json_object(value: Any, info: ModelInfo) -> dict[str, Any]:
     return value
 
 
+def tool_choice(value: Any, info: ModelInfo) -> Any:
+    """``auto``, ``none``, ``required``, or the name of a function in an object of its own. Raises ValueError."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = parse_json(value)
+    if isinstance(value, str) and value in ("auto", "none", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") not in (None, "function"):
+        raise ValueError(f"only functions are implemented, got {shown(value['type'])}")
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"must be auto, none, required or a function with its name, got {shown(value)}")
+    return {"name": function["name"]}
+
+
 def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
     read_bias = number(-100, 100)
     biases: dict[int, float] = {}

@@ -21,6 +21,7 @@ from mlserver_torch_stream.server.lifecycle import health, ports, shutdown
 from mlserver_torch_stream.server.management import management_listener
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
+from mlserver_torch_stream.server.page import page_routes
 from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE
 from mlserver_torch_stream.server.rest import (
     batch_routes,
@@ -78,6 +79,7 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     health.add_routes(server, LIFECYCLE)
     model_routes.add_routes(server)
     openai_models.add_routes(server)
+    page_routes.add_routes(server, options)
     torchserve_routes.add_routes(server, options, LIFECYCLE)
     models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)
     service = BatchService(options.batch_store, models, LIFECYCLE)

@@ -47,6 +47,7 @@ class ServerOptions(BaseModel):
     allowed_urls: str = ""  # patterns of the URLs that they download archives from, with commas between them
     batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
+    page: bool = False  # the page at /, on which a person talks to the models
     log_requests: bool = True  # one line per request, never its prompt
     log_prompts: bool = False  # the prompt and the answer too
     api_keys_file: str = ""  # one key a line, of which every request must send one; empty: no key is asked for

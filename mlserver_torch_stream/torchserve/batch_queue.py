@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from mlserver_torch_stream.errors import QueueFull
 from mlserver_torch_stream.torchserve.config import HandlerConfig
@@ -25,6 +26,7 @@ class RequestSequence:
     worker: int | None = None
     pending: deque[HandlerJob] = field(default_factory=deque)
     running: int = 0
+    has_state: bool = False  # a request of it was run
     ended: bool = False
     idle_since: float = 0.0
 
@@ -46,6 +48,7 @@ class BatchQueue:
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
         self.most_workers = config.most_workers  # the workers that share the sequences, if all of them run
+        self.ahead = 0  # requests that wait in a worker, to which they were sent ahead of their turn
         self.leaving: set[int] = set()  # workers that get only the requests of the sequences that they hold
 
     @property
@@ -69,7 +72,7 @@ class BatchQueue:
         return max(ends, default=None)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues()))
+        return sum(map(len, self._queues())) + self.ahead
 
     def add(self, job: HandlerJob, now: float) -> None:
         """Raises QueueFull or RequestTooLarge."""
@@ -85,6 +88,19 @@ class BatchQueue:
     def add_retry(self, job: HandlerJob) -> None:
         """Adds a request that is run again, before all others."""
         self._retries.append(job)
+
+    def take_back(self, job: HandlerJob) -> None:
+        """Puts a request back to where it was, which a worker had got and not begun."""
+        sequence = self._of(job)
+        if job.retry is not None:
+            self._retries.appendleft(job)
+            return
+        job.alone = False
+        if sequence is None:
+            self._plain.appendleft(job)
+        else:
+            sequence.pending.appendleft(job)
+            self._not_run(sequence)
 
     def remove(self, job: HandlerJob, now: float) -> None:
         if job in self._retries:  # it was in a batch once
@@ -108,16 +124,23 @@ class BatchQueue:
 
         A full batch is due at once, any other ``maxBatchDelay`` after both its first request and the worker are there.
         """
-        candidates = list(self._candidates(worker))
+        size = self._config.batchSize
+        candidates = list(islice(self._candidates(worker), size))
         if not candidates:
             return None
-        size = self._config.batchSize
         if candidates[0] in self._retries or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
             return now
         if sum(job.bytes for job in candidates) > self._most_bytes:
             return now
         first = min(job.arrived for job in candidates)
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
+
+    def is_full(self, worker: int) -> bool:
+        """Whether the next batch of a worker would be no larger if it went out later."""
+        return next(self._retries_on(worker), None) is not None or self._fills(worker)
+
+    def _fills(self, worker: int) -> bool:
+        return sum(1 for _ in islice(self._candidates(worker), self._config.batchSize)) == self._config.batchSize
 
     def take(self, worker: int, room: int) -> list[HandlerJob]:
         """The next batch, of at most ``room`` requests and of no more than fit into one message."""
@@ -127,13 +150,20 @@ class BatchQueue:
             return [retry]
         batch: list[HandlerJob] = []
         left = self._most_bytes
-        for job in list(self._candidates(worker)):
+        for job in list(islice(self._candidates(worker), room)):
             left -= job.bytes
-            if len(batch) == room or left < 0:
+            if left < 0:
                 break
             batch.append(job)
             self._begin(job, worker)
         return batch
+
+    def skipped(self, job: HandlerJob, now: float) -> None:
+        """A job has ended that the handler did not get."""
+        sequence = self._of(job)
+        if sequence is not None:
+            self._not_run(sequence)
+            sequence.idle_since = now
 
     def ended(self, job: HandlerJob, now: float, closes_sequence: bool) -> None:
         """A job of a batch has ended; with ``closes_sequence``, or if its client asked for that, its sequence too."""
@@ -141,6 +171,7 @@ class BatchQueue:
         if sequence is None:
             return
         sequence.running -= 1
+        sequence.has_state = True
         sequence.ended |= closes_sequence or job.request.sequence_end
         sequence.idle_since = now
         if sequence.ended and sequence.idle:
@@ -214,6 +245,12 @@ class BatchQueue:
         sequence.pending.remove(job)
         sequence.worker = worker
         sequence.running += 1
+
+    def _not_run(self, sequence: RequestSequence) -> None:
+        """A request of the sequence has left its worker without having been run there."""
+        sequence.running -= 1
+        if not sequence.running and not sequence.has_state:
+            sequence.worker = None
 
     def _of(self, job: HandlerJob) -> RequestSequence | None:
         if not self._config.sequenceBatching or job.request.sequence_id is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 _LENGTHS = struct.Struct("!II")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 MOST_BYTES = 1 << 30  # of the header and of the body of one message; larger values are refused before they are sent
 
 
@@ -24,8 +25,11 @@ class BrokenFrame(Exception):
 
 def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     """A lone surrogate in a text, which no encoding can carry, is sent as its escape: ``\\ud800``."""
-    text = json.dumps(header, ensure_ascii=False)
-    encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
+    text = _ENCODER.encode(header)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
     return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
 
 
@@ -45,23 +49,56 @@ class FrameReader:
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
-        header_bytes, body_bytes = _LENGTHS.unpack(lengths)
-        if max(header_bytes, body_bytes) > MOST_BYTES:
-            raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+        header_bytes, body_bytes = _lengths(lengths)
         encoded = self._file.read(header_bytes)
         body = self._file.read(body_bytes)
         if len(encoded) < header_bytes or len(body) < body_bytes:
             return None
-        try:
-            header = json.loads(encoded)
-        except ValueError as error:
-            raise BrokenFrame(f"a header that is not JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise BrokenFrame("a header that is no object")
-        return header, body
+        return _header(encoded), body
 
     def close(self) -> None:
         self._file.close()
+
+
+class FrameBuffer:
+    """Takes bytes as they come, and gives the whole frames of them."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def take(self) -> tuple[dict[str, Any], bytes] | None:
+        """The next frame; None: it is not complete. Raises BrokenFrame."""
+        start = _LENGTHS.size
+        if len(self._data) < start:
+            return None
+        header_bytes, body_bytes = _lengths(self._data)
+        middle, end = start + header_bytes, start + header_bytes + body_bytes
+        if len(self._data) < end:
+            return None
+        with memoryview(self._data) as view:
+            encoded, body = bytes(view[start:middle]), bytes(view[middle:end])
+        del self._data[:end]
+        return _header(encoded), body
+
+
+def _lengths(data: bytes | bytearray) -> tuple[int, int]:
+    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
+    if max(header_bytes, body_bytes) > MOST_BYTES:
+        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+    return header_bytes, body_bytes
+
+
+def _header(encoded: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(encoded)
+    except ValueError as error:
+        raise BrokenFrame(f"a header that is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise BrokenFrame("a header that is no object")
+    return header
 
 
 def split(body: bytes, lengths: list[int]) -> list[bytes]:

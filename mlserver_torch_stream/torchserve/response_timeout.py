@@ -46,7 +46,7 @@ class ResponseTimeout:
             paused = any(job.drained is not None for job in slot.active.values())
             oldest = now if paused else slot.active_at
         if now - oldest >= limit:
-            for job in slot.active.values():
+            for job in slot.begun:
                 job.fail(_silent(limit))
             self._supervisor.kill(slot, f"worker {slot.number} sent nothing for {limit} s and was ended")
         else:

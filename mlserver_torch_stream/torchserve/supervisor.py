@@ -6,11 +6,12 @@ Knows nothing of which request goes where: it passes the messages of workers to 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import LoadFailed
@@ -45,6 +46,8 @@ class WorkerSlot:
         self.lost = True  # it has no process
         self.gone = asyncio.Event()  # set when a removed worker has ended
         self.active: dict[str, HandlerJob] = {}
+        self.batches: deque[list[HandlerJob]] = deque()  # the one that it runs, and those that were sent ahead
+        self.batch_s: float | None = None  # how long its latest batch took
         self.cancellation: RankCancellation | None = None  # where the ranks may end a call together
         self.idle_since = 0.0
         self.timer: asyncio.TimerHandle | None = None  # runs while the slot has active requests
@@ -52,6 +55,16 @@ class WorkerSlot:
         self.delay_s = _FIRST_DELAY_S  # before the next start
         self.ready_at = 0.0
         self.has_answered = False  # this process
+
+    @property
+    def begun(self) -> list[HandlerJob]:
+        """The requests that it runs. It begins a batch when it has ended the one before."""
+        return self.batches[0] if self.batches else list(self.active.values())
+
+    @property
+    def ahead(self) -> list[HandlerJob]:
+        """The requests that it has got and not begun."""
+        return [job for batch in islice(self.batches, 1, None) for job in batch]
 
     def fail_start(self, why: str) -> bool:
         """False if the worker is not starting."""
@@ -252,9 +265,12 @@ class WorkerSupervisor:
                 logger.info("Model %s: worker %d is ready again", self._name, slot.number)
                 return
 
-    def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+    def _post(self, callback: Callable[..., None], *args: Any) -> bool:
+        try:
             self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
 
 
 def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mapping[str, str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,9 @@ from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, WorkerP
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 
 _SEQUENCE_END = "ts_request_sequence_end"
+# Batches that a worker gets while it runs another, so that it does not wait for the event loop in between: as many as
+# it will have run within so many seconds, by the time of its latest batch.
+_AHEAD_S, _MOST_AHEAD = 0.005, 16
 
 
 class WorkerPool:
@@ -166,7 +169,9 @@ class WorkerPool:
                 if due > now and not self._joinable:
                     self._dispatch_in(slot.number, due - now)
                     break
-                self._dispatch(slot, now)
+                self._dispatch(slot, now, self._room(slot))
+            while 0 < len(slot.batches) <= self._most_ahead(slot) and self._queue.is_full(slot.number):
+                self._queue.ahead += self._dispatch(slot, now, self.config.batchSize)
 
     def _dispatch_in(self, number: int, delay: float) -> None:
         timer = self._timers.pop(number, None)
@@ -186,6 +191,13 @@ class WorkerPool:
             return self.config.batchSize - len(slot.active)
         return 0 if slot.active else self.config.batchSize
 
+    def _most_ahead(self, slot: WorkerSlot) -> int:
+        """None where another worker may take the batch earlier, or where a request whose client leaves would be run."""
+        alone = self.scaling.most == len(self.supervisor.slots) == 1 and self.config.stops == "alone"
+        if not slot.batches or not slot.batch_s or not alone or self.config.useJobTicket:
+            return 0
+        return min(_MOST_AHEAD, int(_AHEAD_S / slot.batch_s))
+
     def _has_place(self, slot: WorkerSlot) -> bool:
         return not slot.leaving and self._room(slot) > 0
 
@@ -193,20 +205,24 @@ class WorkerPool:
         due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
         return due is not None and self._room(slot) > 0
 
-    def _dispatch(self, slot: WorkerSlot, now: float) -> None:
-        batch = self._queue.take(slot.number, self._room(slot))
+    def _dispatch(self, slot: WorkerSlot, now: float, room: int) -> int:
+        """Sends a batch to a worker. Returns the number of its requests."""
+        batch = self._queue.take(slot.number, room)
         if not slot.active:
             slot.active_at = now
             self._timeout.watch(slot)
+        if not slot.batches:
+            _begin(batch, now)
+        if not self._joinable:
+            slot.batches.append(batch)
         for job in batch:
-            job.active_at = now
-            job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
             job.alone |= len(batch) == 1 or self._joinable
             slot.active[job.key] = job
         self.metrics.batches += 1
         self.metrics.batched_requests += len(batch)
         assert slot.worker is not None
         slot.worker.send(*batch_message(batch), all_ranks=self.config.broadcasts)
+        return len(batch)
 
     # --- called by the supervisor ---
 
@@ -228,11 +244,21 @@ class WorkerPool:
             self._ranks.received(slot, header)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """Fails the worker's requests, and those of the sequences whose state it held."""
+        """Fails the requests that the worker has begun, and those of the sequences whose state it held."""
+        for job in reversed(slot.ahead):
+            self._queue.ahead -= 1
+            del slot.active[job.key]
+            self._queue.take_back(job)
+            if job.over:
+                self._queue.remove(job, time.monotonic())
+                self._forget(job)
         lost = [*slot.active.values(), *self._queue.worker_lost(slot.number)]
         slot.active.clear()
+        slot.batches.clear()
+        slot.batch_s = None
         for job in lost:
             self._end(job, HandlerFailed(f"the handler's {why}"))
+        self._dispatch_due()
 
     def unavailable(self, why: str) -> None:
         for job in self._queue.clear():
@@ -253,8 +279,22 @@ class WorkerPool:
             if _SEQUENCE_END in item["headers"]:
                 job.closes_sequence = True
             self._deliver(slot, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
-        for key in header["ended"]:
-            self._ended(slot, key)
+        if ended := header.get("ended"):
+            for key in ended:
+                self._ended(slot, key, key in header["skipped"])
+            self._next_batch(slot, header["took"])
+
+    def _next_batch(self, slot: WorkerSlot, took: float) -> None:
+        """The worker has ended requests, after so many seconds of its handler; 0: the handler got none of them."""
+        if slot.batches:
+            slot.batches.popleft()
+            slot.batch_s = took or slot.batch_s
+        if slot.batches:
+            self._queue.ahead -= len(slot.batches[0])
+            _begin(slot.batches[0], time.monotonic())
+        self._dispatch_due()
+        if not slot.active:
+            self.scaling.became_idle(slot)
 
     def _deliver(self, slot: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:
@@ -263,7 +303,7 @@ class WorkerPool:
         job.deliver(piece)
         if not job.lags or job.over:
             return
-        if len(slot.active) == 1 and not self._joinable and slot.worker is not None:
+        if len(slot.begun) == 1 and not self._joinable and slot.worker is not None:
             job.drained = partial(self._resume, slot, slot.worker)
             slot.worker.pause()
         else:
@@ -284,7 +324,7 @@ class WorkerPool:
             else:
                 job.fail(error)
 
-    def _ended(self, slot: WorkerSlot, key: str) -> None:
+    def _ended(self, slot: WorkerSlot, key: str, skipped: bool) -> None:
         job = slot.active.pop(key, None)
         if job is None:
             return
@@ -294,9 +334,15 @@ class WorkerPool:
         if job.retry is not None and not job.over and not job.alone:
             job.run_again()
             self._queue.add_retry(job)
+            return
+        if skipped:
+            self._queue.skipped(job, now)
         else:
             self._queue.ended(job, now, job.closes_sequence)
-            self._end(job, HandlerFailed("the handler ended without a result"))
-        self._dispatch_due()
-        if not slot.active:
-            self.scaling.became_idle(slot)
+        self._end(job, HandlerFailed("the handler ended without a result"))
+
+
+def _begin(batch: Sequence[HandlerJob], now: float) -> None:
+    for job in batch:
+        job.active_at = now
+        job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s

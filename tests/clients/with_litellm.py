@@ -105,8 +105,8 @@ def retries(url: str) -> None:
 @feature("tools, schemas, images")
 def what_is_not_implemented(url: str) -> None:
     """With ``tools`` this client needs the package ``mcp``."""
-    json_object = {"type": "json_object"}
-    check_refused(lambda: _chat(url, response_format=json_object), litellm.BadRequestError, "response_format")
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
+    check_refused(lambda: _chat(url, messages=image), litellm.BadRequestError, "content")
 
 
 main("litellm", "rest")

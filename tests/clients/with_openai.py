@@ -219,7 +219,6 @@ def what_is_not_implemented(url: str) -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
     for more, param in (
         ({"tools": TOOLS}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": image}, "messages[0].content[0].type"),
     ):
         asked = {"messages": QUESTION, **_ASKED, **more}

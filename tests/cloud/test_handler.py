@@ -224,6 +224,8 @@ _BAD = [
     (("--model", "m"), "--model: goes with a server or an engine; --handler is what runs"),
     (("--url", "http://127.0.0.1:1"), "--url: goes with a server or an engine"),
     (("--api", "torchserve"), "--api and --unary say how a server is asked; give its --url"),
+    (("--timeout", "5"), "--timeout: is for requests to a server; give its --url"),
+    (("--concurrency", "2"), "--concurrency: is for requests to a server; give its --url"),
     (("--tensor", "x"), "--tensor: goes with a server or an engine"),
     (("--rows", "chunk"), "--rows: chunk needs --chunk-bytes"),
     (("--chunk-bytes", "1", "--whole-bytes", "2"), "--whole-bytes: bounds objects that are handed on whole"),

@@ -152,7 +152,7 @@ _ENGINE_REFUSES = {
     "return_token_ids": {**_TALK, "return_token_ids": True},
     "model": {**_TALK, "model": "gpt"},
     "echo": {**_TALK, "echo": True},
-    "response_format": {**_TALK, "response_format": {"type": "json_object"}},
+    "response_format.type": {**_TALK, "response_format": {"type": "json"}},
 }
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
-from tests import markdown
+from mlserver_torch_stream.server.page.page_files import page_files
+from tests import markdown, plain_http
 from tests.server.harness import free_ports
 
 _BUILD_S = 300.0
@@ -77,6 +78,10 @@ def test_the_installed_command_serves_a_model_and_prints_a_request_that_streams(
         assert printed is not None
         answer = subprocess.run(shlex.split(printed[1]), capture_output=True, text=True, check=True, timeout=60)
         assert answer.stdout.count("data: ") > 1
+        opened = re.search(r"^Open (\S+/) to chat", log.read_text(), re.MULTILINE)
+        assert opened is not None
+        for path, file in page_files().items():
+            assert plain_http.get(opened[1].rstrip("/") + path, timeout=10).content == file.content
     assert "parallel_workers" not in log.read_text()  # the defaults suit streams: nothing to warn of
 
 

@@ -198,17 +198,15 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
         run(scenario(engine))
 
 
-def test_a_step_that_fails_only_for_the_whole_batch_does_not_loop(model: PreTrainedModel, watch: Watch) -> None:
-    """Out of memory is like that: each row alone would do."""
+def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTrainedModel, watch: Watch) -> None:
+    """Out of memory is like that: each row alone does."""
+    expected = [reference(model, prompt_of(5, i), 60) for i in range(4)]
 
     async def scenario(engine: EngineCore) -> None:
-        streams = [
-            asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
-        ]
+        streams = [asyncio.create_task(tokens_of(engine, prompt_of(5, i), greedy(60))) for i in range(4)]
         await until(lambda: engine.stats().running_sequences == 4, "a batch")
         watch.fail = lambda ids: RuntimeError("no memory") if len(ids) > 1 else None
-        assert [(await stream)[0].finish_reason for stream in streams] == [FinishReason.ERROR] * 4
-        assert len(await tokens_of(engine, prompt_of(9, 1), greedy(12))) == 12
+        assert [await stream for stream in streams] == expected
         await settled(engine)
 
     with running(model) as engine:
@@ -261,10 +259,42 @@ def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTra
         await blocker
         await settled(engine)
 
-    with running(model, prefill_tokens=512) as engine:
+    with running(model, prefill_tokens=512, prefix_bytes=2**20) as engine:
         run(scenario(engine))
     together = [call for call in watch.calls if any(POISON in ids for ids in call)]
     assert max(len(call) for call in together) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_who_shares_the_pages_of_a_prompt_with_nan_is_computed_again(family: str) -> None:
+    """These forwards spoil the tokens before a NaN too. The third prompt reads them in a step without logits of it.
+
+    The first one is admitted before the others as it has the least work.
+    """
+    model = tiny_model(family, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    shared = prompt_of(40, 3)
+    prompts = [(*shared, 7), (*shared, *prompt_of(120, 4))]
+    expected = [reference(model, prompt, 12) for prompt in prompts]
+
+    async def scenario(engine: EngineCore, watch: Watch) -> None:
+        blocker = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(40)))
+        await until(lambda: engine.stats().running_sequences == 1, "another one")
+        await watch.hold()
+        first = asyncio.create_task(collect(engine, [EngineRequest((*shared, POISON), greedy(3, n=2))]))
+        others = [asyncio.create_task(tokens_of(engine, prompt, greedy(12))) for prompt in prompts]
+        await asyncio.sleep(0)  # they are submitted
+        watch.let_go()
+        assert [event.finish_reason for event in (await first).values()] == [FinishReason.ERROR] * 2
+        assert [await other for other in others] == expected
+        await blocker
+        await settled(engine)
+
+    with running(model, prefill_tokens=100, prefix_bytes=2**20) as engine, watched(model) as watch:
+        run(scenario(engine, watch))
+    together = [call for call in watch.calls if any(POISON in ids for ids in call)]
+    assert max(len(call) for call in together) > 3 or family == "bloom"  # which runs each prompt by itself
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])

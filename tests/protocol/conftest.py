@@ -17,4 +17,11 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 @pytest.fixture
 def info() -> ModelInfo:
-    return ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
+    return ModelInfo(
+        vocab_size=100,
+        max_model_len=64,
+        max_num_seqs=4,
+        has_chat_template=True,
+        tool_parser="hermes",
+        template_arguments=frozenset({"tools"}),
+    )

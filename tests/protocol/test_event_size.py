@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.protocol.v2_spelling import V2
+from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
@@ -47,13 +50,19 @@ def _entry(token_id: int, alternatives: int, token: bytes) -> TokenLogprob:
 def _steps(draw: st.DrawFn) -> list[TokenEvent]:
     """What one sequence says step by step; its last event has failed at length."""
     alternatives = draw(st.sampled_from([None, 0, 5, 20]))
+    kind = draw(st.sampled_from(["text", "reasoning", "calls"]))
     character, token = draw(_CHARACTERS), draw(_TOKENS)
     steps = []
     for number in range(draw(st.integers(1, 400))):
         token_id = 1_000_000 + number
         logprobs = () if alternatives is None else (_entry(token_id, alternatives, token),)
         said = character * draw(st.integers(0, 12))
-        steps.append(TokenEvent(0, said, (token_id,), logprobs, None if alternatives is None else -1.5))
+        step = TokenEvent(0, "", (token_id,), logprobs, None if alternatives is None else -1.5)
+        if kind == "calls":  # each of one function, or of several
+            begins = ("call_" + "0" * 24, "n" * 64) if number % 3 == 0 else (None, None)
+            steps.append(replace(step, tool_calls=(ToolCallDelta(number // 3, *begins, said),)))
+        else:
+            steps.append(replace(step, **{kind: said}))
     return [
         *steps,
         TokenEvent(0, finish_reason=FinishReason.ERROR, usage=Usage(3, 400), error=ValueError("\x01" * 9999)),
@@ -85,6 +94,9 @@ def test_merged_events_stay_below_48_kib_and_lose_nothing(steps: list[TokenEvent
     finals = [body.get("parameters", body)["triton_final_response"] for body in bodies]
     assert finals == [*[False] * (len(bodies) - 1), True]
     assert "".join(event.text for event in merged) == "".join(step.text for step in steps)
+    assert "".join(event.reasoning for event in merged) == "".join(step.reasoning for step in steps)
+    calls = [join_calls(call for event in events for call in event.tool_calls) for events in (steps, merged)]
+    assert calls[0] == calls[1]
     if steps[0].logprobs:
         for event in merged:
             assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)

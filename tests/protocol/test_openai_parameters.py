@@ -27,7 +27,14 @@ from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 from tests import markdown
 from tests.protocol.test_v2_fuzz import any_text, json_value
 
-_INFO = ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
+_INFO = ModelInfo(
+    vocab_size=100,
+    max_model_len=64,
+    max_num_seqs=4,
+    has_chat_template=True,
+    tool_parser="hermes",
+    template_arguments=frozenset({"tools"}),
+)
 _LEAST: dict[str, dict[str, Any]] = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "Hello"}]},
     "completions": {"model": "m", "prompt": "Hello"},

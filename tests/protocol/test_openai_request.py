@@ -16,7 +16,14 @@ from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
-_INFO = ModelInfo(vocab_size=1000, max_model_len=64, max_num_seqs=4, has_chat_template=True)
+_INFO = ModelInfo(
+    vocab_size=1000,
+    max_model_len=64,
+    max_num_seqs=4,
+    has_chat_template=True,
+    tool_parser="hermes",
+    template_arguments=frozenset({"tools"}),
+)
 _TALK = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 _TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -37,6 +44,7 @@ _BODIES: list[dict[str, Any]] = [
     {"prompt": ""},
     {"prompt": "x", "max_tokns": 3},
     {"prompt": "x", "response_format": {"type": "json_object"}},
+    {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
 ]
 
 

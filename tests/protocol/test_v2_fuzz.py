@@ -18,7 +18,14 @@ from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, PROMPT_TENSOR
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
-INFO = ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
+INFO = ModelInfo(
+    vocab_size=100,
+    max_model_len=64,
+    max_num_seqs=4,
+    has_chat_template=True,
+    tool_parser="hermes",
+    template_arguments=frozenset({"tools"}),
+)
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
     [

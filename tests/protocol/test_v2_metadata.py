@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlserver.grpc.converters import ModelMetadataResponseConverter
 from mlserver.types import MetadataModelResponse
 
@@ -9,6 +11,7 @@ from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
+from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
@@ -31,7 +34,8 @@ def test_every_tensor_that_is_accepted_is_declared_once() -> None:
 def test_every_output_of_a_reply_is_declared_with_its_datatype() -> None:
     options = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True)
     reply = SELDON.whole(GenerationRequest("r", (TextPrompt("x"),), SamplingParameters(), options), ReplyContext("m"))
-    reply.add(TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1)))
+    end = TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1))
+    reply.add(replace(end, reasoning="so", tool_calls=(ToolCallDelta(0, "c", "f", "{}"),)))
     sent = {output["name"]: output["datatype"] for output in reply.body()["outputs"]}
     assert sent == {tensor.name: tensor.datatype for tensor in output_metadata()}
 

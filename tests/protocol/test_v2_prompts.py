@@ -13,6 +13,7 @@ from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, TextPrompt, TokensPrompt
 from tests.protocol.wire import T, Wire, over_grpc, over_rest, text
 
@@ -121,13 +122,27 @@ def test_a_client_cannot_replace_the_chat_template(info: ModelInfo) -> None:
     assert "chat_template" in error.message
 
 
-def test_tool_choice_none_hides_the_tools_and_a_forced_tool_is_refused(info: ModelInfo) -> None:
-    tensors = [text(json.dumps(MESSAGES), name="messages"), text('{"type": "function"}', name="tools")]
+def test_the_choice_of_tools_reaches_the_conversation(info: ModelInfo) -> None:
+    tool = json.dumps({"type": "function", "function": {"name": "f", "strict": True}})
+    tensors = [text(json.dumps(MESSAGES), name="messages"), text(tool, name="tools")]
     assert conversation(decode(over_rest(*tensors, text("auto", name="tool_choice")), info)).tools is not None
     assert conversation(decode(over_rest(*tensors, text("none", name="tool_choice")), info)).tools is None
-    assert refused(over_rest(*tensors, text("required", name="tool_choice")), info).field == "tool_choice"
-    assert conversation(decode(over_rest(*tensors, text("true", name="parallel_tool_calls")), info)).tools is not None
-    assert refused(over_rest(*tensors, text("false", name="parallel_tool_calls")), info).field == "parallel_tool_calls"
+    named = text(json.dumps({"type": "function", "function": {"name": "f"}}), name="tool_choice")
+    for more, choice in (
+        ([text("required", name="tool_choice")], ToolChoice(required=True, strict=frozenset("f"))),
+        ([named], ToolChoice(name="f", strict=frozenset("f"))),
+        ([text("false", name="parallel_tool_calls")], ToolChoice(parallel=False, strict=frozenset("f"))),
+    ):
+        assert conversation(decode(over_rest(*tensors, *more), info)).tool_choice == choice
+    other = text(json.dumps({"type": "function", "function": {"name": "g"}}), name="tool_choice")
+    assert refused(over_rest(*tensors, other), info).field == "tool_choice"
+    assert refused(over_rest(tensors[0], named), info).field == "tool_choice"  # without tools
+    blind = replace(info, template_arguments=frozenset[str]())
+    for unable in (replace(info, tool_parser=None), blind):
+        assert refused(over_rest(*tensors), unable).field == "tools"
+        assert conversation(decode(over_rest(*tensors, named), unable)).tool_choice.forced
+    assert refused(over_rest(*tensors, named), replace(info, tool_parser="none")).field == "tool_choice"
+    assert conversation(decode(over_rest(*tensors[:1]), replace(info, tool_parser=None))).tools is None
 
 
 def test_a_text_prompt_takes_no_chat_options(info: ModelInfo) -> None:
@@ -229,3 +244,39 @@ def test_what_is_far_too_large_is_refused_before_it_is_looked_at(info: ModelInfo
     begin = time.perf_counter()
     assert "at most" in refused(payload, info).message
     assert time.perf_counter() - begin < 0.5, "the event loop waits meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("reads", "reasons", "effort", "arguments"),
+    [
+        ({"reasoning_effort", "enable_thinking"}, True, "low", {"reasoning_effort": "low"}),
+        ({"enable_thinking"}, True, "low", {"enable_thinking": True}),
+        ({"enable_thinking"}, True, "none", {"enable_thinking": False}),
+        (set(), False, "none", {}),
+        (set(), True, "none", None),
+        (set(), False, "high", None),
+    ],
+)
+def test_the_reasoning_effort_goes_to_a_template_that_can_take_it(
+    info: ModelInfo, reads: set[str], reasons: bool, effort: str, arguments: dict[str, Any] | None
+) -> None:
+    able = replace(info, template_arguments=frozenset(reads), reasons=reasons)
+    payload = over_rest(text(json.dumps(MESSAGES), name="messages"), parameters={"reasoning_effort": effort})
+    if arguments is None:
+        assert refused(payload, able).field == "reasoning_effort"
+    else:
+        assert conversation(decode(payload, able)).template_kwargs == arguments
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_template_gets_the_reasoning_under_both_names(info: ModelInfo, name: str) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Yes.", name: "Hm."}]
+    prompt = conversation(decode(over_rest(text(json.dumps(said), name="messages")), info))
+    assert prompt.messages[1] == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning": "Hm.",
+        "reasoning_content": "Hm.",
+    }
+    said[1][name] = 3  # type: ignore[assignment]
+    assert refused(over_rest(text(json.dumps(said), name="messages")), info).field == "messages"

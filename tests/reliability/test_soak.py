@@ -32,7 +32,7 @@ _SLOPE = 1 * MIB  # per 10,000 requests
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("soak") / "models"
     models = [Model("tiny", str(tiny_model)), CENSUS]
-    with serve(folder, models, settings=QUIET, environment={"PYTHONPATH": PYTHON_PATH}) as running:
+    with serve(folder, models, settings=QUIET, environment={"PYTHONPATH": PYTHON_PATH}, forked=False) as running:
         yield running
 
 

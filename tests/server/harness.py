@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from tests import plain_http
+from tests.server.fork_server import ForkedProcess, fork_server
 
 HOST = "127.0.0.1"
 PACKAGE_SPELLING = "mlserver_torch_stream.TorchStreamRuntime"
@@ -58,7 +59,7 @@ class Server:
     grpc_port: int
     metrics_port: int
     log_path: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     triton_port: int = 0  # 0: it has no such port
 
     @property
@@ -125,11 +126,13 @@ def serve(
     ready: bool = True,
     triton: bool = False,
     command: Sequence[str] | None = None,
+    forked: bool = True,
 ) -> Iterator[Server]:
     """Runs ``mlserver start folder``. ``settings`` None: no settings.json, the ports come from the environment.
 
     ``ready`` false: yields at once, for servers that are expected to fail. ``triton``: with Triton's port. ``command``:
-    another program of this environment, with its arguments, in the folder.
+    another program of this environment, with its arguments, in the folder. ``forked`` false: in a Python of its own,
+    which imports all that the server needs, for tests of the start itself and of memory.
     """
     http_port, grpc_port, metrics_port, *more = free_ports(4 if triton else 3)
     ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
@@ -146,14 +149,14 @@ def serve(
         server_environment[TRITON_PORT] = str(more[0])
     log_path = folder.parent / f"{folder.name}.log"
     program, *arguments = command or ("mlserver", "start", str(folder))
+    script = [str(Path(sys.executable).with_name(program)), *arguments]
+    variables = {**_clean_environment(), **server_environment, **(environment or {})}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [str(Path(sys.executable).with_name(program)), *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={**_clean_environment(), **server_environment, **(environment or {})},
-        )
+        process: subprocess.Popen[bytes] | ForkedProcess
+        if forked and fork_server().suits(variables):
+            process = fork_server().start(script, folder, variables, log)
+        else:
+            process = subprocess.Popen(script, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=variables)
     server = Server(http_port, grpc_port, metrics_port, log_path, process, *more)
     try:
         if ready:

@@ -29,7 +29,9 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.cli.announcement import Announcement
+from mlserver_torch_stream.server.page.page_files import page_files, page_paths
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
+from tests import plain_http
 from tests.certificates import Authority
 from tests.server import foreign, openai, route_lister, triton_wire, v2
 from tests.server.conftest import QUIET
@@ -45,6 +47,7 @@ _OPEN_PATHS = {
     "/v2/health/ready",
     "/v2/models/{model_name}/ready",
     "/v2/models/{model_name}/versions/{model_version}/ready",
+    *page_paths(),
 }
 _OPEN_METHODS = {"ServerLive", "ServerReady", "ModelReady"}
 _SERVICE = "inference.GRPCInferenceService"
@@ -93,6 +96,7 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "MLSERVER_TORCH_STREAM_TLS_CERT_FILE": str(own.certificate),
         "MLSERVER_TORCH_STREAM_TLS_KEY_FILE": str(own.key),
         "MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder / "batches"),
+        "MLSERVER_TORCH_STREAM_PAGE": "true",
     }
     with serve(folder / "models", models, settings=QUIET, environment=environment, ready=False, triton=True) as running:
         found = Guarded(running, authority, keys_file)
@@ -137,10 +141,19 @@ def test_every_rest_endpoint_refuses_without_a_key_but_for_health(guarded: Guard
 
 def test_a_path_that_no_route_has_and_another_method_of_an_open_one_need_a_key(guarded: Guarded) -> None:
     with guarded.http(key=None) as asking:
-        for method, path in (("GET", "/nowhere"), ("OPTIONS", "/v1/models"), ("POST", "/v2/health/ready")):
+        closed = [("GET", "/nowhere"), ("OPTIONS", "/v1/models"), ("POST", "/v2/health/ready")]
+        for method, path in (*closed, ("POST", "/"), ("GET", "/page/nothing.js"), ("GET", "/page/../v2")):
             assert asking.request(method, path).status_code == 401
         for path in ("/v2/models/tiny/ready/", "/v2/models/tiny/infer?x=/health", "/v2//health/live", "/health/../v2"):
             assert asking.get(path).status_code == 401
+
+
+def test_the_page_is_open_where_it_is_on_and_absent_where_nobody_asked_for_it(guarded: Guarded, server: Server) -> None:
+    with guarded.http(key=None) as asking:
+        for path, file in page_files().items():
+            assert asking.get(path).content == file.content
+        assert asking.get("/v1/models").status_code == 401
+    assert {plain_http.get(f"{server.url}{path}").status_code for path in page_files()} == {404}
 
 
 def test_metrics_need_a_key_on_their_own_port_too(guarded: Guarded) -> None:

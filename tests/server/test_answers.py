@@ -66,6 +66,35 @@ def test_every_reply_comes_once_and_in_its_answers_order(most_open: int) -> None
     assert len(merged) == sum(range(6))
 
 
+def test_replies_come_in_the_order_in_which_they_were_made_also_to_a_reader_that_lags() -> None:
+    """A later one does not overtake one that waits for the reader: two requests of one sequence would change places."""
+    made: list[str] = []
+    scripts = [Script(name, 1) for name in range(32)]
+
+    def gate(name: int) -> Callable[[], Awaitable[object]]:
+        async def wait() -> None:
+            for _ in range(1 + name * 2):
+                await asyncio.sleep(0)
+            made.append(f"{name}.0")
+
+        return wait
+
+    async def collect() -> list[str]:
+        found: list[str] = []
+        async for reply in ConcurrentReplies(_messages(scripts), lambda script, index: script, str, 32):
+            found.append(reply)
+            for _ in range(name_of(reply) % 5):
+                await asyncio.sleep(0)
+        return found
+
+    def name_of(reply: str) -> int:
+        return int(reply.partition(".")[0])
+
+    for script in scripts:
+        script.gate = gate(script.name)
+    assert asyncio.run(asyncio.wait_for(collect(), _BOUND_S)) == made and len(made) == 32
+
+
 def test_no_more_than_the_bound_are_open_nor_read_ahead() -> None:
     read: list[Script] = []
     most: list[int] = []

@@ -126,6 +126,7 @@ def test_models_are_those_that_generate_tokens(server: Server) -> None:
         assert [model["id"] for model in listed["data"]] == ["narrow", "other", "tight", "tiny"]
         one = httpx.get(f"{server.url}{prefix}/models/tiny").json()
         assert one in listed["data"] and one["object"] == "model" and one["max_model_len"] == 1024
+        assert one["has_chat_template"] is True
     unknown = httpx.get(f"{server.url}/v1/models/nobody", headers={"x-request-id": "mine"})
     assert unknown.status_code == 404 and unknown.headers["x-request-id"] == "mine"
     assert refused(unknown)["code"] == "model_not_found"

@@ -234,7 +234,7 @@ _IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url"
         ({"top_logprobs": 3}, 422, "top_logprobs", "invalid_request_error"),
         ({"messages": _IMAGE}, 422, "messages", "invalid_request_error"),
         ({"messages": [{"role": "user", "content": "fox " * 4000}]}, 422, "messages", "invalid_request_error"),
-        ({"response_format": {"type": "json_object"}}, 422, "response_format", "invalid_request_error"),
+        ({"response_format": {"type": "json"}}, 422, "response_format.type", "invalid_request_error"),
         ({"timeout": 1}, 504, None, "server_error"),
     ],
 )  # fmt: skip

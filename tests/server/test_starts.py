@@ -49,7 +49,8 @@ def test_a_model_of_ours_that_cannot_load_ends_the_server_with_an_error(
     tiny_model: Path, tmp_path: Path, extra: dict[str, str | int], reason: str
 ) -> None:
     models = [Model("tiny", str(tiny_model), extra=extra), Model("fine", None, "foreign_models.Fine")]
-    with serve(tmp_path / "models", models, settings=QUIET, environment=foreign(tmp_path), ready=False) as server:
+    place, environment = tmp_path / "models", foreign(tmp_path)
+    with serve(place, models, settings=QUIET, environment=environment, ready=False, forked=False) as server:
         status, log = ended(server)
     assert status == 1
     lines = [line for line in log.splitlines() if reason in line]

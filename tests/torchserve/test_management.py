@@ -296,6 +296,8 @@ def test_methods_and_paths_that_are_none_are_refused(api: Management) -> None:
         assert api.error("GET", path)[:2] == (404, "ResourceNotFoundException")
     refused = api.error("PUT", "/models/started?min_worker=3&max_worker=2")
     assert refused == (400, "BadRequestException", "max_worker cannot be less than min_worker.")
+    refused = api.error("PUT", "/models/started?min_worker=1025")
+    assert refused == (400, "BadRequestException", "min_worker: must not be above 1024")
     assert api.error("PUT", "/models/absent?min_worker=1")[:2] == (404, "ModelNotFoundException")
     assert api.error("DELETE", "/models/absent")[:2] == (404, "ModelNotFoundException")
 

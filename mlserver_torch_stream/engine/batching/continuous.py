@@ -39,6 +39,7 @@ from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.speculation.drafter import Drafter
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
@@ -48,14 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward is not back yet. ``began`` is the time of its decision.
-
-    ``prefills`` are its chunks of prompts and of sequences that resume; the others decode.
-    """
+    """A step whose forward is not back yet. ``began`` is the time of its decision."""
 
     plan: StepPlan
     began: float
-    prefills: frozenset[ScheduledSequence]
 
     @property
     def sequences(self) -> set[SequenceState]:
@@ -66,7 +63,8 @@ class ContinuousBatcher(Batcher):
     """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
 
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``check_devices`` raises if a device is lost: no request is to blame, so the
+    ``step`` waits for one of them. ``drafts_forced``: tokens that a constraint forces are computed together, which a
+    captured step cannot do. ``check_devices`` raises if a device is lost: no request is to blame, so the
     error ends the thread.
     """
 
@@ -79,6 +77,7 @@ class ContinuousBatcher(Batcher):
         spec: CacheSpec,
         *,
         lookup: PromptLookup | None = None,
+        drafts_forced: bool = True,
         pipeline: Pipeline | None = None,
         faults: FaultInjector | None = None,
         check_devices: Callable[[], None] = lambda: None,
@@ -88,8 +87,8 @@ class ContinuousBatcher(Batcher):
             forward = StagedForward(forward, pipeline)
         self._forward: Forward = forward if faults is None else faults.wrap(forward)
         self._cache = cache
-        self._lookup = lookup
-        self._scheduler = Scheduler(limits, spec, None if lookup is None else lookup.drafts)
+        self._drafter = Drafter(lookup, drafts_forced)
+        self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
         self._choice = TokenChoice(samplers, check_devices)
         self._check_devices = check_devices
         self._depth = 1 if pipeline is None else pipeline.depth
@@ -137,8 +136,9 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
-            step = _StepInFlight(plan, began, frozenset(part for part in plan.scheduled if part.prefills))
+            step = _StepInFlight(plan, began)
             self._begin(plan)
+            self._choice.prepare(plan)
             self._busy |= step.sequences
             self.progress.launched(step, *_description(plan))
             self._in_flight.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
@@ -151,9 +151,8 @@ class ContinuousBatcher(Batcher):
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
-        if self._lookup is not None:
-            self._note_drafts(self._lookup, step, chosen)
-        self._release(chosen.spoiled, forget=True)
+        self._note_drafts(step, chosen)
+        self._end_spoiled(step.plan, chosen)
         self._count(step, result, chosen)
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
@@ -161,15 +160,27 @@ class ContinuousBatcher(Batcher):
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
 
-    def _note_drafts(self, lookup: PromptLookup, step: _StepInFlight, chosen: ChosenTokens) -> None:
-        if not step.prefills:
-            lookup.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
-        drafted = accepted = 0
+    def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
+        """Ends the sequences whose logits hold NaN, but for those that may have it from another one of the step."""
+        if not chosen.spoiled:
+            return
+        doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)
+        ended = [sequence for sequence in chosen.spoiled if sequence not in doubted]
+        for sequence in ended:
+            sequence.finish(FinishReason.ERROR, chosen.spoiled[sequence])
+        self._release(ended, forget=True)
+
+    def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
+        if not any(part.prefills for part in step.plan.scheduled):
+            self._drafter.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
+        drafted = accepted = forced = 0
         for part, tokens in chosen.verified.items():
             right = tokens - (part.count - len(part.drafts))
-            lookup.verified(part.sequence, len(part.drafts), right)
-            drafted, accepted = drafted + len(part.drafts), accepted + right
-        self.count(draft_tokens=drafted, accepted_draft_tokens=accepted)
+            if self._drafter.verified(part.sequence, len(part.drafts), right):
+                drafted, accepted = drafted + len(part.drafts), accepted + right
+            else:
+                forced += right
+        self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
     def _advance(self, part: ScheduledSequence) -> bool:
         """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
@@ -224,8 +235,7 @@ class ContinuousBatcher(Batcher):
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}
-        if self._lookup is not None:
-            self._lookup.forget(gone)
+        self._drafter.forget(gone)
         return self._scheduler.release(gone, forget=forget)
 
     # --- counters ---
@@ -238,11 +248,11 @@ class ContinuousBatcher(Batcher):
                 request.started_at = time.monotonic()
 
     def _count(self, step: _StepInFlight, result: StepResult, chosen: ChosenTokens) -> None:
-        parts = {each.part for each in result.computed}
-        decoding = [part for part in step.plan.scheduled if part not in step.prefills]
+        parts = [each.part for each in result.computed]
+        decoding = [part for part in step.plan.scheduled if not part.prefills]
         self.count(
-            prefill_tokens=sum(part.count for part in parts & step.prefills),
-            decode_steps=int(not parts <= step.prefills),
+            prefill_tokens=sum(part.count for part in parts if part.prefills),
+            decode_steps=int(not all(part.prefills for part in parts)),
             generation_tokens=chosen.tokens,
             wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
         )

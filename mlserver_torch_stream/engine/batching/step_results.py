@@ -49,8 +49,8 @@ def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:
 def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error: Exception) -> StepResult:
     """Runs each sequence of a plan alone, except the ``void`` ones. The forward of all has raised ``error``.
 
-    If no sequence is void and none raises alone, the batch itself is at fault (for memory, say): all fail, as each
-    later try would. A single sequence is not tried again.
+    Those that do not raise alone go on, also where the batch itself is at fault, for its memory say. A single sequence
+    is not tried again.
     """
     if len(plan.scheduled) == 1:
         return replace(NO_RESULT, failures=dict.fromkeys(plan.scheduled, error))
@@ -65,8 +65,6 @@ def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error:
             computed.append((part, each))
         except Exception as failure:
             failures[part] = failure
-    if not failures and not void:
-        return replace(NO_RESULT, failures=dict.fromkeys(plan.scheduled, error))
     result = _result(computed, torch.cat(logits)) if logits else NO_RESULT
     return replace(result, failures=failures)
 

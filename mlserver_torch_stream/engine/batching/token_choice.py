@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence
+from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -28,12 +28,12 @@ class ChosenTokens:
     """What the sequences of a step have got: ``tokens`` of all of them together.
 
     ``verified`` is how many tokens count of each part with drafts: all but the drafts that were not accepted. The
-    logits of ``spoiled`` sequences hold NaN, and so may their pages.
+    logits of ``spoiled`` sequences hold NaN, and so may their pages: they have got no token, and have not ended.
     """
 
     verified: dict[ScheduledSequence, int]
     tokens: int = 0
-    spoiled: list[SequenceState] = field(default_factory=list)
+    spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,13 @@ class TokenChoice:
             ]
         return chosen
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Starts what can be computed while the forward of a plan runs: which tokens the constraints allow."""
+        for part in plan.scheduled:
+            for sequence in part.samples:
+                if sequence.sampler is not None and sequence.sampler.matcher is not None:
+                    sequence.sampler.matcher.start_mask()
+
     def _begin(self, request: RequestState) -> bool:
         """Makes the samplers of a request whose prompt is computed. Returns False if its parameters allow none."""
         if request.sequences[0].sampler is not None:
@@ -100,6 +107,8 @@ class TokenChoice:
         except Exception as error:
             if len(turns) > 1:
                 return [self._sample(logits, [turn])[0] for turn in turns]
+            if isinstance(error, GenerationFailed):  # a constraint of the sequence: its text is for the client
+                return [error]
             logger.exception("sampling failed")
             self._check_devices()
             return [GenerationFailed(f"sampling failed: {in_short(error)}")]
@@ -109,14 +118,15 @@ def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTo
     """Gives a sequence its token. Returns its next turn if the token was drafted, and the sequence goes on."""
     sequence = turn.sequence
     if isinstance(choice, GenerationFailed):
-        sequence.finish(FinishReason.ERROR, choice)
-        chosen.spoiled.append(sequence)
+        chosen.spoiled[sequence] = choice
         return None
     chosen.tokens += 1
     assert sequence.sampler is not None
     try:
         sequence.sampler.accept(choice.token_id)
         sequence.accept(choice.token_id, choice.logprob)
+    except GenerationFailed as error:
+        sequence.finish(FinishReason.ERROR, error)
     except Exception as error:
         logger.exception("a token could not be taken")
         failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")

@@ -109,7 +109,7 @@ class SequencePages:
     def forget_unwritten(self) -> set[tuple[int, int]]:
         """Takes the pages that a failed forward should have written out of the prefix cache, and returns them."""
         size = self._spec.page_size
-        pages = self._pages(self.written, self.named)
+        pages = self.from_page(self.written, self.named)
         for group, page in pages:
             self._pool.forget(group, page)
         self.named = min(self.named, self.written, self.computed // size)
@@ -119,7 +119,8 @@ class SequencePages:
         for group, page in self:
             self._pool.forget(group, page)
 
-    def _pages(self, start: int, stop: int) -> set[tuple[int, int]]:
+    def from_page(self, start: int, stop: int | None = None) -> set[tuple[int, int]]:
+        """Returns its pages, each with its group, from entry ``start`` of its tables on."""
         return {
             (group, page) for group, table in enumerate(self.tables) for page in table[start:stop] if page != GIVEN_BACK
         }

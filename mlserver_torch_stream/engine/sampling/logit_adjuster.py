@@ -1,4 +1,4 @@
-"""Says how the logits of one row change before sampling: bias, penalties, forbidden words, minimum length.
+"""Says how the logits of one row change before sampling: bias, penalties, forbidden words, minimum length, constraint.
 
 Knows nothing of the batch, the temperature or the random numbers.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.sampling.adjust_rows import NO_FLOATS, NO_IDS, RowEdits
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules, RowRules
 from mlserver_torch_stream.types import SamplingParameters
@@ -20,7 +21,8 @@ class LogitAdjuster:
 
     They are the bias, the repetition penalty (prompt and generated tokens), presence and frequency penalties (generated
     tokens), bad words, no ``end_ids`` before ``min_tokens``, and the model's own ``rules``, which need ``max_tokens``.
-    Ids at or above ``vocab_size`` are ignored.
+    Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens that its constraint does not allow,
+    and takes precedence over tokens that the model's rules force.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class LogitAdjuster:
         bad_words_ids: Sequence[Sequence[int]] = (),
         rules: GenerationRules | None = None,
         max_tokens: int | None = None,
+        matcher: TokenMatcher | None = None,
     ) -> None:
         rules = rules or GenerationRules()
         bad_words_ids = (*bad_words_ids, *rules.bad_words_ids)
@@ -50,10 +53,12 @@ class LogitAdjuster:
         self._lasting = any(part is not None for part in (self._bias, self._bad_words, self._seen))
         self._rules = RowRules(rules, len(prompt_ids), max_tokens, vocab_size)
         self._accepted = 0
+        self.matcher = matcher
 
     @property
     def active(self) -> bool:
-        return self._lasting or self._accepted < self._min_tokens or self._rules.active(self._accepted)
+        lasting = self._lasting or self.matcher is not None
+        return lasting or self._accepted < self._min_tokens or self._rules.active(self._accepted)
 
     def accept(self, token_id: int) -> None:
         """Counts a generated token."""
@@ -62,17 +67,25 @@ class LogitAdjuster:
             self._seen.add(token_id)
         if self._bad_words is not None:
             self._bad_words.add(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
 
     def edits(self) -> RowEdits:
         """Returns the changes that the sequence's next logits get before sampling."""
         forced, banned = self._rules.of(self._accepted)
+        if self.matcher is not None:
+            forced = []
         if not forced:  # it leaves none of the others
             banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]
             banned += self._end_ids if self._accepted < self._min_tokens else []
         bias_ids, added = (NO_IDS, NO_FLOATS) if self._bias is None else self._bias
         seen_ids, counts = (NO_IDS, NO_FLOATS) if self._seen is None else self._seen.arrays()
         subtracted = np.float32(self._frequency) * counts + np.float32(self._presence) * (counts > 0)
-        return RowEdits(bias_ids, added, seen_ids, subtracted, self._repetition, forced, banned)
+        allowed = None
+        if self.matcher is not None:
+            forced = [token_id for token_id in self.matcher.forced[:1] if token_id not in banned]
+            allowed = None if forced else self.matcher.mask()
+        return RowEdits(bias_ids, added, seen_ids, subtracted, self._repetition, forced, banned, allowed)
 
 
 def _bias(bias: Mapping[int, float], vocab_size: int) -> tuple[Any, Any]:

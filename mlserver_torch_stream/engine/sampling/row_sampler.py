@@ -5,6 +5,7 @@ Knows nothing of batches; it computes no token.
 
 from __future__ import annotations
 
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.engine.sampling.noise import derive_key
 from mlserver_torch_stream.types import SamplingParameters
@@ -32,6 +33,11 @@ class RowSampler:
         self.top_logprobs = min(params.top_logprobs, vocab_size)
         self._key = derive_key(derive_key(0, seed), sample_index)
         self._position = 0
+
+    @property
+    def matcher(self) -> TokenMatcher | None:
+        """Of a sequence whose answer has a constraint."""
+        return self.adjuster.matcher
 
     @property
     def noise_key(self) -> int:

@@ -35,5 +35,6 @@ class SamplerFactory:
                 bad_words_ids=bad_words,
                 rules=self._rules,
                 max_tokens=request.max_tokens,
+                matcher=None if request.constraint is None else request.constraint.matcher(request.end_ids),
             )
             sequence.sampler = RowSampler(params, adjuster, self._vocab_size, seed, number)

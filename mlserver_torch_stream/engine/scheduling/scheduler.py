@@ -175,6 +175,40 @@ class Scheduler:
             self._restart(account)
         return [account.sequence for account in sharing]
 
+    def doubt(
+        self, parts: Iterable[ScheduledSequence], spoiled: Collection[SequenceState]
+    ) -> Collection[SequenceState]:
+        """Computes sequences again that may have NaN from others of their step. ``spoiled`` have NaN in their logits.
+
+        Some forwards spoil the tokens before a NaN too, and with them pages that other sequences share at once. A
+        sequence is doubted that is spoiled and shares pages which another part of the step wrote, or that has no logits
+        yet and shares pages which a spoiled one wrote. So of those that share pages the first one ends.
+        """
+        size, writers = self.spec.page_size, dict[tuple[int, int], ScheduledSequence]()
+        sampled = set[SequenceState]()
+        for part in parts:
+            sampled.update(part.samples)
+            if part.sequence in self._accounts:
+                pages = self._accounts[part.sequence].pages.from_page(part.start // size)
+                writers.update(dict.fromkeys(pages, part))
+        doubted = [
+            account
+            for sequence, account in self._accounts.items()
+            if (sequence in spoiled or sequence not in sampled)
+            and any(
+                sequence is not writer.sequence
+                and sequence not in writer.samples
+                and (sequence in spoiled or writer.sequence in spoiled)
+                for writer in {writers[page] for page in account.pages if page in writers}
+            )
+        ]
+        for account in doubted:
+            account.pages.forget_all()
+        void = self._void(doubted)
+        for account in doubted:
+            self._restart(account)
+        return {*void, *(account.sequence for account in doubted)}
+
     def _restart(self, account: SequenceAccount) -> None:
         self._clear(account)
         account.began_anew = True
@@ -202,9 +236,9 @@ class Scheduler:
         for account in list(self._admitted):
             if account.sequence in busy or account.left == 0:
                 continue
-            if account.decodes and not account.restarts:
+            if account.decodes:
                 if account in decoding:
-                    self._take(account, 1, draft, busy)
+                    self._take(account, 1, draft, busy, decodes=True)
                 continue
             self._admit_all(draft, busy, account.priority)
             self._take_chunk(account, draft, busy)
@@ -230,9 +264,8 @@ class Scheduler:
         share = -(-len(decoding) // self.limits.stages)
         return set([account for account in decoding if account.sequence not in busy][:share])
 
-    def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> None:
+    def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
-        decodes = account.decodes and not account.restarts
         if decodes and account.pages.has_room:  # as most steps of most sequences
             draft.add(account, 1, decodes=True)
             return
@@ -261,7 +294,8 @@ class Scheduler:
         if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
             return
         account.look_up(account.sequence.length - 1)
-        self._take(account, draft.chunk(account.computed, account.left), draft, busy)
+        # Also where the prefix cache has all but its last token: the step was begun without it as one that decodes.
+        self._take(account, draft.chunk(account.computed, account.left), draft, busy, decodes=False)
 
     def _may_restart(self, account: SequenceAccount) -> bool:
         """Whether a preempted sequence may begin again: its pages are free, or no sequence before it holds any.

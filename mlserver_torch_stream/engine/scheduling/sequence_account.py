@@ -44,8 +44,11 @@ class SequenceAccount:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next token is all that it needs, or comes from a forward that is not back yet."""
-        return self.left <= 1 and bool(self.sequence.tokens)
+        """Whether its next token is all that it needs, or comes from a forward that is not back yet.
+
+        A sequence that has lost its pages resumes, even where the prefix cache has all but its last token.
+        """
+        return self.left <= 1 and bool(self.sequence.tokens) and not self.restarts
 
     @property
     def priority(self) -> int:

@@ -82,8 +82,8 @@ def _scheduled(part: _Part) -> ScheduledSequence:
     account = part.account
     sequence, end = account.sequence, part.start + part.count
     ends = sequence.request.sealed and end == sequence.length
-    count = part.count + len(part.drafts)
-    return ScheduledSequence(sequence, part.start, count, account.samples if ends else (), tuple(part.drafts))
+    count, samples = part.count + len(part.drafts), account.samples if ends else ()
+    return ScheduledSequence(sequence, part.start, count, samples, not part.decodes, tuple(part.drafts))
 
 
 def _in_batch(part: _Part, scheduled: ScheduledSequence) -> BatchSequence:

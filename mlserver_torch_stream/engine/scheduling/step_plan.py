@@ -17,18 +17,15 @@ class ScheduledSequence:
 
     ``samples`` are the sequences that get a token from the logits of this part: none before the end of a prompt, all
     ``n`` of a request at its end, afterwards ``sequence`` itself. ``drafts`` are its last tokens, to be verified.
+    ``prefills``: it computes a chunk of a prompt, or of a sequence that resumes, and does not decode.
     """
 
     sequence: SequenceState
     start: int
     count: int
     samples: tuple[SequenceState, ...]
+    prefills: bool
     drafts: tuple[int, ...] = ()
-
-    @property
-    def prefills(self) -> bool:
-        """Whether it computes tokens that were not sampled just now: of a prompt, or of a sequence that resumes."""
-        return self.count - len(self.drafts) > 1 or not self.samples or not self.sequence.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,11 @@ class Detokenizer:
     replaces the entire run, and the number of replacement characters can differ.
     """
 
-    def __init__(self, codec: TextCodec, skip_special_tokens: bool) -> None:
+    def __init__(self, codec: TextCodec, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> None:
+        """``marks``: special tokens that are not skipped."""
         self._codec = codec
-        self._skip = skip_special_tokens
-        self._silent = codec.special_ids if skip_special_tokens else frozenset[int]()
+        self._silent = codec.special_ids - marks if skip_special_tokens else frozenset[int]()
+        self._skip = skip_special_tokens and not marks  # the silent ones never come to a decode
         self._window: list[int] = []
         self._returned = ""  # the text of the window that has been returned
         self._complete = 0  # tokens of the window whose text has been returned entirely

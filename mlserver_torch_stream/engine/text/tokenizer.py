@@ -11,12 +11,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from mlserver_torch_stream.types import ChatPrompt, Constraint, Prompt, TextPrompt, TokensPrompt
 
 _HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
 _HOLD_AT_MOST = 64
+_ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
 
 
 class TextCodec:
@@ -25,10 +30,15 @@ class TextCodec:
     The messages of a ``ChatPrompt`` are at least one, and the content of each is one string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> None:
+        """``tool_parser`` and ``reasoning_parser`` are the settings' values."""
+        self.chat_format = ChatFormat(tokenizer, tool_parser, reasoning_parser)
         self._tokenizer = tokenizer
         self._silent_ids: frozenset[int] | None = None
         self._token_bytes: TokenBytes | None = None
+        self._constraints = ConstraintCompiler(tokenizer)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -64,6 +74,13 @@ class TextCodec:
         )
         return str(text)
 
+    def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
+        """Returns how the answer to a conversation of these ids is divided; ``constraint`` is what its text must match.
+
+        Raises InvalidInput where calls and such a text do not go together.
+        """
+        return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token; a special token's are those of its name."""
         if self._token_bytes is None:
@@ -75,6 +92,14 @@ class TextCodec:
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+    def prepare_constraints(self) -> None:
+        """Does what would hold up the first request with a constraint, and all others meanwhile."""
+        self._constraints.prepare()
+
+    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
+        """Compiles what an answer must match, behind a text that ends with ``behind``. Blocks. Raises InvalidInput."""
+        return self._constraints.compile(constraint, behind)
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
         """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.

@@ -10,6 +10,7 @@ from mlserver_torch_stream.server.access.api_keys import ApiKeys
 from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
 from mlserver_torch_stream.server.access.tls import TlsFiles, tls_files
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
+from mlserver_torch_stream.server.page.page_files import page_paths
 
 REPOSITORY = "mlserver_torch_stream.GuardedModelRepository"
 
@@ -27,7 +28,8 @@ class AccessControl:
         """Raises SettingsError, which names the variable."""
         self._guards = True
         self.tls = tls_files(options)
-        self.open = OpenEndpoints(options.metrics_without_key, options.repository_without_key)
+        page = page_paths() if options.page else frozenset[str]()
+        self.open = OpenEndpoints(options.metrics_without_key, options.repository_without_key, page)
         try:
             self.keys = ApiKeys(options.api_keys_file) if options.api_keys_file else None
         except SettingsError as error:

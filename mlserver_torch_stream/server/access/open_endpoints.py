@@ -1,4 +1,4 @@
-"""Which endpoints need no key: health, and by the operator's choice metrics and the model repository.
+"""Which endpoints need no key: health, the files of the page, and by the operator's choice metrics and the repository.
 
 Knows nothing of keys. Every path and method that is not named here needs one, also of other runtimes' models.
 """
@@ -6,6 +6,7 @@ Knows nothing of keys. Every path and method that is not named here needs one, a
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 
 _REST_HEALTH = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
@@ -26,10 +27,13 @@ _GRPC_REPOSITORY = frozenset(
 class OpenEndpoints:
     metrics: bool
     repository: bool
+    page: Set[str] = frozenset()  # the paths of its files
 
     def rest(self, method: str, path: str, metrics_endpoint: str | None) -> bool:
         """``path`` as the routes are matched with: decoded, without the server's root path."""
-        if method in _READING and (_REST_HEALTH.fullmatch(path) or (self.metrics and path == metrics_endpoint)):
+        if method in _READING and (path in self.page or _REST_HEALTH.fullmatch(path)):
+            return True
+        if method in _READING and self.metrics and path == metrics_endpoint:
             return True
         return self.repository and _REST_REPOSITORY.fullmatch(path) is not None
 

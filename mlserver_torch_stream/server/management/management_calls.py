@@ -20,6 +20,7 @@ from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusa
 from mlserver_torch_stream.torchserve.registration import is_true, whole_number
 
 _MOST_LISTED = 100
+_MOST_WORKERS = 1024  # which are started at once, each a process
 _MOST_TIMEOUT_S = 2**31 - 1  # as in TorchServe
 _ALL = "all"
 
@@ -68,6 +69,8 @@ class ManagementCalls:
         timeout = whole_number(given, "timeout") if "timeout" in given else -1
         if least < 0:
             raise bad_request(f"min_worker: must not be below 0, got {least}")
+        if least > _MOST_WORKERS:
+            raise bad_request(f"min_worker: must not be above {_MOST_WORKERS}")
         if most < least:
             raise bad_request("max_worker cannot be less than min_worker.")
         if timeout > _MOST_TIMEOUT_S:

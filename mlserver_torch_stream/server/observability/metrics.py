@@ -41,6 +41,7 @@ _ENGINE_COUNTERS = {
     "num_preemptions": "Sequences that gave their KV cache to older ones, to be computed again",
     "draft_tokens": "Tokens that prompt lookup drafted",
     "accepted_draft_tokens": "Drafted tokens that were verified and taken",
+    "forced_tokens": "Tokens that a constraint forced, computed together with the token before them",
     "cancelled_sequences": "Sequences whose client disconnected",
     "timed_out_sequences": "Sequences that timed out, in the queue or later",
     "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",

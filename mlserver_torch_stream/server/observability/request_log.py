@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,12 @@ from mlserver_torch_stream.server.observability.request_record import RequestRec
 from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt
 
 _PACKAGE = "mlserver_torch_stream"
-_PLAIN = frozenset("-_.:/+@")
+_PLAIN = re.compile(r"[-_.:/+@0-9A-Za-z]+")
+# Every line has these fields.
+_LINE = (
+    "request_id=%s model=%s version=%s endpoint=%s status=%s client=%s finish_reason=%s sequences=%s prompt_tokens=%s "
+    "completion_tokens=%s queue_time_ms=%s ttft_ms=%s e2e_latency_ms=%s"
+)
 _MOST_CHARS = 128  # of a text that a client chooses
 
 logger = logging.getLogger(f"{_PACKAGE}.requests")
@@ -40,24 +46,29 @@ class RequestLog:
     def write(self, record: RequestRecord) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
-        line = " ".join(f"{key}={value}" for key, value in self._fields(record))
+        line = _LINE % self._values(record)
+        line += "".join(f" {key}={value}" for key, value in self._further(record))
         # MLServer's structured format does not escape what it puts between the quotes of `"message"`.
         logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
 
-    def _fields(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
-        yield "request_id", _quoted(record.request_id)
-        yield "model", _quoted(record.model)
-        yield "version", _quoted(record.version)
-        yield "endpoint", record.endpoint.value
-        yield "status", str(record.status)
-        yield "client", "disconnected" if record.client_disconnected else "connected"
-        yield "finish_reason", ",".join(reason.value for reason in record.reasons) or "-"
-        yield "sequences", str(record.sequences)
-        yield "prompt_tokens", str(record.prompt_tokens)
-        yield "completion_tokens", str(record.completion_tokens)
-        yield "queue_time_ms", _milliseconds(record.queue_s)
-        yield "ttft_ms", _milliseconds(record.ttft_s)
-        yield "e2e_latency_ms", _milliseconds(record.e2e_s)
+    def _values(self, record: RequestRecord) -> tuple[str | int, ...]:
+        return (
+            _quoted(record.request_id),
+            _quoted(record.model),
+            _quoted(record.version),
+            record.endpoint.value,
+            record.status,
+            "disconnected" if record.client_disconnected else "connected",
+            ",".join(reason.value for reason in record.reasons) or "-",
+            record.sequences,
+            record.prompt_tokens,
+            record.completion_tokens,
+            _milliseconds(record.queue_s),
+            _milliseconds(record.ttft_s),
+            _milliseconds(record.e2e_s),
+        )
+
+    def _further(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
         if record.error is not None:
             yield "error", type(record.error).__name__
         if isinstance(record.error, InvalidInput):
@@ -87,8 +98,7 @@ def _quoted(text: str) -> str:
     """The text itself if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
     if len(text) > _MOST_CHARS:
         text = f"{text[:_MOST_CHARS]}..."
-    plain = text.isascii() and all(character.isalnum() or character in _PLAIN for character in text)
-    return text if text and plain else _json(text)
+    return text if _PLAIN.fullmatch(text) else _json(text)
 
 
 def _json(value: Any) -> str:

@@ -131,7 +131,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
             self._last[event.index] = now
             self.record.completion_tokens += count
         if self._keeps_text:
-            self.record.texts.setdefault(event.index, []).append(event.text)
+            self.record.texts.setdefault(event.index, []).append(_said(event))
         if event.finish_reason is not None:
             self._finished(event, event.finish_reason)
         self._seen = True
@@ -180,6 +180,11 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         if record.error is not None and not record.reasons:
             return FinishReason.ERROR.value
         return next(reason.value for reason in _GRAVEST if reason in record.reasons)
+
+
+def _said(event: TokenEvent) -> str:
+    calls = "".join(f"{call.name or ''}{call.arguments}" for call in event.tool_calls)
+    return f"{event.reasoning}{event.text}{calls}"
 
 
 def status_of(error: BaseException) -> int:

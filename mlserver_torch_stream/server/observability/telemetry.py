@@ -6,6 +6,7 @@ earlier.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from mlserver.metrics.prometheus import PrometheusEndpoint
@@ -13,16 +14,17 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics
+from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
 from mlserver_torch_stream.server.observability.request_log import RequestLog, join_mlservers_log
 from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
 from mlserver_torch_stream.server.observability.tracing import tracer_of
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.process_state import REQUEST_SINKS, TOKEN_METRICS
+from mlserver_torch_stream.server.process_state import REQUEST_SINKS, TOKEN_METRICS, WEIGHTS_METRICS
 
 _HEALTH = "/health"
 
@@ -31,16 +33,18 @@ def install(
     server: RESTServer,
     options: ServerOptions,
     metrics: TokenMetrics = TOKEN_METRICS,
+    weights: WeightsMetrics = WEIGHTS_METRICS,
     sinks: RequestSinks = REQUEST_SINKS,
 ) -> None:
     """Called once for a server."""
     settings = server._settings
     metrics.vllm_names = options.vllm_metric_names
     metrics.torchserve_names = options.torchserve_metric_names
-    PrometheusEndpoint._registry = property(lambda endpoint: _registry(endpoint._settings, metrics))
+    registry = partial(_registry, collectors=(metrics, weights))
+    PrometheusEndpoint._registry = property(lambda endpoint: registry(endpoint._settings))
     routes = [Route(_HEALTH, partial(_health, server))]
     if settings.metrics_endpoint:
-        routes.append(Route(settings.metrics_endpoint, partial(_scrape, settings, metrics)))
+        routes.append(Route(settings.metrics_endpoint, partial(_scrape, settings, registry)))
     server._app.router.routes[:0] = routes
     join_mlservers_log()
     structured = settings.use_structured_logging
@@ -48,19 +52,20 @@ def install(
     sinks.tracer = tracer_of(settings)
 
 
-def _registry(settings: Settings, metrics: TokenMetrics) -> CollectorRegistry:
+def _registry(settings: Settings, collectors: Iterable[Collector]) -> CollectorRegistry:
     """MLServer's metrics and ours: with inference workers MLServer exports only the metrics in their files."""
     if not settings.parallel_workers:
         return REGISTRY
     registry = CollectorRegistry()
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    registry.register(metrics)
+    for collector in collectors:
+        registry.register(collector)
     return registry
 
 
-def _scrape(settings: Settings, metrics: TokenMetrics, request: Request) -> Response:
+def _scrape(settings: Settings, registry: Callable[[Settings], CollectorRegistry], request: Request) -> Response:
     """No coroutine, so that starlette runs it in a thread."""
-    return Response(generate_latest(_registry(settings, metrics)), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(registry(settings)), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _health(server: RESTServer, request: Request) -> Response:

@@ -19,6 +19,7 @@ _KEY = "mlserver_torch_stream.transport"
 # reader that stalls is noticed after about 3 MB.
 _UNSENT_BYTES = 16 * 1024
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+_UNWATCHED_S = 0.02
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: what the kernel still holds goes too
 
 
@@ -73,13 +74,24 @@ def _set_option(scope: Scope, level: int, option: int, value: int | bytes) -> No
 
 @asynccontextmanager
 async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls ``left``, once, if the client goes away meanwhile. The request's body must have been read."""
-    watcher = asyncio.create_task(_watch(receive, left))
+    """Calls ``left``, once, if the client goes away meanwhile. The request's body must have been read.
+
+    Watching takes a task, which a reply that ends within ``_UNWATCHED_S`` does without.
+    """
+    watcher: asyncio.Task[None] | None = None
+
+    def begin() -> None:
+        nonlocal watcher
+        watcher = asyncio.create_task(_watch(receive, left))
+
+    timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, begin)
     try:
         yield
     finally:
-        watcher.cancel()
-        await asyncio.wait((watcher,))
+        timer.cancel()
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.wait((watcher,))
 
 
 async def _watch(receive: Receive, left: Callable[[], None]) -> None:

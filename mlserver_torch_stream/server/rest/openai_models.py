@@ -72,7 +72,8 @@ async def _document(request: Request) -> JSONResponse:
 def shown_model(model: MLModel) -> dict[str, Any]:
     shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
     with suppress(NotServing):
-        shown["max_model_len"] = model.generator(EndpointKind.REST_UNARY).info.max_model_len
+        info = model.generator(EndpointKind.REST_UNARY).info
+        shown |= {"max_model_len": info.max_model_len, "has_chat_template": info.has_chat_template}
     return shown
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from uuid import uuid4
 
-from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
@@ -23,6 +23,8 @@ _NOT_CACHED = {
     "cache-control": "no-cache; no-store, must-revalidate, private",
     "expires": "Thu, 01 Jan 1970 00:00:00 UTC",
 }
+_ENCODED = tuple((name.encode(), value.encode()) for name, value in _NOT_CACHED.items())
+_ENCODED_ID = REQUEST_ID.encode()
 _OF_THE_SERVER = frozenset({REQUEST_ID, "content-length", "transfer-encoding", "connection", "date", "server"})
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
@@ -35,13 +37,21 @@ class UnsendableHead(RequestError):
     status = 503
 
 
-def request_id_of(headers: Headers) -> str:
+def request_id_of(headers: Mapping[str, str]) -> str:
     """The client's own id; else a new one, behind the prefix that the client has asked for."""
     own = OPENAI_CHAT.request_id({}, headers)
     if own:
         return own
     prefix = OPENAI_CHAT.request_id({}, {REQUEST_ID: headers.get(_PREFIX, "")})
     return f"{prefix}:{uuid4()}" if prefix else str(uuid4())
+
+
+def first_headers(scope: Scope) -> dict[str, str]:
+    """A request's headers by their names in lower case; the first of those that come several times."""
+    headers: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return headers
 
 
 def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str] | None = None) -> EncodedHeaders:
@@ -52,6 +62,8 @@ def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str
     for name, value in handlers.items():
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
             raise UnsendableHead(f"the handler's header {name[:100]!r} cannot be sent")
+    if not handlers:
+        return [*_ENCODED, (_ENCODED_ID, request_id.encode("latin-1"))]
     headers = {**_NOT_CACHED, **handlers, REQUEST_ID: request_id}
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 

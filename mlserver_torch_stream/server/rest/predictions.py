@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from mlserver.handlers import DataPlane
 from mlserver.logging import logger
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.protocol.torchserve_document import model_document
@@ -27,7 +26,13 @@ from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields, url_encoded
 from mlserver_torch_stream.server.rest.prediction_errors import WrongMethod, as_json, status_and_body
-from mlserver_torch_stream.server.rest.prediction_head import body_of, check_status, reply_headers, request_id_of
+from mlserver_torch_stream.server.rest.prediction_head import (
+    body_of,
+    check_status,
+    first_headers,
+    reply_headers,
+    request_id_of,
+)
 from mlserver_torch_stream.server.rest.prediction_path import PredictionPath
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
@@ -118,7 +123,7 @@ class _Prediction:
     def __init__(self, endpoint: PredictionEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
         self.path = PredictionPath.of(scope["path_params"], endpoint.data_plane._model_registry)
         self.left = False
-        self._headers = Headers(scope=scope)
+        self._headers = first_headers(scope)
         self._request_id = request_id_of(self._headers)
         self._endpoint = endpoint
         self._model: Any = None

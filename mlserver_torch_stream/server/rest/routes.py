@@ -12,7 +12,7 @@ from mlserver import MLModel
 from mlserver.registry import MultiModelRegistry
 from mlserver.rest.server import RESTServer
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.options import ServerOptions
@@ -55,11 +55,24 @@ def all_models(registry: MultiModelRegistry) -> list[MLModel]:
     return found
 
 
-class _OurRoute(Route):
+class PrefixedRoute(Route):
+    """Looks at the beginning of a path before its pattern: with all its routes a server has dozens of patterns."""
+
+    def __init__(self, path: str, endpoint: ASGIApp, methods: list[str] | None) -> None:
+        super().__init__(path, endpoint, methods=methods, name=f"torch_stream:{path}")
+        self._prefix = path.partition("{")[0]
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["path"].startswith(self._prefix) or scope.get("root_path"):
+            return super().matches(scope)
+        return Match.NONE, {}
+
+
+class _OurRoute(PrefixedRoute):
     """Matches like any route of its path, but no path that names another's model."""
 
     def __init__(self, path: str, endpoint: Endpoint, registry: MultiModelRegistry) -> None:
-        super().__init__(path, endpoint, methods=["POST"], name=f"torch_stream:{path}")
+        super().__init__(path, endpoint, ["POST"])
         self._registry = registry
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -22,7 +22,7 @@ from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.prediction_errors import as_json
 from mlserver_torch_stream.server.rest.prediction_head import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint
-from mlserver_torch_stream.server.rest.routes import all_models, find_model
+from mlserver_torch_stream.server.rest.routes import PrefixedRoute, all_models, find_model
 from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 
@@ -70,11 +70,11 @@ def add_routes(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle)
     ]
 
 
-class _PredictionRoute(Route):
+class _PredictionRoute(PrefixedRoute):
     """Matches paths of our models, and of names that no model has, unless others may serve those."""
 
     def __init__(self, path: _Path, endpoint: PredictionEndpoint, registry: MultiModelRegistry) -> None:
-        super().__init__(path.path, endpoint, methods=path.methods, name=f"torch_stream:{path.path}")
+        super().__init__(path.path, endpoint, path.methods)
         self._unknown = not path.legacy
         self._registry = registry
 

@@ -47,6 +47,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
         self._outbox: asyncio.Queue[Response | Exception | None] = asyncio.Queue(1)
+        self._turn = asyncio.Lock()  # who waits first puts first, which a queue alone does not promise
         self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False
@@ -81,10 +82,14 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
                 await self._slots.acquire()
             while self._open:
                 await asyncio.wait(self._open)
-            await self._outbox.put(None)
+            await self._put(None)
         except Exception as error:
             if not self._closed:  # else no reader takes the item, and the task would never end
-                await self._outbox.put(error)
+                await self._put(error)
+
+    async def _put(self, item: Response | Exception | None) -> None:
+        async with self._turn:
+            await self._outbox.put(item)
 
     def _start(self, answer: MessageReply[Body], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -102,7 +107,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
     async def _pump(self, answer: MessageReply[Body]) -> None:
         try:
             async for body in answer.bodies():
-                await self._outbox.put(self._convert(body))
+                await self._put(self._convert(body))
                 self._replied = True
         except Exception as error:
             await self._fail(answer, error)
@@ -114,7 +119,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         if self._closed:
             return
         if self._received == 1 and not self._replied:
-            await self._outbox.put(error)
+            await self._put(error)
             return
         for body in answer.failure(error):
-            await self._outbox.put(self._convert(body))
+            await self._put(self._convert(body))

@@ -39,14 +39,23 @@ class Caller:
     stop: NeverStop = field(default_factory=StopAlone)
 
     def call(self, requests: Sequence[WorkerRequest]) -> None:
-        """Raises nothing."""
+        """Raises nothing. A request whose client has left before the call is no part of it."""
+        all_ids = [request.id for request in requests]
+        skipped = [each for each in all_ids if self.channel.cancelled(each)] if self.stop.skips else []
+        left = [request for request in requests if request.id not in skipped]
+        began = time.monotonic()
+        pieces = self._pieces(left, began) if left else []
+        self.channel.pieces(pieces, ended=all_ids, skipped=skipped, took=time.monotonic() - began if left else 0.0)
+
+    def _pieces(self, requests: Sequence[WorkerRequest], began: float) -> list[SentPiece]:
+        """Makes the call. Returns the last pieces, which are not sent yet."""
         outlet = Outlet(requests, self.channel, self.stop)
         pieces: list[SentPiece] = []
-        began = time.monotonic()
         self.stop.begin()
         try:
             self.context.for_call(requests, outlet)
             returned = self.entry([request.data() for request in requests], self.context)
+            self.channel.hold()  # the time of the prediction leaves with the answer
             add_prediction_time(self.context, began)
             if self.responds:
                 pieces = answer(self.context, self.channel, returned, requests, outlet.ended)
@@ -58,7 +67,7 @@ class Caller:
                 left = [request.id for request in requests if request.id not in outlet.ended]
                 self.channel.failed(left, *failure(error), retry=len(requests) > 1)
         self.stop.end()
-        self.channel.pieces(pieces, ended=[request.id for request in requests])
+        return pieces
 
 
 def answer(

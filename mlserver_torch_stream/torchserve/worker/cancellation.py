@@ -20,6 +20,8 @@ class ClientsLeft(BaseException):
 class NeverStop:
     """For a call in which other processes may take part: they might wait for this one for ever."""
 
+    skips = False  # whether a call leaves out requests whose clients have disconnected before it
+
     def begin(self) -> None: ...
 
     def sent(self, left: bool) -> None:
@@ -33,6 +35,8 @@ class NeverStop:
 
 class StopAlone(NeverStop):
     """For a call in which no other process takes part."""
+
+    skips = True
 
     def sent(self, left: bool) -> None:
         if left:

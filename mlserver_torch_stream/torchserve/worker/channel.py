@@ -47,6 +47,7 @@ class Channel:
         self._most_bytes = most_bytes
         self._reader = FrameReader(connection)
         self._sending = threading.Lock()
+        self._held: list[bytes] | None = None  # messages that leave with the next pieces
         self._cancelled: set[str] = set()
         self._shut = False
         os.register_at_fork(after_in_child=self._shut_in_child)
@@ -62,11 +63,23 @@ class Channel:
     def send(self, kind: str, **fields: Any) -> None:
         self._send({"t": kind, **fields})
 
-    def pieces(self, pieces: Iterable[SentPiece], ended: Iterable[str] = ()) -> set[str]:
+    def hold(self) -> None:
+        """What is sent from now on leaves with the next pieces."""
+        with self._sending:
+            self._held = self._held or []
+
+    def pieces(
+        self,
+        pieces: Iterable[SentPiece],
+        ended: Iterable[str] = (),
+        skipped: Sequence[str] = (),
+        took: float = 0.0,
+    ) -> set[str]:
         """Sends the pieces in as many messages as they need, and then that the requests ``ended`` are over.
 
-        The ids of ended requests may be used again. Returns the requests that have failed because their piece does not
-        fit into a message.
+        The handler did not get those of them that were ``skipped``, and took so many seconds for the others. The ids of
+        ended requests may be used again. Returns the requests that have failed because their piece does not fit into a
+        message.
         """
         failed: set[str] = set()
         group: list[SentPiece] = []
@@ -80,16 +93,16 @@ class Channel:
                 failed.add(piece.request_id)
                 continue
             if size > left:
-                self._send_pieces(group, ())
+                self._send_pieces(group)
                 group, left = [], self._most_bytes
             group.append(piece)
             left -= size
         over = list(ended)
         self._cancelled.difference_update(over)
-        self._send_pieces(group, over)
+        self._send_pieces(group, ended=over, skipped=skipped, took=took)
         return failed
 
-    def _send_pieces(self, pieces: Sequence[SentPiece], ended: Sequence[str]) -> None:
+    def _send_pieces(self, pieces: Sequence[SentPiece], **end: Any) -> None:
         items = [
             {
                 "id": each.request_id,
@@ -101,7 +114,7 @@ class Channel:
             }
             for each in pieces
         ]
-        self._send({"t": "pieces", "items": items, "ended": ended}, b"".join(each.value for each in pieces))
+        self._send({"t": "pieces", "items": items, **end}, b"".join(each.value for each in pieces))
 
     def failed(self, request_ids: Collection[str], status: int, message: str, retry: bool = False) -> None:
         """``retry``: the requests were a batch, and may succeed one by one."""
@@ -129,5 +142,10 @@ class Channel:
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self.forked:
             return
+        frame = encode_frame(header, body)
         with self._sending:
-            self._connection.sendall(encode_frame(header, body))
+            held, self._held = self._held, None
+            if held is not None and header["t"] != "pieces":
+                self._held = [*held, frame]
+                return
+            self._connection.sendall(b"".join((*held, frame)) if held else frame)

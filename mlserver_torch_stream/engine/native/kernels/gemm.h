@@ -6,12 +6,9 @@
 #include "grouped.h"
 #include "matrix_unit.h"
 #include "team.h"
+#include "vector_tiles.h"
 
 namespace native {
-
-constexpr int kPanel = 32;
-constexpr int kVectorRows = 12;  // 12 x 2 accumulators, 2 weights and 1 activation fill 27 of 32 registers
-constexpr int kTileRows = std::max(kVectorRows, kUnitRows);
 
 struct Matrix {
     const Word* panels;
@@ -27,65 +24,42 @@ struct Matrix {
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// out[M][32] (+)= a[M][words] x panel[words][32]
-template <class T, int M>
-void vector_tile(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo, Fetch fetch,
-                 bool onto) {
-    // One order of summation for every M: a row's logits are the same bits in any company. (Few rows leave few sums in
-    // flight, but even M = 1 takes 108 GB/s from the cache, twice what memory gives a core.)
-    F16 sums[M][2] = {};
-    if (onto)
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) sums[m][0] = load_f(out + m * ldo), sums[m][1] = load_f(out + m * ldo + 16);
-    for (int64_t k = 0; k < words; k++) {
-        fetch.word(k);
-        const U16 w0 = load(panel + kPanel * k), w1 = load(panel + kPanel * k + 16);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const U16 x = broadcast(a[m * lda + k]);
-            sums[m][0] = dot<T>(sums[m][0], w0, x);
-            sums[m][1] = dot<T>(sums[m][1], w1, x);
-        }
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) store(out + m * ldo, sums[m][0]), store(out + m * ldo + 16, sums[m][1]);
-}
-
-template <class T>
-using VectorTile = void (*)(const Word*, int64_t, const Word*, int64_t, float*, int64_t, Fetch, bool);
-template <class T> constexpr VectorTile<T> kVectorTiles[kVectorRows + 1] = {
-    nullptr,           vector_tile<T, 1>, vector_tile<T, 2>,  vector_tile<T, 3>,  vector_tile<T, 4>,
-    vector_tile<T, 5>, vector_tile<T, 6>, vector_tile<T, 7>,  vector_tile<T, 8>,
-    vector_tile<T, 9>, vector_tile<T, 10>, vector_tile<T, 11>, vector_tile<T, 12>};
-
-// A thread's tiles. Which unit of the CPU computes them follows from the type and the words of a product alone, never
-// from its rows: a row's sums are the same bits in any company.
-template <class T> class Tiles {
+// A thread's tiles of factors A. Which unit of the CPU computes them follows from A and the inputs of a product alone,
+// never from its rows: a row's sums are the same bits in any company.
+template <class A> class Tiles {
   public:
     // The most rows of a tile.
-    int rows(int64_t words) const { return by_unit(words) ? kUnitRows : kVectorRows; }
+    int rows(int64_t inputs) const { return by_unit(inputs) ? kUnitRows : kVectorRows; }
 
-    // out[rows][32] = a[rows][words] x panel[words][32]
-    void run(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
-             Fetch fetch) {
-        run_part(rows, a, lda, panel, words, words, out, ldo, fetch, false);
+    // out[rows][32] = a[rows][inputs] x panel, which is [inputs / per_word<A>][32] words.
+    void run(int rows, const A* a, int64_t lda, const Word* panel, int64_t inputs, float* out, int64_t ldo) {
+        run_part<A>(rows, a, lda, panel, inputs, inputs, out, ldo, Fetch(panel, 0), false);
     }
 
-    // So many of a product's words, of `all` of them. `onto`: each sum goes on where it stopped, so that it is the same
-    // bits as in one go. All parts but the last are of whole kUnitWords.
-    void run_part(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, int64_t all, float* out,
-                  int64_t ldo, Fetch fetch, bool onto) {
-        if (by_unit(all)) {
-            unit_.tile(rows, a, lda, panel, words, out, ldo, fetch, onto);
-        } else {
-            kVectorTiles<T>[rows](a, lda, panel, words, out, ldo, fetch, onto);
+    // So many of a product's inputs, of `all` of them, from a panel of words of S. `onto`: each sum goes on where it
+    // stopped, so that it is the same bits as in one go. All parts but the last are of whole kUnitWords. `keep`, where
+    // not null, gets the panel as words of A.
+    template <class S>
+    void run_part(int rows, const A* a, int64_t lda, const Word* panel, int64_t inputs, int64_t all, float* out,
+                  int64_t ldo, Fetch fetch, bool onto, Word* keep = nullptr) {
+        const int64_t words = inputs / per_word<S>;
+        if constexpr (std::is_same_v<A, Bf16>) {
+            if (by_unit(all)) {
+                const Word* from = reinterpret_cast<const Word*>(a);
+                return unit_.tile(rows, from, lda / 2, panel, words, out, ldo, fetch, onto);
+            }
         }
+        if constexpr (!std::is_same_v<S, A>) {
+            if (keep != nullptr)
+                return kVectorTiles<S, A, true>[rows](a, lda, panel, words, out, ldo, fetch, onto, keep);
+        }
+        kVectorTiles<S, A, false>[rows](a, lda, panel, words, out, ldo, fetch, onto, nullptr);
     }
 
   private:
-    bool by_unit(int64_t words) const { return unit_is_there_ && words % kUnitWords == 0; }
+    bool by_unit(int64_t inputs) const { return unit_is_there_ && inputs / 2 % kUnitWords == 0; }
 
-    const bool unit_is_there_ = per_word<T> == 2 && lent_matrix_unit();
+    const bool unit_is_there_ = std::is_same_v<A, Bf16> && lent_matrix_unit();
     MatrixUnit unit_;
 };
 
@@ -96,81 +70,134 @@ struct Tiling {
     int64_t rows, count;
 };
 
-// One tile a panel: 4 KiB ahead in the same stream. Several: each of the first two fetches half of the next panel.
-inline Fetch fetch_for(const Word* panel, int64_t words, int64_t tile, int64_t tiles) {
-    if (tiles == 1) return {panel + 1024, kPanel};
-    if (tile > 1) return {panel, 0};
-    return {panel + (kPanel + tile * kPanel / 2) * words, kPanel / 2};
-}
+constexpr int64_t kBlockWords = 384;  // of a panel, 48 KiB, which stay in the second-level cache with the sums and rows
+constexpr int64_t kBlockRows = 256;   // whose sums take 32 KiB
 
-constexpr int64_t kBlockWords = 128;  // 16 KiB of a panel, which leave room for the rows in the first-level cache
-constexpr int64_t kBlockRows = 256;   // whose sums, 32 KiB, stay in the second-level cache
+// The inputs of a block of a product: equal parts, of whole kUnitWords and at most kBlockWords.
+template <class A> int64_t block_inputs(int64_t inputs) {
+    constexpr int64_t kUnit = 16 * per_word<A>, kMost = kBlockWords * per_word<A>;
+    const int64_t count = (inputs + kMost - 1) / kMost;
+    return (inputs + count * kUnit - 1) / (count * kUnit) * kUnit;
+}
 
 // A member's room for a product.
 struct alignas(64) ProductScratch {
     Word block[kBlockWords * kPanel];
     float sums[kBlockRows][kPanel];
-    std::vector<RoundedBlock> rounded;
+    std::vector<RoundedBlock> rounded;  // few rows, as integers
 };
 
-// A weight format is a class that knows how panels are stored: DensePanels. `block` returns the words from
-// `first` on as the tiles read them, [count][32]; it may write them to the scratch, which has room for kBlockWords.
-// kInPlace: it never does, so that one block may be a whole panel. `finish` turns 32 sums into products.
+// A weight format is a class that knows how panels are stored: DensePanels.
+//   Stored: the type of the words of a panel, where tiles can read them in place; else void.
+//   at: where the inputs from `first` on lie.
+//   widened: so many of these as factors A, [count / per_word<A>][32] words, written to the scratch.
+//   finish: turns 32 sums into products.
 
 // Weights of the model's own type.
 template <class T> class DensePanels {
   public:
-    static constexpr bool kInPlace = true;
-    explicit DensePanels(const Matrix& w) : panels_(w.panels), words_(w.k / per_word<T>) {}
+    using Stored = T;
+    explicit DensePanels(const Matrix& w) : panels_(w.panels), inputs_(w.k) {}
 
-    const Word* block(int64_t p, int64_t first, int64_t, Word*) const {
-        return panels_ + (p * words_ + first) * kPanel;
+    const Word* at(int64_t p, int64_t first) const { return panels_ + (p * inputs_ + first) * kPanel / per_word<T>; }
+    template <class A> void widened(int64_t p, int64_t first, int64_t count, Word* to) const {
+        widen_words(at(p, first), count / per_word<T>, to);
     }
     void finish(int64_t, float*) const {}
 
   private:
     const Word* panels_;
-    int64_t words_;
+    int64_t inputs_;
 };
 
-// sums[rows][32] = a[rows][words] x panel p.
-template <class T, class Panels>
-void multiply_panel(Tiles<T>& tiles, const Panels& panels, int64_t p, const T* a, int64_t lda, int64_t rows,
-                    int64_t words, ProductScratch& scratch) {
-    const Tiling tiling(rows, tiles.rows(words));
-    const int64_t most = Panels::kInPlace ? words : kBlockWords;
-    for (int64_t first = 0; first < words; first += most) {
-        const int64_t count = std::min(most, words - first);
-        const Word* block = panels.block(p, first, count, scratch.block);
-        for (int64_t t = 0; t < tiling.count; t++) {
-            const int64_t row = tiling.first(t);
-            const Word* from = reinterpret_cast<const Word*>(a + row * lda) + first;
-            const Fetch fetch = Panels::kInPlace ? fetch_for(block, words, t, tiling.count) : Fetch{block, 0};
-            tiles.run_part((int)(tiling.first(t + 1) - row), from, lda / per_word<T>, block, count, words,
-                           scratch.sums[row], kPanel, fetch, first != 0);
+// A thread's part of a product: rows [inputs], panels in a format, and what is done with their products.
+template <class A, class Panels, class Done> class Product {
+  public:
+    Product(const A* a, int64_t lda, int64_t inputs, const Panels& panels, ProductScratch& scratch, Done& done)
+        : a_(a), lda_(lda), inputs_(inputs), panels_(panels), scratch_(scratch), done_(done) {}
+
+    // Up to kBlockRows rows times panel p. One tile reads the panel as a stream, where it can. Several tiles go through
+    // it by blocks: the first tile widens a block for all of them, and the first two fetch the next block.
+    void run(int64_t p, int64_t first, int64_t rows) {
+        const Tiling tiling(rows, tiles_.rows(inputs_));
+        if constexpr (kReadable) {
+            if (tiling.count == 1) {
+                const Word* panel = panels_.at(p, 0);
+                tile<Stored>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + 1024, 128});
+                return finish(p, first, rows, scratch_.sums[0]);
+            }
+        }
+        const int64_t most = block_inputs<A>(inputs_);
+        for (int64_t input = 0; input < inputs_; input += most) {
+            const int64_t count = std::min(most, inputs_ - input);
+            if constexpr (!kReadable) panels_.template widened<A>(p, input, count, scratch_.block);
+            for (int64_t t = 0; t < tiling.count; t++) {
+                const int64_t at = tiling.first(t), height = tiling.first(t + 1) - at;
+                float* sums = scratch_.sums[most < inputs_ ? at : 0];
+                tile_of_block(p, t, first + at, height, input, count, sums);
+                if (input + count == inputs_) finish(p, first + at, height, sums);
+            }
         }
     }
-}
+
+  private:
+    using Stored = typename Panels::Stored;
+    static constexpr bool kReadable = !std::is_void_v<Stored>, kInPlace = std::is_same_v<Stored, A>;
+
+    void tile_of_block(int64_t p, int64_t t, int64_t row, int64_t rows, int64_t input, int64_t count, float* sums) {
+        if constexpr (!kReadable) {
+            tile<A>(row, rows, scratch_.block, input, count, sums, {scratch_.block, 0});
+        } else {
+            const Word *panel = panels_.at(p, input), *next = panels_.at(p, input + count);
+            const int64_t half = (next - panel) / 2, words = count / per_word<A>;
+            const Fetch fetch = t < 2 ? Fetch(next + t * half, half * (int64_t)sizeof(Word) / words) : Fetch(panel, 0);
+            if constexpr (kInPlace) {
+                tile<A>(row, rows, panel, input, count, sums, fetch);
+            } else if (t == 0) {
+                tile<Stored>(row, rows, panel, input, count, sums, {next, 64}, scratch_.block);
+            } else {
+                tile<A>(row, rows, scratch_.block, input, count, sums, fetch);
+            }
+        }
+    }
+
+    template <class S>
+    void tile(int64_t row, int64_t rows, const Word* panel, int64_t input, int64_t count, float* sums, Fetch fetch,
+              Word* keep = nullptr) {
+        tiles_.template run_part<S>((int)rows, a_ + row * lda_ + input, lda_, panel, count, inputs_, sums, kPanel,
+                                    fetch, input != 0, keep);
+    }
+
+    void finish(int64_t p, int64_t row, int64_t rows, float* sums) {
+        for (int64_t r = 0; r < rows; r++) {
+            panels_.finish(p, sums + r * kPanel);
+            done_(row + r, p, sums + r * kPanel);
+        }
+    }
+
+    const A* const a_;
+    const int64_t lda_, inputs_;
+    const Panels& panels_;
+    ProductScratch& scratch_;
+    Done& done_;
+    Tiles<A> tiles_;
+};
 
 // done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w.
-template <class T, class Panels, class Done>
-void multiply_as(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, const Panels& panels,
+template <class A, class Panels, class Done>
+void multiply_as(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, const Panels& panels,
                  ProductScratch& scratch, Done&& done) {
-    const int64_t words = w.k / per_word<T>, count = panels_of(w.n);
+    const int64_t count = panels_of(w.n);
     const Tiling blocks(rows, kBlockRows);
     me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
-        Tiles<T> tiles;
+        Product<A, Panels, Done> product(a, lda, w.k, panels, scratch, done);
         for (int64_t p = first; p < last; p++)
-            for (int64_t b = 0; b < blocks.count; b++) {
-                const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
-                multiply_panel(tiles, panels, p, a + row * lda, lda, stop - row, words, scratch);
-                for (int64_t r = row; r < stop; r++) {
-                    panels.finish(p, scratch.sums[r - row]);
-                    done(r, p, scratch.sums[r - row]);
-                }
-            }
+            for (int64_t b = 0; b < blocks.count; b++)
+                product.run(p, blocks.first(b), blocks.first(b + 1) - blocks.first(b));
     });
 }
+
+constexpr int64_t kFew = 16;
 
 // The rows of a product as int8. A few are rounded by each member for itself when its first piece begins, which takes
 // less time than to wait for each other; many by all members together, into `shared`.
@@ -186,7 +213,6 @@ template <class T> class RoundedRows {
     }
 
   private:
-    static constexpr int64_t kFew = 16;
     const T* a_;
     int64_t lda_, rows_, k_;
 };
@@ -212,7 +238,6 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
     const Tiling blocks(rows, kBlockRows);
     me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
         if (rounded == nullptr) {
-            if ((int64_t)scratch.rounded.size() < rows * groups) scratch.rounded.resize(rows * groups);
             given.round(0, rows, scratch.rounded.data());
             rounded = scratch.rounded.data();
         }
@@ -225,21 +250,22 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
     });
 }
 
-// The same in the format of w. `shared`: room for all rows as int8.
+// The same in the format of w, in a model of type T. `shared` has room for all rows as int8, the scratch for kFew.
 template <class T, class Done>
-void multiply(Member& me, const T* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
+void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
               RoundedBlock* shared, Done&& done) {
     if (w.format == kPlain) return multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
-    multiply_grouped(me, RoundedRows<T>(a, lda, rows, w.k), w, scratch, shared, done);
+    multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
 }
 
 // out[rows][whole panels] = a[rows][k] x w, by a team of its own.
-template <class T> void multiply_rows(const Matrix& w, const T* a, int64_t rows, float* out, int threads) {
+template <class T> void multiply_rows(const Matrix& w, const Factor<T>* a, int64_t rows, float* out, int threads) {
     const int64_t width = panels_of(w.n) * kPanel;
     std::vector<ProductScratch> scratch(threads);
+    for (ProductScratch& each : scratch) each.rounded.resize(kFew * groups_of(w.k));
     std::vector<RoundedBlock> shared(rows * groups_of(w.k));
     Team<int64_t> team(threads, [&](Member& me, const int64_t& count) {
-        multiply(me, a, w.k, count, w, scratch[me.id], shared.data(), [&](int64_t row, int64_t p, float* sums) {
+        multiply<T>(me, a, w.k, count, w, scratch[me.id], shared.data(), [&](int64_t row, int64_t p, float* sums) {
             std::copy(sums, sums + kPanel, out + row * width + p * kPanel);
         });
     });

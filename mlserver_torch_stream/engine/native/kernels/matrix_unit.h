@@ -11,14 +11,20 @@
 
 namespace native {
 
-// What to fetch while a tile computes: with word k of the panel, the two cache lines at start + k * stride. Memory is
-// then read while the registers work, and by one stream that crosses pages, which the hardware's own does not.
+constexpr int kPanel = 32;  // outputs that a tile computes at once
+
+// Cache lines to fetch while a tile computes: with each word of the panel the next two, `stride` bytes behind the last
+// ones. Memory is then read while the registers work, and by one stream that crosses pages, which the hardware's own
+// does not.
 struct Fetch {
-    const Word* start;
-    int64_t stride;
-    void word(int64_t k) const {
-        const Word* ahead = start + k * stride;
-        __builtin_prefetch(ahead), __builtin_prefetch(ahead + 16);
+    const char* start;
+    int64_t stride;  // 128: each line once; less where a tile has more words than the stream has lines
+
+    Fetch(const void* start, int64_t stride) : start(static_cast<const char*>(start)), stride(stride) {}
+
+    void next() {
+        __builtin_prefetch(start), __builtin_prefetch(start + 64);
+        start += stride;
     }
 };
 
@@ -80,7 +86,7 @@ class MatrixUnit {
         }
         for (int64_t k = 0; k < words; k += kUnitWords) {
 #pragma GCC unroll 16
-            for (int i = 0; i < kUnitWords; i++) fetch.word(k + i);
+            for (int i = 0; i < kUnitWords; i++) fetch.next();
             _tile_loadd(6, panel + 32 * k, kPanelBytes);
             _tile_loadd(4, a + k, row_bytes);
             _tile_dpbf16ps(0, 4, 6);

@@ -1,9 +1,11 @@
 // Sixteen lanes at a time, in GCC's vector types: the compiler maps them onto whatever the CPU has. Only the bf16
-// dot product has an instruction of its own (AVX512-BF16, 64 flops); without it two FMAs do the same.
+// dot product has an instruction of its own (AVX512-BF16, 64 flops); without it two FMAs do the same. Loops that must
+// keep many sums in registers take vectors of one register each: of longer ones GCC keeps none there.
 // Knows nothing of matrices or models.
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -15,12 +17,32 @@ using U16 = uint32_t __attribute__((vector_size(64)));
 using I16 = int32_t __attribute__((vector_size(64)));
 using H16 = uint16_t __attribute__((vector_size(32)));
 
+// A register of the CPU's.
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+constexpr int kLanes = kRegisterBytes / 4;
+using FloatRegister = float __attribute__((vector_size(kRegisterBytes)));
+using WordRegister = uint32_t __attribute__((vector_size(kRegisterBytes)));
+
 // A word is 32 bits: one float, or two neighbouring bf16. All weights and activations are read by the word.
 using Word = uint32_t;
 struct Bf16 {
     uint16_t bits;
 };
 template <class T> constexpr int per_word = 4 / sizeof(T);
+
+// What elements of a type are multiplied as: bf16 without an instruction of its own as float.
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesBf16 = true;
+#else
+constexpr bool kMultipliesBf16 = false;
+#endif
+template <class T> using Factor = std::conditional_t<kMultipliesBf16, T, float>;
 
 inline U16 load(const void* from) {
     U16 v;

@@ -1,0 +1,1 @@
+"""Keeps answers to a schema, an expression or a grammar, token by token."""

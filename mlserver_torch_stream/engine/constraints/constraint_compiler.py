@@ -1,0 +1,127 @@
+"""Compiles the constraints of requests for the tokenizer of a model, and keeps the latest of them.
+
+Knows nothing of engines. Compiling takes up to seconds: it belongs in a thread beside the event loop's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from importlib.util import find_spec
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.types import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_INSTALL = "needs llguidance: pip install 'mlserver-torch-stream[structured]'"
+_KEPT = 32  # compiled constraints
+_MOST_CHARACTERS = 2**17  # of a constraint's source; to compile that many takes up to seconds
+# A matcher holds 1 to 2 kB for each state of its lexer, so some 40 MB at most. Schemas of 100 fields have some hundred.
+_MOST_LEXER_STATES = 20_000
+_MOST_GRAMMAR = 100_000  # symbols
+_WORKERS = 2  # threads; most masks take less than 0.1 ms
+_MOST_REASON = 300  # characters
+
+_Key = tuple[Constraint, str | None]
+
+
+class ConstraintCompiler:
+    """Compiles for one tokenizer. Its methods may be called from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._prepared: LLTokenizer | str | None = None  # a str: why there is none
+        self._kept: OrderedDict[_Key, CompiledConstraint] = OrderedDict()
+        self._lock = Lock()
+        self._workers = ThreadPoolExecutor(_WORKERS, "token-masks")  # its threads end with it
+
+    def prepare(self) -> LLTokenizer | str:
+        """Reads the vocabulary, which holds all threads up for 0.3 to 1 s: so it is done while the model loads."""
+        with self._lock:
+            if self._prepared is None:
+                self._prepared = _prepared(self._tokenizer)
+            return self._prepared
+
+    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
+        """Compiles what an answer must match; after any text up to and including ``behind``, where that is given.
+
+        Raises InvalidInput, which names the constraint's field.
+        """
+        key = (constraint, behind)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        compiled = self._compile(constraint, behind)
+        with self._lock:
+            self._kept[key] = compiled
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _compile(self, constraint: Constraint, behind: str | None) -> CompiledConstraint:
+        tokenizer = self.prepare()
+        if isinstance(tokenizer, str):
+            raise InvalidInput(constraint.field, tokenizer)
+        if len(constraint.source) > _MOST_CHARACTERS:
+            raise InvalidInput(constraint.field, f"must have at most {_MOST_CHARACTERS} characters")
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_lexer_states=_MOST_LEXER_STATES, max_grammar_size=_MOST_GRAMMAR, verbose_errors=False
+        )
+        try:
+            grammar = self._grammar(constraint, behind, tokenizer)
+        except ValueError as error:
+            raise InvalidInput(constraint.field, _reason(str(error))) from None
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask finds most of what is too complex
+        if matcher.is_error():
+            raise InvalidInput(constraint.field, _reason(matcher.get_error()))
+        return CompiledConstraint(matcher, tokenizer.vocab_size, tuple(tokenizer.eos_tokens), self._workers)
+
+    def _grammar(self, constraint: Constraint, behind: str | None, tokenizer: LLTokenizer) -> str:
+        from mlserver_torch_stream.engine.constraints.grammar import behind_text, grammar_of
+
+        grammars = [grammar_of(constraint)]
+        if behind is not None:
+            ids = self._tokenizer(behind, add_special_tokens=False)["input_ids"]
+            special = ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
+            grammars = behind_text(grammars[0], behind, special)
+        return json.dumps({"grammars": grammars})
+
+
+def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
+    if find_spec("llguidance") is None:
+        return _INSTALL
+    from llguidance import LLTokenizer
+
+    if not tokenizer.is_fast:
+        return "is not possible with this model, whose tokenizer is not a fast one"
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    if max(tokenizer.get_vocab().values()) >= backend.get_vocab_size(with_added_tokens=True):
+        return "is not possible with this model, whose token ids have holes"
+    try:
+        return LLTokenizer(backend.to_str(), eos_token=tokenizer.eos_token_id)
+    except Exception as error:
+        logger.info("no structured output with this tokenizer: %s", error)
+        return f"is not possible with this model, whose tokenizer is of an unknown kind ({_reason(str(error))})"
+
+
+def _reason(text: str) -> str:
+    return " ".join(text.split())[:_MOST_REASON]

@@ -1,0 +1,78 @@
+"""Writes a constraint as a grammar of llguidance, alone or behind the end of a reasoning.
+
+Knows nothing of tokens but the one id that may end a reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from mlserver_torch_stream.types import Constraint, ConstraintKind
+
+# JSON as models write it: one space at most behind a comma or a colon, and no other whitespace, of which a model could
+# write without end. What a schema cannot say here is refused, never left out.
+_JSON: Any = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_ANSWER = "answer"
+_TEXT = "(?s:.*)"
+
+
+def grammar_of(constraint: Constraint) -> dict[str, Any]:
+    """Returns one grammar of llguidance's JSON format. Raises ValueError if the source is not what its kind says."""
+    source = constraint.source
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return _only(LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON))
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return _only(LLMatcher.grammar_from_json_schema(_json(source), overrides=_JSON))
+    if constraint.kind is ConstraintKind.REGEX:
+        return _only(LLMatcher.grammar_from_regex(source))
+    if constraint.kind is ConstraintKind.CHOICE:
+        choices = " | ".join(_literal(choice) for choice in json.loads(source))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}  # one lexeme: of rules 2,000 are the most
+    return {"lark_grammar": _lark(source)}
+
+
+def behind_text(grammar: dict[str, Any], end: str, end_id: int | None) -> list[dict[str, Any]]:
+    """Returns the grammars of any text up to and including ``end``, its first occurrence, and ``grammar`` behind it.
+
+    ``end_id`` is the special token that ``end`` is; None if it is made of tokens of text.
+    """
+    if end_id is None:
+        reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"
+    else:  # spelled with other tokens, it does not end the reasoning: so it is not written that way
+        spelled = re.escape(end).replace("/", r"\/")
+        reasoning = f"reasoning: TEXT <[{end_id}]>\nTEXT: /{_TEXT}/ & ~/{_TEXT}{spelled}{_TEXT}/"
+    return [{"lark_grammar": f"start: reasoning @{_ANSWER}\n{reasoning}\n"}, {**grammar, "name": _ANSWER}]
+
+
+def _only(grammars: str) -> dict[str, Any]:
+    only: dict[str, Any] = json.loads(grammars)["grammars"][0]
+    return {key: value for key, value in only.items() if value is not None and key != "name"}
+
+
+def _json(source: str) -> str:
+    schema = json.loads(source)
+    return json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]})  # true and false are schemas too
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _lark(source: str) -> str:
+    """The grammar itself, or, where it is written in GBNF, that of llama.cpp, the same in Lark's language."""
+    try:
+        return str(any_to_lark(source))
+    except Exception as error:  # its parser raises errors of several kinds
+        raise ValueError(f"is neither a grammar in Lark's language nor in GBNF: {error}") from error

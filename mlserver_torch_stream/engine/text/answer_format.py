@@ -1,0 +1,80 @@
+"""Says how one answer is divided into reasoning, text and tool calls, and makes the parser that does it.
+
+Knows nothing of chat templates, from which ``chat_format`` knows it, nor of tokens but those that must be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlserver_torch_stream.engine.text.answer_parts import CallParser, Part
+from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
+from mlserver_torch_stream.types import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
+
+    The parsers need to see the special tokens ``marks``. ``constraint`` is what the text and the calls must match,
+    behind ``behind``, the text that ends the reasoning.
+    """
+
+    reasoning: Callable[[], ReasoningParser] | None = None
+    calls: Callable[[], CallParser] | None = None
+    marks: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    behind: str | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether the answer can be anything but text."""
+        return self.reasoning is not None or self.calls is not None
+
+    def parser(self) -> AnswerParser:
+        return AnswerParser(
+            None if self.reasoning is None else self.reasoning(), None if self.calls is None else self.calls()
+        )
+
+
+class AnswerParser:
+    """Parses the text of one sequence. The cuts between the pieces of the text change nothing but the pieces."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the next token belongs to the reasoning."""
+        return self._reasoning is not None and self._reasoning.reasons
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has calls, all of them whole."""
+        return self._calls is not None and self._calls.called > 0 and not self._calls.broken
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer has the only call that it may have."""
+        return self._calls is not None and self._calls.ended
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        if self._reasoning is not None and not self._reasoning.over:
+            parts, text = self._reasoning.push(text)
+        return parts + self._answer(text)
+
+    def flush(self) -> list[Part]:
+        """Returns what is held back, when the answer ends."""
+        parts: list[Part] = []
+        if self._reasoning is not None and not self._reasoning.over:
+            parts, text = self._reasoning.flush()
+            parts += self._answer(text)
+        return parts + ([] if self._calls is None else self._calls.flush())
+
+    def _answer(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        return [text] if self._calls is None else self._calls.push(text)

@@ -1,0 +1,64 @@
+"""Names what a parser finds in an answer: pieces of reasoning, of text, and of tool calls.
+
+Knows nothing of tokens or events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thinks before its answer."""
+
+    text: str
+
+
+Part = Reasoning | ToolCallDelta | str
+"""A ``str`` is a piece of the answer's text."""
+
+
+class CallParser(Protocol):
+    """Finds the tool calls in an answer. The cuts between the pieces of its text change nothing but the pieces."""
+
+    called: int  # calls that have begun
+    broken: bool  # a call that had begun did not end
+    ended: bool  # no further text counts
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def flush(self) -> list[Part]:
+        """Returns what is held back, when the answer ends."""
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The parts without empty texts, with neighbours of the same kind as one; calls stay as they are."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, str) and isinstance(last, str):
+            result[-1] = last + part
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + part.text)
+        elif part != "" and part != Reasoning(""):
+            result.append(part)
+    return result
+
+
+def short(part: Part, most: int) -> Iterator[Part]:
+    """The part as pieces of at most ``most`` characters, of the size that events count."""
+    if isinstance(part, Reasoning):
+        for start in range(0, len(part.text), most // 2):
+            yield Reasoning(part.text[start : start + most // 2])
+    elif isinstance(part, str):
+        for start in range(0, len(part), most):
+            yield part[start : start + most]
+    else:
+        yield replace(part, arguments=part.arguments[:most])
+        for start in range(most, len(part.arguments), most):
+            yield ToolCallDelta(part.index, arguments=part.arguments[start : start + most])

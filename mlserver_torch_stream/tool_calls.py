@@ -1,0 +1,60 @@
+"""Defines what a request says of its tools and what an answer says of its calls.
+
+Knows nothing of how a model spells a call, nor of how replies do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+# In characters, as ``TokenEvent.size`` counts them: what stands around a piece of arguments in a reply.
+_CHARACTERS_PER_DELTA = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which functions an answer may call. ``strict`` are those whose arguments must match their schema.
+
+    ``name``: the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
+    first call.
+    """
+
+    required: bool = False
+    name: str | None = None
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.required or self.name is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of one call of a function. ``index`` numbers the calls of an answer from 0.
+
+    The first part of a call has its ``id`` and its ``name``. The ``arguments`` of all its parts join to JSON text.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+    @property
+    def size(self) -> int:
+        """In characters, as that of an event."""
+        return _CHARACTERS_PER_DELTA + len(self.id or "") + len(self.name or "") + len(self.arguments)
+
+
+def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The parts of an answer's calls, in their order, with neighbours of the same call as one."""
+    joined: list[ToolCallDelta] = []
+    for delta in deltas:
+        if joined and joined[-1].index == delta.index:
+            joined[-1] = replace(joined[-1], arguments=joined[-1].arguments + delta.arguments)
+        else:
+            joined.append(delta)
+    return tuple(joined)

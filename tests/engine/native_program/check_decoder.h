@@ -1,0 +1,141 @@
+// Steps of a decoder: the same bits however a prompt is cut and whoever else is in a step, and an error, not an end,
+// where memory is short.
+#pragma once
+#include <new>
+#include "check_products.h"
+
+// The allocations until the one that fails; below 0: none fails. Only the thread that sets it is counted: in others,
+// and so in any piece of a team, every allocation fails while it is set, since none is allowed there.
+inline std::atomic<int64_t> allocations_left{-1};
+inline std::atomic<bool> forbidden_elsewhere{false};
+inline thread_local bool counted = false;
+
+inline void* allocate(size_t size, size_t alignment) {
+    if (!counted && forbidden_elsewhere) throw std::bad_alloc();
+    if (counted && allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+    void* memory = std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
+}
+
+// Apart, so that the compiler does not take it for another function's memory.
+[[gnu::noinline]] inline void release(void* memory) { std::free(memory); }
+
+template <class T> class TinyModel {
+  public:
+    static constexpr int64_t kHidden = 64, kInner = 96, kVocab = 70, kLayers = 2, kHeads = 6, kKvHeads = 2, kDim = 20;
+    static constexpr int64_t kPages = 60, kQkv = (kHeads + 2 * kKvHeads) * kDim;
+
+    explicit TinyModel(int threads, int64_t page_size) : page_size_(page_size) {
+        for (auto& layer : layers_)
+            layer = {matrix(kQkv, kHidden), matrix(kHidden, kHeads * kDim), matrix(2 * kInner, kHidden),
+                     matrix(kHidden, kInner), {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr}, 1};
+        shape_ = {kHidden, kInner, kVocab, kLayers, kHeads, kKvHeads, kDim, kDim / 2, native::kNoQkNorm, native::kSilu,
+                  1e-5f, 0.2f, 0, 1, 1, 1, 0};
+        const native::Matrix head = matrix(kVocab, kHidden);
+        weights_ = {layers_, nullptr, head, head, norm_.data()};
+        handle_ = native_create(&shape_, &weights_, std::is_same_v<T, native::Bf16>, threads);
+        expect(handle_ != nullptr, "a decoder");
+        for (int64_t i = 0; i < kLayers; i++) {
+            pools_.emplace_back(2 * kPages * kKvHeads * page_size * kDim);
+            pages_[i] = {pools_.back().data(), pools_.back().data() + kPages * kKvHeads * page_size * kDim, 0, 0};
+        }
+    }
+    ~TinyModel() { native_destroy(handle_); }
+
+    // The logits of the last token of each sequence, where they are wanted; all sequences begin at `start`.
+    int step(const std::vector<std::vector<int64_t>>& ids, int64_t start, std::vector<float>& logits,
+             bool wanted = true) {
+        const auto count = (int64_t)ids.size(), each = kPages / count;
+        std::vector<int64_t> all, starts(count, start), counts, wants(count, wanted);
+        std::vector<int32_t> numbers(kPages);
+        std::vector<const int32_t*> tables;
+        for (int32_t i = 0; i < kPages; i++) numbers[i] = i;
+        for (int64_t s = 0; s < count; s++) {
+            all.insert(all.end(), ids[s].begin(), ids[s].end());
+            counts.push_back((int64_t)ids[s].size());
+            tables.push_back(&numbers[s * each]);
+        }
+        logits.assign(count * 96, 0.0f);
+        const native::Step step{count, (int64_t)all.size(), wanted ? count : 0, all.data(), starts.data(), counts.data(),
+                                wants.data(), tables.data(), count, pages_, page_size_, angles_.data(),
+                                angles_.data(), logits.data()};
+        counted = forbidden_elsewhere = true;
+        const int status = native_step(handle_, &step);
+        counted = forbidden_elsewhere = false;
+        return status;
+    }
+
+  private:
+    native::Matrix matrix(int64_t n, int64_t k) {
+        held_.push_back(packed(random_values<T>(n * k, (unsigned)held_.size()), n, k));
+        return {reinterpret_cast<const native::Word*>(held_.back().data()), n, k, nullptr, native::kPlain};
+    }
+
+    std::vector<float> norm_ = std::vector<float>(96, 0.2f), angles_ = std::vector<float>(400 * kDim, 0.5f);
+    std::vector<std::vector<T>> held_, pools_;
+    native::Layer layers_[kLayers];
+    native::Shape shape_;
+    native::Weights weights_;
+    native::Pages pages_[kLayers];
+    int64_t page_size_;
+    void* handle_;
+};
+
+inline std::vector<int64_t> tokens(int64_t count, int64_t first) {
+    std::vector<int64_t> ids;
+    for (int64_t i = 0; i < count; i++) ids.push_back((first + 7 * i) % 70);
+    return ids;
+}
+
+// The prompt in chunks of so many tokens, among as many other sequences.
+template <class T> std::vector<float> logits_of(int64_t chunk, int64_t others, int threads, int64_t page_size) {
+    TinyModel<T> model(threads, page_size);
+    std::vector<float> logits;
+    constexpr int64_t kLength = 90;
+    for (int64_t start = 0; start < kLength; start += chunk) {
+        std::vector<std::vector<int64_t>> ids{tokens(std::min(chunk, kLength - start), 1 + 7 * start)};
+        for (int64_t other = 0; other < others; other++) ids.push_back(tokens((int64_t)ids[0].size(), other));
+        expect(model.step(ids, start, logits, start + chunk >= kLength) == 0, "status of a step");
+    }
+    logits.resize(70);
+    return logits;
+}
+
+template <class T> void check_bits() {
+    const std::vector<float> alone = logits_of<T>(90, 0, 1, 16);
+    for (float logit : alone) expect(std::isfinite(logit), "finite logits");
+    expect(logits_of<T>(90, 5, 3, 16) == alone, "bits beside five others");
+    expect(logits_of<T>(37, 2, 2, 16) == alone, "bits of a prompt in chunks");
+    expect(logits_of<T>(90, 1, 2, 5) == alone, "bits of pages of another size");
+}
+
+// Whichever allocation of a step fails, the step says so or does without, and is right when it is done again.
+template <class T> void check_short_memory(int64_t page_size) {
+    const std::vector<std::vector<int64_t>> ids{tokens(70, 1), tokens(1, 2), tokens(33, 3)};
+    std::vector<float> expected, found;
+    TinyModel<T>(2, page_size).step(ids, 0, expected);
+    int64_t failures = 0;
+    for (int64_t allocation = 0;; allocation++) {
+        TinyModel<T> model(2, page_size);
+        allocations_left = allocation;
+        const int status = model.step(ids, 0, found);
+        const bool failed = allocations_left < 0;
+        allocations_left = -1;
+        expect(status == 0 ? found == expected : status == 1 && failed, "status where memory is short", allocation);
+        if (!failed) break;
+        failures += status;
+        expect(model.step(ids, 0, found) == 0 && found == expected, "a step after one without memory", allocation);
+    }
+    expect(failures > 10, "allocations of a step", failures);
+}
+
+inline void check_decoder() {
+    check_bits<float>();
+    check_bits<native::Bf16>();
+    for (int64_t page_size : {16, 5}) {
+        check_short_memory<float>(page_size);
+        check_short_memory<native::Bf16>(page_size);
+    }
+    std::puts("steps are right, also without memory");
+}

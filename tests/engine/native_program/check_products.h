@@ -1,0 +1,56 @@
+// Products of any number of rows, by any number of threads: right, and each row with the bits that it has alone.
+#pragma once
+#include "expectations.h"
+
+// [outputs][inputs] as panels of words, in memory that ends with them.
+template <class T> std::vector<T> packed(const std::vector<T>& weights, int64_t n, int64_t k) {
+    constexpr int kGroup = native::per_word<T>;
+    std::vector<T> panels(native::panels_of(n) * native::kPanel * k, T{});
+    for (int64_t output = 0; output < n; output++)
+        for (int64_t input = 0; input < k; input++) {
+            const int64_t line = output / native::kPanel * (k / kGroup) + input / kGroup;
+            panels[(line * native::kPanel + output % native::kPanel) * kGroup + input % kGroup] =
+                weights[output * k + input];
+        }
+    return panels;
+}
+
+template <class T>
+std::vector<float> product(const native::Matrix& w, const std::vector<native::Factor<T>>& a, int64_t rows,
+                           int threads) {
+    const int64_t width = native::panels_of(w.n) * native::kPanel;
+    std::vector<float> out(rows * width);
+    native::multiply_rows<T>(w, a.data(), rows, out.data(), threads);
+    return out;
+}
+
+template <class T> void check_product(int64_t n, int64_t k) {
+    constexpr int64_t kMost = 300;
+    const std::vector<T> weights = random_values<T>(n * k, 1), panels = packed(weights, n, k);
+    const native::Matrix w{reinterpret_cast<const native::Word*>(panels.data()), n, k, nullptr, native::kPlain};
+    const int64_t width = native::panels_of(n) * native::kPanel;
+    const std::vector<T> rounded = random_values<T>(kMost * k, 2);
+    std::vector<native::Factor<T>> all(rounded.size());
+    for (size_t i = 0; i < all.size(); i++) native::assign(&all[i], as_float(rounded[i]));
+    const std::vector<float> whole = product<T>(w, all, kMost, 3);
+    for (int64_t row : {int64_t(0), kMost / 2, kMost - 1})
+        for (int64_t output = 0; output < n; output++) {
+            double sum = 0;
+            for (int64_t i = 0; i < k; i++) sum += (double)as_float(weights[output * k + i]) * as_float(all[row * k + i]);
+            expect(close_to(whole[row * width + output], sum, 1e-5 * std::sqrt((double)k)), "product", n, k, output);
+        }
+    for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 24, 25, 32, 33, 64, 257}) {
+        const std::vector<native::Factor<T>> some(all.begin(), all.begin() + rows * k);
+        const std::vector<float> found = product<T>(w, some, rows, rows % 3 + 1);
+        expect(std::equal(found.begin(), found.end(), whole.begin()), "bits of a row in another company", n, k, rows);
+    }
+}
+
+inline void check_products() {
+    for (int64_t n : {1, 32, 70})
+        for (int64_t k : {2, 30, 64, 576, 1602}) {
+            check_product<float>(n, k);
+            check_product<native::Bf16>(n, k);
+        }
+    std::puts("products are right");
+}

@@ -1,0 +1,25 @@
+"""Random answers that a constraint allows: tokens drawn with equal chances, without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+
+_ENDS = 0.3  # the chance that an answer ends where it may
+
+
+def random_answer(compiled: CompiledConstraint, end_id: int, seed: int, most: int = 400) -> Sequence[int] | None:
+    """The tokens of an answer without its end token; None if it is not over after ``most`` of them."""
+    draw, matcher, tokens = random.Random(seed), compiled.matcher([end_id]), list[int]()
+    while not matcher.complete and len(tokens) < most:
+        allowed = matcher.forced[:1] or np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist()
+        if end_id in allowed and (len(allowed) == 1 or draw.random() < _ENDS):
+            return tokens
+        chosen = draw.choice([token_id for token_id in allowed if token_id != end_id])
+        tokens.append(chosen)
+        matcher.accept(chosen)
+    return tokens if matcher.complete else None

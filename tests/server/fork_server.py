@@ -1,0 +1,177 @@
+"""Starts scripts of this environment, as ``mlserver`` is one, by forks of a process that has imported their modules.
+
+The imports take some seconds of a processor, a fork some hundredths. The child has the script's working directory,
+variables, output and arguments, and runs the script as Python does. What it cannot have is a variable that a library
+reads while it is imported: ``ForkServer.suits`` tells which environments need a Python of their own. The process that
+is forked runs no thread of ours, no event loop, no channel and no OpenMP region.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+_IMPORTED = (
+    "mlserver.cli",
+    "mlserver.server",
+    "mlserver_torch_stream.runtime",
+    "mlserver_torch_stream.engine.factory",
+    "transformers.models.llama.modeling_llama",
+)
+# Variables that no import reads. The child puts PYTHONPATH into sys.path. The last two are in the tests' own process as
+# soon as it has loaded a model.
+_READ_LATE = (
+    *("MLSERVER_", "OTEL_BSP_", "PYTEST_", "PYTHONPATH"),
+    *("DISABLE_SAFETENSORS_CONVERSION", "TORCHINDUCTOR_CACHE_DIR"),
+)
+_MESSAGE_BYTES = 2**17
+_ROOT = Path(__file__).parents[2]
+
+
+class ForkedProcess:
+    """A child of the fork server, with what tests use of ``subprocess.Popen``."""
+
+    def __init__(self, reports: int) -> None:
+        self._reports = os.fdopen(reports, "rb", buffering=0)
+        self.pid = int(self._reports.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._reports], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self.returncode = int(self._reports.readline())
+            self._reports.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The process that forks, and the way to it. It ends with this process."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.server.fork_server", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT, stdout=subprocess.DEVNULL)
+        theirs.close()
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a script runs the same in a fork as in a Python of its own."""
+        changed = {name for name, _ in environment.items() ^ self._environment.items()}
+        folders = [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+        early = any((folder / "sitecustomize.py").exists() for folder in folders)
+        return not early and all(name.startswith(_READ_LATE) for name in changed)
+
+    def start(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], output: IO[bytes]
+    ) -> ForkedProcess:
+        """Runs a script in ``folder``. ``command``: its path and its arguments. ``output``: for both its outputs."""
+        message = json.dumps([list(command), str(folder), dict(environment)]).encode()
+        assert len(message) < _MESSAGE_BYTES
+        reports, theirs = os.pipe()
+        socket.send_fds(self._socket, [message], [output.fileno(), theirs])
+        os.close(theirs)
+        return ForkedProcess(reports)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(30)
+
+
+@cache
+def fork_server() -> ForkServer:
+    """This process's one."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def _serve(connection: socket.socket) -> list[str] | None:
+    """Returns the command in each child, None in the parent once no more can come."""
+    children: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and the pipe for its status
+    ready = select.poll()
+    ready.register(connection, select.POLLIN)
+    while True:
+        for descriptor, _ in ready.poll():
+            if descriptor in children:
+                ready.unregister(descriptor)
+                _report_end(descriptor, *children.pop(descriptor))
+                continue
+            message, passed, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+            if not message:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                connection.detach()
+                return _become(*json.loads(message), output=passed[0])
+            os.close(passed[0])
+            os.write(passed[1], b"%d\n" % pid)
+            child = os.pidfd_open(pid)
+            children[child] = pid, passed[1]
+            ready.register(child, select.POLLIN)
+
+
+def _report_end(child: int, pid: int, reports: int) -> None:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        os.write(reports, b"%d\n" % status)
+    os.close(reports)
+    os.close(child)
+
+
+def _become(command: list[str], folder: str, environment: dict[str, str], output: int) -> list[str]:
+    """Gives this process what ``exec`` would give it."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, 1024)
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    theirs = environment.get("PYTHONPATH", "").split(os.pathsep)
+    rest = [path for path in sys.path[1:] if path not in own]
+    sys.path[:] = [str(Path(command[0]).parent), *filter(None, theirs), *rest]
+    os.environ.clear()
+    os.environ.update(environment)
+    return command
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the tests' process stops its servers
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    command = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if command is not None:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()
