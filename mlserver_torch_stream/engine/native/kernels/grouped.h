@@ -54,8 +54,8 @@ constexpr int kGroupedRows = 2;
 // out[M][32] = rows[M][blocks] x panel[blocks]. Integers are exact, and the order of the scaled sums is that of the
 // blocks for every M: a row's bits are the same in any company.
 template <class C, int M>
-__attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t stride, const uint8_t* panel, int64_t blocks, float* out,
-                  int64_t ldo) {
+__attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t stride, const uint8_t* panel,
+                                            int64_t blocks, float* out, int64_t ldo) {
     constexpr int kQuads = 8 / C::kScales;
     constexpr int64_t kAhead = 4096;
     F16 sums[M][2] = {};
