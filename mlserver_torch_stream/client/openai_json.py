@@ -66,9 +66,7 @@ class OpenAIEventReader:
             if delta.finish_reason is not None:
                 self._unfinished.remove(delta.index)
                 self._kept = delta
-            elif (
-                delta.text or delta.logprobs or delta.reasoning or delta.tool_calls
-            ):  # the first chunk of a chat has its role alone
+            elif delta != Delta(index=delta.index):  # the first chunk of a chat has its role alone
                 ready.append(delta)
         return ready
 
