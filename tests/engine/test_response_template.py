@@ -378,3 +378,14 @@ def test_a_constraint_holds_behind_the_reasoning(
     found = ChatFormat(_tokenizer(tmp_path, _TEMPLATES[name]))
     answer: AnswerFormat = found.answer(ChatPrompt(({"role": "user", "content": "hi"},)), ending)
     assert answer.behind == behind
+
+
+def test_a_mark_with_an_optional_end_is_read_alike_whatever_the_cuts() -> None:
+    """transformers' parser decides about such a mark by the text that it has."""
+    field = {"open": "<t>", "close_pattern": r"</t>(?:\s*</u>)?"}
+    template = AnswerTemplate({"start_anchor": "<a>", "fields": {"thinking": field, "content": {}}})
+    text = "<t>Hm.</t> </u>Yes."
+    found = {
+        _parse(AnswerParser(None, TemplateParser(template, "", None)), pieces)[:2] for pieces in ([text], list(text))
+    }
+    assert len(found) == 1
