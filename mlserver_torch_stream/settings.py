@@ -112,7 +112,7 @@ class EngineSettings(BaseModel):
     revision: str | None = None
     tokenizer: str | None = None  # folder or hub id; None: the model's own
     chat_template: str | None = None  # a Jinja template, or the file that holds it
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"  # auto: what the template shows
+    tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device_map: DeviceMap | None = None

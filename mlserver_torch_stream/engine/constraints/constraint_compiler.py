@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
 
@@ -34,7 +35,7 @@ _MOST_GRAMMAR = 100_000  # symbols
 _WORKERS = 2  # threads; most masks take less than 0.1 ms
 _MOST_REASON = 300  # characters
 
-_Key = tuple[Constraint, str | None]
+_Key = tuple[Constraint, ReasoningMarks | None]
 
 
 class ConstraintCompiler:
@@ -54,8 +55,8 @@ class ConstraintCompiler:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
 
-    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
-        """Compiles what an answer must match; after any text up to and including ``behind``, where that is given.
+    def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
+        """Compiles what an answer must match; after a reasoning with the marks ``behind``, where they are given.
 
         Raises InvalidInput, which names the constraint's field.
         """
@@ -71,7 +72,7 @@ class ConstraintCompiler:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, constraint: Constraint, behind: str | None) -> CompiledConstraint:
+    def _compile(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise InvalidInput(constraint.field, tokenizer)
@@ -93,15 +94,25 @@ class ConstraintCompiler:
             raise InvalidInput(constraint.field, _reason(matcher.get_error()))
         return CompiledConstraint(matcher, tokenizer.vocab_size, tuple(tokenizer.eos_tokens), self._workers)
 
-    def _grammar(self, constraint: Constraint, behind: str | None, tokenizer: LLTokenizer) -> str:
+    def _grammar(self, constraint: Constraint, behind: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
         from mlserver_torch_stream.engine.constraints.grammar import behind_text, grammar_of
 
         grammars = [grammar_of(constraint)]
         if behind is not None:
-            ids = self._tokenizer(behind, add_special_tokens=False)["input_ids"]
-            special = ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
-            grammars = behind_text(grammars[0], behind, special)
+            end = self._pieces(behind.end, tokenizer)
+            end_id = end[0] if isinstance(end[0], int) and len(end) == 1 else None
+            begin = None if behind.begin is None else self._pieces(behind.begin, tokenizer)
+            grammars = behind_text(grammars[0], behind.end, end_id, begin)
         return json.dumps({"grammars": grammars})
+
+    def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
+        """The text, with the ids of its special tokens in their places."""
+        pieces: list[str | int] = []
+        for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if tokenizer.is_special_token(token_id):
+                before, _, text = text.partition(str(self._tokenizer.convert_ids_to_tokens(token_id)))
+                pieces += [before, token_id]
+        return [piece for piece in (*pieces, text) if piece != ""]
 
 
 def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
