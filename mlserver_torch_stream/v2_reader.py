@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import TokenLogprob
 
 _ONE_ELEMENT_EACH = {  # the output's name -> the field
@@ -18,6 +19,7 @@ _ONE_ELEMENT_EACH = {  # the output's name -> the field
     "num_input_tokens": "num_input_tokens",
     "num_output_tokens": "num_output_tokens",
     "cumulative_logprob": "cumulative_logprob",
+    "reasoning": "reasoning",
 }
 
 
@@ -33,6 +35,8 @@ class SequenceReply:
     cumulative_logprob: float | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     token_ids: tuple[int, ...] = ()
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ def read_reply(body: Mapping[str, Any]) -> ServerReply:
         columns["token_ids"] = _ids_of_each(tensors["token_ids"])
     if "logprobs" in tensors:
         columns["logprobs"] = [_logprobs(text) for text in tensors["logprobs"]["data"]]
+    if "tool_calls" in tensors:
+        columns["tool_calls"] = [_calls(text) for text in tensors["tool_calls"]["data"]]
     first = int(parameters.get("index", 0))
     count = max((len(column) for column in columns.values()), default=0) or 1
     sequences = (
@@ -87,6 +93,16 @@ def _ids_of_each(tensor: Mapping[str, Any]) -> list[tuple[int, ...]]:
         tuple(token_id for token_id in data[start : start + width] if token_id >= 0)
         for start in range(0, len(data), width)
     ]
+
+
+def _calls(text: str) -> tuple[ToolCallDelta, ...]:
+    """Whole calls, in their order, or parts of calls, which say which call they belong to."""
+    return tuple(
+        ToolCallDelta(
+            call.get("index", place), call.get("id"), call["function"].get("name"), call["function"]["arguments"]
+        )
+        for place, call in enumerate(json.loads(text))
+    )
 
 
 def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
