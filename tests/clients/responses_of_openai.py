@@ -1,4 +1,4 @@
-"""Responses with the openai SDK: created, streamed with typed events, parsed with pydantic, and a tool loop of three turns.
+"""Responses with the openai SDK: created, streamed with typed events, parsed with pydantic, and a tool loop.
 
 Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
 """
