@@ -182,8 +182,8 @@ def _check_logits(bench: Bench, name: str, model: PreTrainedModel) -> None:
             for row, found in enumerate(each(batch, cache)):
                 comparison.add(own[row][len(prompts[row]) - 1 + step], found)
             steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
-        error = comparison.error
-        bench.note(f"{name}, {what}", None if error is None else f"off by {error:.3g} standard deviations")
+        by = comparison.difference
+        bench.note(f"{name}, {what}", None if by is None else f"off by {by}")
 
 
 # --- figures ---
