@@ -13,13 +13,12 @@ import torch
 
 from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
-from mlserver_torch_stream.engine.attention.cuda_varlen import PAGE_MULTIPLE, VarlenAttention, find_varlen
+from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
 
-CUDA_PAGE_SIZE = PAGE_MULTIPLE
 _TRIAL_TOKENS = 10_000  # of the longest sequence of a trial
 _CHUNK = 70  # new tokens of a prompt in a trial
 # Largest error of a query's and a head's output, against its size. A key too many or too few is off by far more.

@@ -12,12 +12,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.cache_spec import LayerGroup, in_all
 from mlserver_torch_stream.engine.kv_cache.memory_budget import free_bytes
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.config_fields import named_lengths
@@ -35,21 +32,15 @@ _MIDDLE = 2  # pages that a long table names over and over
 _PART = 2
 
 
-def far_lengths(
-    model: PreTrainedModel,
-    layout: CacheLayout,
-    specs: Mapping[torch.device, CacheSpec],
-    near: int,
-    room: int | None,
-    more: Sequence[int] = (),
-) -> list[int]:
-    """Returns the lengths beyond ``near`` tokens and within the context whose caches are small enough to compare.
+def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
+    """Returns the lengths that the trial does not reach, within the context, whose caches are small enough to compare.
 
     ``room`` bytes are free for caches; None: as many as the devices have now. ``more``: short ones that are taken too.
     """
+    model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)
-    named = named_lengths(config) | {window for window in layout.windows if window is not None} | set(more)
-    wanted = [length for length in sorted(named) if near < length < comparable_context(model)]
+    named = named_lengths(config) | {window for window in trial.layout.windows if window is not None} | set(more)
+    wanted = [length for length in sorted(named) if trial.longest < length < comparable_context(model)]
     if not wanted or not specs:
         return []
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -15,10 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way, input_device
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all, specs_by_device
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE, CacheSpec, in_all
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
-from mlserver_torch_stream.engine.kv_cache.page_size import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.far_positions import compare_far, far_lengths
@@ -80,8 +78,7 @@ def check_batching(
             problem = in_a_line(error)
             continue
         if differing is None:
-            specs = specs_by_device(trial.cache)
-            real = {device: replace(spec, page_size=page_size) for device, spec in specs.items()}
+            real = {device: replace(spec, page_size=page_size) for device, spec in trial.cache.specs.items()}
             return SelfCheckResult(None, chunked, way, page_size, real)
         problem = f"batched logits differ from single ones by {differing}"
     return SelfCheckResult(problem=problem)
@@ -124,8 +121,7 @@ def _differing(trial: Trial, page_size: int, room: int | None, lengths: Sequence
     """Returns by how much logits differ and where."""
     difference, short = trial.run()
     if difference is None:
-        specs = specs_by_device(trial.cache)
-        for length in far_lengths(trial.expected.model, trial.layout, specs, trial.longest, room, lengths):
+        for length in far_lengths(trial, room, lengths):
             if (difference := compare_far(trial, short, length, page_size)) is not None:
                 break
     return difference

@@ -371,10 +371,8 @@ class Scheduler:
 
     def _needed(self, account: SequenceAccount, tokens: int) -> list[int]:
         """Returns how many more pages of each group a sequence needs until ``tokens`` of it are computed."""
-        step = self.limits.chunk(tokens)
-        return [
-            max(0, self.spec.most_pages(group, tokens, step) - held) for group, held in enumerate(account.pages.held)
-        ]
+        most = self.spec.most_pages(tokens, self.limits.chunk(tokens))
+        return [max(0, pages - held) for pages, held in zip(most, account.pages.held, strict=True)]
 
     def _margin(self) -> list[int]:
         """Returns the pages that sequences which decode will need soon: they are not preempted for a newcomer."""
