@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, device_types, input_device
+from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
