@@ -31,6 +31,7 @@ from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.prepared_model import PreparedModel
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
@@ -181,8 +182,8 @@ def _batch_continuously(
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
     if isinstance(choice.forward, NativeForward):
-        int8 = "int8 weights, " if settings.weights == "int8" else ""
-        return f"our own kernels ({choice.forward.variant}), {int8}"
+        rounded = f"{settings.weights} weights, " if settings.weights in ROUNDED else ""
+        return f"our own kernels ({choice.forward.variant}), {rounded}"
     ways = [] if prepared.ranks is None else [f"{prepared.ranks.leader.size} ranks, "]
     if choice.no_kernels is not None and prepared.device.type == "cpu":
         ways.append(f"transformers' forward ({choice.no_kernels}), ")

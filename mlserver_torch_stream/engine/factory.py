@@ -19,7 +19,14 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, locate, set_threads
+from mlserver_torch_stream.engine.loading.loader import (
+    LoadedModel,
+    complete,
+    load_tokenizer,
+    locate,
+    locate_packed,
+    set_threads,
+)
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -122,7 +129,7 @@ def _run(
     resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
 ) -> RunningEngine:
     key = weights_key(resolved, threads)
-    files = locate(resolved)
+    files = locate_packed(resolved) or locate(resolved)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))

@@ -79,8 +79,7 @@ def check_batching(
             problem = in_a_line(error)
             continue
         if differing is None:
-            real = {device: replace(spec, page_size=page_size) for device, spec in trial.cache.specs.items()}
-            return SelfCheckResult(None, chunked, way, page_size, real)
+            return _passed(trial, page_size, way)
         problem = f"batched logits differ from single ones by {differing}"
     return SelfCheckResult(problem=problem)
 
@@ -116,6 +115,20 @@ def check_forward(
     trial = Trial(expected or ExpectedLogits(model), CacheLayout(model.config), forward, small_page, chunked)
     differing = _differing(trial, page_size, room, _KERNEL_LENGTHS)
     return None if differing is None else f"its logits differ from the model's by {differing}"
+
+
+def check_kernels(expected: ExpectedLogits, forward: Forward) -> SelfCheckResult:
+    """Checks a forward that is the only fast one of its model, and so need not agree with any other in batches."""
+    trial = Trial(expected, CacheLayout(expected.model.config), forward, _SMALL_PAGE, chunked=True)
+    differing = _differing(trial, CPU_PAGE_SIZE, None, _KERNEL_LENGTHS)
+    if differing is not None:
+        return SelfCheckResult(f"its logits differ from the model's by {differing}")
+    return _passed(trial, CPU_PAGE_SIZE, Way.PACKED)
+
+
+def _passed(trial: Trial, page_size: int, way: Way) -> SelfCheckResult:
+    specs = {device: replace(spec, page_size=page_size) for device, spec in trial.cache.specs.items()}
+    return SelfCheckResult(None, trial.chunked, way, page_size, specs)
 
 
 def _differing(trial: Trial, page_size: int, room: int | None, lengths: Sequence[int] = ()) -> str | None:
