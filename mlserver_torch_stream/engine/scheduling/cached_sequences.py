@@ -170,9 +170,8 @@ class CachedSequences:
             self._pool.reserve(self.spec.state_bytes)
 
     def _twin(self, account: SequenceAccount, sequence: SequenceState) -> SequenceAccount:
-        twin = SequenceAccount(sequence, self.spec, self._pool)
-        priority, admission, _ = account.order
-        twin.order = (priority, admission, sequence.request.sequences.index(sequence))
+        """Returns the account of a sequence that goes on from where another one is."""
+        twin = self._accounts[sequence] = SequenceAccount(sequence, self.spec, self._pool)
         twin.began_anew = True
         if not self._fits(twin, [0] * len(self.spec.groups)):  # prompts that are not admitted hold the state slots
             twin.restarts = True

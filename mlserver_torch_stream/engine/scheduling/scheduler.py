@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.scheduling.cached_sequences import Busy, CachedSequences
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone
-from mlserver_torch_stream.engine.scheduling.sequence_account import SequenceAccount
+from mlserver_torch_stream.engine.scheduling.sequence_account import Order, SequenceAccount
 from mlserver_torch_stream.engine.scheduling.step_draft import StepDraft
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -239,15 +239,14 @@ class Scheduler(CachedSequences):
         if admitted is None:
             return False
         request, account = admitted
-        account.order = (request.priority, next(self._admissions), 0)
         self._ahead.pop(account, None)
         self._given_up.discard(account)
-        self._insert(account)
+        self._insert(account, (request.priority, next(self._admissions), 0))
         self._take_chunk(account, draft, busy)
         return True
 
-    def _insert(self, account: SequenceAccount) -> None:
-        account.admitted = True
+    def _insert(self, account: SequenceAccount, order: Order) -> None:
+        account.order, account.admitted = order, True
         insort(self._admitted, account, key=lambda each: each.order)
 
     def _place(self, account: SequenceAccount, reserved: Sequence[int], busy: Busy) -> SequenceAccount | None:
@@ -364,7 +363,8 @@ class Scheduler(CachedSequences):
 
     def _fork(self, account: SequenceAccount) -> None:
         forks, account.forks = account.forks, ()
+        priority, admission, _ = account.order
         for sequence in forks:
             if sequence.finish_reason is None:
-                self._accounts[sequence] = twin = self._twin(account, sequence)
-                self._insert(twin)
+                index = sequence.request.sequences.index(sequence)
+                self._insert(self._twin(account, sequence), (priority, admission, index))
