@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tool_grammar import HERMES, tool_grammar
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
@@ -128,6 +129,15 @@ def test_strict_functions_bind_their_calls_alone(kind: str, special: bool | None
         assert _takes(strict, special, _written(kind, name, arguments))
     assert _takes(strict, special, "Hello, world.") and _takes(strict, special, "")
     assert not _takes(strict, special, _written(kind, "look", "{}"))
+
+
+def test_arguments_are_an_object_where_their_schema_does_not_say_so() -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    grammar = tool_grammar(HERMES, [function], ToolChoice(required=True), {})
+    assert grammar is not None
+    forced = Constraint(ConstraintKind.GRAMMAR, grammar, "tools")
+    assert _takes(forced, None, _written("hermes", "f", '{"a": 1}'))
+    assert not _takes(forced, None, _written("hermes", "f", "5"))
 
 
 def test_without_a_forced_or_a_strict_function_the_answer_is_free() -> None:

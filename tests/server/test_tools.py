@@ -55,6 +55,7 @@ _LOOK = {
 }
 _GO = {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "additionalProperties": False}}}
 _BAD = {"name": "f", "parameters": {"type": "nothing"}}
+_ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 _NAMED = {"type": "function", "function": {"name": "look"}}
 _ASKED: dict[str, Any] = {"tools": [_LOOK, _GO], "max_tokens": 200, "temperature": 1.0, "seed": 3}
 
@@ -158,6 +159,14 @@ def test_without_a_choice_the_answer_may_be_text(tools: Server) -> None:
         ({"model": "unknown", "tools": [_LOOK]}, "tools"),
         ({"model": "llama", "tools": [_GO]}, "tools"),
         ({"tools": [{"type": "function", "function": {**_BAD, "strict": True}}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters.type",
+        ),
+        (
+            {"tools": [_GO, {"type": "function", "function": {"name": "f", "parameters": _ENDLESS, "strict": True}}]},
+            "tools[1].function.parameters",
+        ),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"model": "thinks", "reasoning_effort": "much"}, "reasoning_effort"),
     ],

@@ -27,6 +27,7 @@ _JSON: Any = {
 }
 _ANSWER = "answer"
 _TEXT = "(?s:.*)"
+_MOST_GBNF_RULES = 1000  # the time to translate them grows with their square: 6,000 take half a minute
 
 
 def grammar_of(constraint: Constraint) -> dict[str, Any]:
@@ -76,11 +77,13 @@ def _piece(piece: str | int) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _lark(source: str) -> str:
     """The grammar itself, or, where it is written in GBNF, that of llama.cpp, the same in Lark's language."""
+    if source.count("::=") > _MOST_GBNF_RULES:
+        raise ValueError(f"must have at most {_MOST_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:
         return str(any_to_lark(source))
     except Exception as error:  # its parser raises errors of several kinds

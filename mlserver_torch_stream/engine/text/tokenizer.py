@@ -6,6 +6,7 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -98,8 +99,15 @@ class TextCodec:
         """Does what would hold up the first request with a constraint, and all others meanwhile."""
         self._constraints.prepare()
 
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what an answer must match, behind a reasoning of these marks.
+
+        The future may raise InvalidInput.
+        """
+        return self._constraints.submit(constraint, behind)
+
     def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
-        """Compiles what an answer must match, behind a reasoning of these marks. Blocks. Raises InvalidInput."""
+        """Blocks until it is compiled. Raises InvalidInput."""
         return self._constraints.compile(constraint, behind)
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
