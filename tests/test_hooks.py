@@ -25,6 +25,7 @@ _DISTRIBUTIONS = {"grpc": "grpcio"}
 # Functions that are wrapped or called with exactly these parameters.
 _PARAMETERS = {
     "mlserver.handlers.DataPlane._infer_contextmanager": ["self", "name", "version"],
+    "mlserver.parallel.worker.Worker._ignore_signals": ["self"],
     "mlserver.registry.SingleModelRegistry._find_default": ["self"],
     "mlserver.registry.SingleModelRegistry._find_model": ["self", "version"],
     "mlserver.registry.SingleModelRegistry._refresh_default": ["self", "new_model"],
@@ -110,6 +111,13 @@ def test_mlserver_creates_its_repository_before_its_servers() -> None:
     source = inspect.getsource(MLServer.__init__)
     repository, servers = source.find("resolve_model_repository("), source.find("_create_servers()")
     assert 0 < repository < servers, "MLServer opens its ports before our model repository could guard them"
+
+
+def test_mlservers_pool_takes_its_workers_from_the_name_that_is_replaced() -> None:
+    from mlserver.parallel import pool
+
+    spawned = inspect.getsource(pool._spawn_worker)
+    assert "Worker(settings, responses, env)" in spawned, "MLServer makes its inference workers elsewhere"
 
 
 def test_mlservers_table_of_grpc_codes_can_be_extended() -> None:

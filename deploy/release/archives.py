@@ -9,13 +9,14 @@ import email
 import platform
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 
 PACKAGE = "mlserver_torch_stream"
-_WHEEL_HAS = (f"{PACKAGE}/py.typed", f"{PACKAGE}/engine/native/kernels/library.cpp")
-_SDIST_HAS = ("pyproject.toml", "hatch_build.py", "constraints.txt", "LICENSE", "README.md", f"{PACKAGE}/version.py")
+_CHECKOUT = Path(__file__).parents[2]
+_SDIST_HAS = ("pyproject.toml", "hatch_build.py", "constraints.txt", "LICENSE", "README.md")
 _NEEDED = ("Name", "Version", "Summary", "License-Expression", "License-File", "Requires-Python")
 
 
@@ -27,6 +28,12 @@ class BadArchive(Exception):
 class Archives:
     wheel: Path
     sdist: Path
+
+
+def package_files() -> list[str]:
+    """The checkout's files of the package, code and data, as both archives have to name them."""
+    paths = sorted(path for path in (_CHECKOUT / PACKAGE).rglob("*") if path.is_file())
+    return [str(path.relative_to(_CHECKOUT)) for path in paths if "__pycache__" not in path.parts]
 
 
 def find_archives(folder: Path, version: str) -> Archives:
@@ -45,7 +52,7 @@ def check_contents(archives: Archives) -> None:
         names = wheel.namelist()
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         fields = email.message_from_bytes(wheel.read(metadata))
-    _check(archives.wheel, names, _WHEEL_HAS)
+    _check(archives.wheel, names, package_files())
     if not any("/prebuilt/" in name and name.endswith(".so") for name in names):
         raise BadArchive(f"{archives.wheel.name} has no kernels that are compiled ahead")
     _check_fields(archives.wheel, fields)
@@ -54,10 +61,10 @@ def check_contents(archives: Archives) -> None:
         written = sdist.extractfile(f"{archives.sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
         assert written is not None
         _check_fields(archives.sdist, email.message_from_bytes(written.read()))
-    _check(archives.sdist, inside, _SDIST_HAS)
+    _check(archives.sdist, inside, [*_SDIST_HAS, *package_files()])
 
 
-def _check(archive: Path, names: list[str], wanted: tuple[str, ...]) -> None:
+def _check(archive: Path, names: list[str], wanted: Sequence[str]) -> None:
     missing = [want for want in wanted if want not in names]
     strange = [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     if missing or strange:

@@ -16,7 +16,7 @@ from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
-from mlserver_torch_stream.server.lifecycle import default_version, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.lifecycle import default_version, looped_worker, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
 from mlserver_torch_stream.server.rest import routes
 from mlserver_torch_stream.server.status import extend_grpc_codes
@@ -39,6 +39,7 @@ def install() -> None:
     grpc_refusals.install()
     registry_lock.install(REGISTRY_LOCK)
     default_version.install()
+    looped_worker.install()
 
     @functools.wraps(original)
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:

@@ -5,6 +5,7 @@ Knows nothing of the server that it will be.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+EXIT_S = 5.0  # the server's own bound for its exit
 SERVER_TYPE = "serving.kserve.io/server-type"
 
 Environment = dict[str, str]
@@ -34,7 +36,10 @@ KSERVE_RUNTIMES = {
         "kserve/inference-service-device-map.yaml",
         "kserve/inference-service-tensor-parallel.yaml",
     ),
+    "kserve/cluster-serving-runtime-two-nodes.yaml": ("kserve/inference-service-two-nodes.yaml",),
 }
+SELDON_SERVERS = ("seldon/server.yaml", "seldon/server-autoscaling.yaml", "seldon/server-keys.yaml")
+LLM_SERVICES = ("kserve/llm-inference-service.yaml", "kserve/llm-inference-service-picker.yaml")
 
 
 def kserve_container(runtime: str = "kserve/cluster-serving-runtime.yaml") -> dict[str, Any]:
@@ -47,9 +52,9 @@ def llm_container() -> dict[str, Any]:
     return dict(container)
 
 
-def llm_environment() -> Environment:
+def llm_environment(service: str = LLM_SERVICES[0]) -> Environment:
     """What the container ``main`` of the LLMInferenceService sees: its own variables over those of its base."""
-    spec = load("kserve/llm-inference-service.yaml")["spec"]
+    spec = load(service)["spec"]
     (own,) = spec["template"]["containers"]
     merged = {**environment(llm_container()), **environment(own)}
     return {key: value.replace("{{ .Spec.Model.Name }}", spec["model"]["name"]) for key, value in merged.items()}
@@ -83,6 +88,18 @@ def torchserve_environment(protocol: str) -> Environment:
 def seldon_container() -> dict[str, Any]:
     containers = load("seldon/server-config.yaml")["spec"]["podSpec"]["containers"]
     return next(container for container in containers if container["name"] == "mlserver")
+
+
+def seldon_environment(server: str) -> Environment:
+    """What the server's container sees: Seldon merges the server's podSpec over its ServerConfig's, by names."""
+    (own,) = load(server)["spec"].get("podSpec", {}).get("containers", [{}])
+    return {**environment(seldon_container()), **environment(own)}
+
+
+def torchrun_words(container: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
+    """The container's command with its arguments, and with variables filled in as Kubernetes does."""
+    words = [*container["command"], *container["args"]]
+    return [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in words]
 
 
 def environment(container: Mapping[str, Any]) -> Environment:

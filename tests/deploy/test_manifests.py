@@ -16,11 +16,10 @@ from mlserver_torch_stream.server.access.access_control import REPOSITORY
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.settings import parse_settings
 from tests.deploy import manifests
-from tests.deploy.manifests import DEPLOY
+from tests.deploy.manifests import DEPLOY, EXIT_S
 
 # The folder with KServe's CustomResourceDefinitions: config/crd in its repository, one file per kind.
 _CRDS = "KSERVE_CRDS"
-_EXIT_S = 5.0
 Validators = dict[str, jsonschema.protocols.Validator]
 _GPU_RUNTIME = "kserve/cluster-serving-runtime-gpu.yaml"
 _KSERVE_CONTAINERS = {"kserve": manifests.kserve_container(), "kserve-gpu": manifests.kserve_container(_GPU_RUNTIME)}
@@ -74,7 +73,7 @@ def _errors(validators: Validators, manifest: Mapping[str, Any]) -> list[str]:
 _KSERVE = [(runtime, service) for runtime, all_of in manifests.KSERVE_RUNTIMES.items() for service in all_of]
 _KSERVE_FILES = sorted({name for pair in _KSERVE for name in pair})
 _SERVICES = [service for _, service in _KSERVE]
-_LLM = ["kserve/llm-inference-service-config.yaml", "kserve/llm-inference-service.yaml"]
+_LLM = ["kserve/llm-inference-service-config.yaml", *manifests.LLM_SERVICES]
 _TORCHSERVE = ["kserve/torchserve-serving-runtime.yaml", "kserve/torchserve-inference-service.yaml"]
 
 
@@ -101,21 +100,26 @@ def test_a_misspelled_field_anywhere_is_found(validators: Validators, name: str)
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield value
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        value = [
+            child for key, child in value.items() if key != "inline"
+        ]  # another program's, which KServe leaves alone
+    for child in value if isinstance(value, list) else ():
         yield from _objects(child)
 
 
 def test_every_manifest_is_tested_here() -> None:
-    kinds = {str(path.relative_to(DEPLOY)): manifests.load(str(path)) for path in DEPLOY.rglob("*.yaml")}
+    paths = [*DEPLOY.glob("kserve/*.yaml"), *DEPLOY.glob("seldon/*.yaml")]
+    kinds = {str(path.relative_to(DEPLOY)): manifests.load(str(path)) for path in paths}
     assert {name: manifest["kind"] for name, manifest in kinds.items()} == {
         **dict.fromkeys(manifests.KSERVE_RUNTIMES, "ClusterServingRuntime"),
         **dict.fromkeys(_SERVICES, "InferenceService"),
         "kserve/llm-inference-service-config.yaml": "LLMInferenceServiceConfig",
-        "kserve/llm-inference-service.yaml": "LLMInferenceService",
+        **dict.fromkeys(manifests.LLM_SERVICES, "LLMInferenceService"),
         "kserve/torchserve-serving-runtime.yaml": "ClusterServingRuntime",
         "kserve/torchserve-inference-service.yaml": "InferenceService",
         "seldon/server-config.yaml": "ServerConfig",
-        "seldon/server.yaml": "Server",
+        **dict.fromkeys(manifests.SELDON_SERVERS, "Server"),
+        "seldon/model-autoscaling.yaml": "ScaledObject",
         "seldon/model.yaml": "Model",
     }
 
@@ -166,14 +170,14 @@ def test_kserve_leaves_the_server_the_time_to_drain(runtime: str, service: str) 
     options = read_options(manifests.environment(container))
     predictor = manifests.load(service)["spec"]["predictor"]
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    needed = before + options.drain_delay + options.drain_grace + _EXIT_S
+    needed = before + options.drain_delay + options.drain_grace + EXIT_S
     assert needed <= predictor["terminationGracePeriodSeconds"]
 
 
 def test_seldon_leaves_the_server_the_time_to_drain() -> None:
     options = read_options(manifests.environment(manifests.seldon_container()))
     grace = manifests.load("seldon/server-config.yaml")["spec"]["podSpec"]["terminationGracePeriodSeconds"]
-    assert options.drain_delay + options.drain_grace + _EXIT_S <= grace / 2  # the agent's draining comes first
+    assert options.drain_delay + options.drain_grace + EXIT_S <= grace / 2  # the agent's draining comes first
 
 
 def test_seldon_s_parts_know_each_other() -> None:
@@ -209,6 +213,7 @@ _SETTINGS = {
     "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "device_map": None},
     "kserve/inference-service-device-map.yaml": {"tensor_parallel_size": 1, "device_map": "auto"},
     "kserve/inference-service-tensor-parallel.yaml": {"tensor_parallel_size": 2, "device_map": None},
+    "kserve/inference-service-two-nodes.yaml": {"tensor_parallel_size": 8, "device_map": None},
 }
 
 
@@ -221,7 +226,7 @@ def test_the_service_s_settings_are_accepted(name: str, tmp_path: Path) -> None:
 
 
 def test_the_runtime_for_gpus_differs_in_what_a_gpu_needs() -> None:
-    for_cpus, for_gpus = (manifests.load(name) for name in manifests.KSERVE_RUNTIMES)
+    for_cpus, for_gpus, _ = (manifests.load(name) for name in manifests.KSERVE_RUNTIMES)
     gpu, cpu = for_gpus["spec"]["containers"][0], for_cpus["spec"]["containers"][0]
     assert gpu.pop("image") == f"{cpu.pop('image')}-gpu"
     assert gpu.pop("resources")["limits"]["nvidia.com/gpu"] == "1" and cpu.pop("resources")
@@ -243,8 +248,9 @@ def test_a_model_that_is_split_has_a_gpu_for_each_part() -> None:
         assert gpus == settings.get("tensor_parallel_size", 2) > 1
 
 
-def test_the_llm_inference_service_is_served_by_ours() -> None:
-    config, service = (manifests.load(name) for name in _LLM)
+@pytest.mark.parametrize("name", manifests.LLM_SERVICES)
+def test_the_llm_inference_service_is_served_by_ours(name: str) -> None:
+    config, service = manifests.load(_LLM[0]), manifests.load(name)
     assert service["spec"]["baseRefs"] == [{"name": config["metadata"]["name"]}]
     container = manifests.llm_container()
     assert container["name"] == service["spec"]["template"]["containers"][0]["name"] == "main"
@@ -253,7 +259,7 @@ def test_the_llm_inference_service_is_served_by_ours() -> None:
     options = read_options(manifests.environment(container))
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     grace = config["spec"]["template"]["terminationGracePeriodSeconds"]
-    assert before + options.drain_delay + options.drain_grace + _EXIT_S <= grace
+    assert before + options.drain_delay + options.drain_grace + EXIT_S <= grace
 
 
 @each_of_tokens
@@ -261,12 +267,21 @@ def test_keys_are_put_before_every_port(container: Mapping[str, Any]) -> None:
     assert manifests.environment(container)["MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION"] == REPOSITORY
 
 
-def test_the_file_of_keys_is_mounted_where_the_server_looks_for_it() -> None:
+def _keyed() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The pod and the container of each manifest that has keys."""
     predictor = manifests.load("kserve/inference-service-keys.yaml")["spec"]["predictor"]
-    (mount,) = predictor["model"]["volumeMounts"]
-    (volume,) = predictor["volumes"]
+    pod = manifests.load("seldon/server-keys.yaml")["spec"]["podSpec"]
+    return [(predictor, predictor["model"]), (pod, pod["containers"][0])]
+
+
+@pytest.mark.parametrize(("pod", "container"), _keyed(), ids=["kserve", "seldon"])
+def test_the_file_of_keys_is_mounted_where_the_server_looks_for_it(
+    pod: Mapping[str, Any], container: Mapping[str, Any]
+) -> None:
+    (mount,) = container["volumeMounts"]
+    (volume,) = pod["volumes"]
     assert volume["name"] == mount["name"] and volume["secret"]["secretName"] and mount["readOnly"]
-    file = manifests.environment(predictor["model"])["MLSERVER_TORCH_STREAM_API_KEYS_FILE"]
+    file = manifests.environment(container)["MLSERVER_TORCH_STREAM_API_KEYS_FILE"]
     assert file == f"{mount['mountPath']}/keys"
 
 

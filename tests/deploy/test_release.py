@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.release.archives import PACKAGE, BadArchive, check_contents, find_archives
+from deploy.release.archives import PACKAGE, BadArchive, check_contents, find_archives, package_files
 from deploy.release.check import StepFailed, newcomer, refuse_compilers
 
 _VERSION = "9.8.7"
@@ -22,19 +22,23 @@ License-Expression: Apache-2.0
 License-File: LICENSE
 Requires-Python: >=3.10
 """
-_IN_WHEEL = ("py.typed", "engine/native/kernels/library.cpp", "engine/native/prebuilt/some.so")
-_IN_SDIST = ("pyproject.toml", "hatch_build.py", "constraints.txt", "LICENSE", "README.md", f"{PACKAGE}/version.py")
+_KERNELS = f"{PACKAGE}/engine/native/prebuilt/some.so"
+_BESIDE_PACKAGE = ("pyproject.toml", "hatch_build.py", "constraints.txt", "LICENSE", "README.md")
+_OF_PACKAGE = (
+    *("py.typed", "version.py", "tool_calls.py", "engine/native/kernels/library.cpp"),
+    *("engine/constraints/__init__.py", "server/page/files/index.html", "torchserve/shim/ts/__init__.py"),
+)
 
 
 def _make(folder: Path, *, without: str = "", metadata: str = _METADATA, beside: tuple[str, ...] = ()) -> None:
     stem = f"{PACKAGE}-{_VERSION}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-manylinux_2_28_{platform.machine()}.whl", "w") as wheel:
         wheel.writestr(f"{stem}.dist-info/METADATA", metadata)
-        for name in (*_IN_WHEEL, *beside):
+        for name in (*package_files(), _KERNELS, *beside):
             if name != without:
-                wheel.writestr(f"{PACKAGE}/{name}", "")
+                wheel.writestr(name, "")
     with tarfile.open(folder / f"{stem}.tar.gz", "w:gz") as sdist:
-        for name, text in ((name, "") for name in _IN_SDIST if name != without):
+        for name, text in ((name, "") for name in (*_BESIDE_PACKAGE, *package_files()) if name != without):
             sdist.addfile(_entry(f"{stem}/{name}", text), io.BytesIO(text.encode()))
         sdist.addfile(_entry(f"{stem}/PKG-INFO", metadata), io.BytesIO(metadata.encode()))
 
@@ -50,7 +54,7 @@ def test_archives_that_have_everything_pass(tmp_path: Path) -> None:
     check_contents(find_archives(tmp_path, _VERSION))
 
 
-@pytest.mark.parametrize("name", [*_IN_WHEEL, *_IN_SDIST])
+@pytest.mark.parametrize("name", [*(f"{PACKAGE}/{name}" for name in _OF_PACKAGE), _KERNELS, *_BESIDE_PACKAGE])
 def test_a_missing_file_is_found(tmp_path: Path, name: str) -> None:
     _make(tmp_path, without=name)
     with pytest.raises(BadArchive, match="compiled ahead" if name.endswith(".so") else name):
@@ -66,7 +70,7 @@ def test_a_missing_field_of_the_metadata_is_found(tmp_path: Path, field: str) ->
 
 
 def test_compiled_python_is_not_released(tmp_path: Path) -> None:
-    _make(tmp_path, beside=("__pycache__/version.cpython-311.pyc",))
+    _make(tmp_path, beside=(f"{PACKAGE}/__pycache__/version.cpython-311.pyc",))
     with pytest.raises(BadArchive, match="not wanted"):
         check_contents(find_archives(tmp_path, _VERSION))
 

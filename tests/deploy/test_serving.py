@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +23,7 @@ from tests import plain_http
 from tests.deploy import manifests
 from tests.deploy.manifests import Environment
 from tests.server import v2
-from tests.server.harness import HOST, PACKAGE_SPELLING, Server, serve
+from tests.server.harness import HOST, PACKAGE_SPELLING, Server, free_ports, serve
 from tests.waiting import rank_pids
 
 _PROMPT = "The quick brown fox"
@@ -120,17 +123,18 @@ def test_kserve_serves_by_each_variant(tiny_model: Path, tmp_path: Path, kernel_
         if name == "tensor-parallel":
             assert len(rank_pids(server.process.pid)) == 1
         if name == "autoscaling":
-            _check_query(server, service)
+            (metric,) = service["spec"]["predictor"]["autoScaling"]["metrics"]
+            _check_query(server, metric["external"]["metric"]["query"])
 
 
-def _check_query(server: Server, service: Mapping[str, Any]) -> None:
+def _check_query(server: Server, query: str) -> None:
     """The series that the autoscaler asks Prometheus for is one of the server's."""
-    (metric,) = service["spec"]["predictor"]["autoScaling"]["metrics"]
-    series = re.fullmatch(r"sum\((.*)\)", metric["external"]["metric"]["query"])
+    series = re.fullmatch(r'sum\((\w+)\{model=(~?)"(.*)"\}\)', query)
     assert series is not None
+    name, matches, model = series.groups()
+    pattern = f'{name}{{(?:.*,)?model="{model if matches else re.escape(model)}"'
     text = plain_http.get(f"http://{HOST}:{server.metrics_port}/metrics", timeout=10).text
-    name, _, labels = series[1].removesuffix("}").partition("{")
-    assert any(line.startswith(f"{name}{{") and labels in line for line in text.splitlines()), text
+    assert any(re.match(pattern, line) for line in text.splitlines()), text
 
 
 @pytest.mark.slow
@@ -147,6 +151,56 @@ def test_an_llm_inference_service_answers_on_openais_paths_and_to_the_picker(
         assert len(events) > 2
         metrics = plain_http.get(f"{server.url}/metrics", timeout=10).text
         assert "vllm:num_requests_waiting" in metrics and "vllm:kv_cache_usage_perc" in metrics
+
+
+@pytest.mark.slow
+def test_the_picker_s_gauges_are_on_the_port_of_the_requests(
+    tiny_model: Path, tmp_path: Path, kernel_cache: Path
+) -> None:
+    name = manifests.LLM_SERVICES[1]
+    environment = _here(manifests.llm_environment(name), {"/mnt/models": tiny_model, _CACHE: kernel_cache})
+    plugins = manifests.load(name)["spec"]["router"]["scheduler"]["config"]["inline"]["plugins"]
+    (reader,) = [each for each in plugins if each["type"] == "core-metrics-extractor"]
+    (engine,) = reader["parameters"]["engineConfigs"]
+    gauges = [value for key, value in engine.items() if key.endswith("Spec")]
+    with serve(tmp_path / "etc-mlserver", [], environment=environment) as server:
+        text = plain_http.get(f"{server.url}/metrics", timeout=10).text
+        for gauge in gauges:
+            found = re.findall(rf"^{gauge}\{{.*\}} (\S+)$", text, re.MULTILINE)
+            assert [float(value) for value in found] == [0.0], f"{gauge}: the picker takes the first series"
+        assert "vllm:" not in text
+        server.process.kill()  # it would wait for routers
+    assert len(gauges) == 3
+
+
+@pytest.mark.slow
+def test_two_nodes_are_one_server(tiny_model: Path, tmp_path: Path, kernel_cache: Path) -> None:
+    """Without GPUs, one rank on each node, which are this machine twice."""
+    spec = manifests.load("kserve/cluster-serving-runtime-two-nodes.yaml")["spec"]
+    service = manifests.load("kserve/inference-service-two-nodes.yaml")
+    folders = {"/mnt/models": tiny_model, _CACHE: kernel_cache}
+    environment = _here(manifests.kserve_environment(service), folders)
+    environment["MLSERVER_MODEL_EXTRA"] = '{"tensor_parallel_size": 2, "threads": 1}'
+    kserve = {"REQUEST_GPU_COUNT": "1", "POD_IP": HOST, "HEAD_SVC": HOST}
+    (port,) = map(str, free_ports(1))
+    head, worker = (
+        [word.replace("29500", port) for word in manifests.torchrun_words(node["containers"][0], kserve)]
+        for node in (spec, spec["workerSpec"])
+    )
+    other_variables = _here(manifests.environment(spec["workerSpec"]["containers"][0]), folders)
+    log = tmp_path / "worker.log"
+    with log.open("wb") as sink:
+        command = [str(Path(sys.executable).with_name(worker[0])), *worker[1:]]
+        follower = subprocess.Popen(command, env={**os.environ, **other_variables}, stdout=sink, stderr=sink)
+    try:
+        with serve(tmp_path / "etc", [], environment=environment, command=head, forked=False) as server:
+            _check_ready(server)
+            _check_streams(server, service["metadata"]["name"])
+            assert follower.poll() is None, log.read_text()
+        assert follower.wait(60) == 0, log.read_text()
+    finally:
+        follower.kill()
+        follower.wait(60)
 
 
 def test_kserve_asks_for_the_keys_of_its_secret(tiny_model: Path, tmp_path: Path, kernel_cache: Path) -> None:
@@ -191,6 +245,29 @@ def test_seldon_serves_what_its_agent_left(
         assert _load(server, "lost_1").status_code == 500, "a load that fails later ends nothing"
         _check_ready(server)
         _check_streams(server, "smollm2_1")
+        server.process.kill()  # it would wait for routers
+
+
+@pytest.mark.slow
+def test_seldon_asks_for_the_keys_of_its_secret_and_scales_by_the_queue(
+    tiny_model: Path, tmp_path: Path, kernel_cache: Path
+) -> None:
+    models = tmp_path / "mnt" / "agent" / "models"
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "keys").write_text("one-key\n")
+    folders = {"/mnt/agent/models": models, _CACHE: kernel_cache, "/run/secrets/torch-stream": secret}
+    environment = _here(manifests.seldon_environment("seldon/server-keys.yaml"), folders)
+    with serve(models, [], environment=environment, ready=False) as server:
+        _wait_until(server, "live")
+        _leave_model(tiny_model, models / "smollm2_1" / "1", "smollm2_1", "./")
+        assert _load(server, "smollm2_1").status_code == 200, "the agent sends no key"
+        assert plain_http.get(f"{server.url}/v1/models", timeout=10).status_code == 401
+        with client.Client(server.url, api_key="one-key") as keyed:
+            events = list(keyed.stream("smollm2_1", _PROMPT, max_tokens=_TOKENS, ignore_eos=True))
+        assert len(events) > 2 and events[-1].num_output_tokens == _TOKENS
+        (trigger,) = manifests.load("seldon/model-autoscaling.yaml")["spec"]["triggers"]
+        _check_query(server, trigger["metadata"]["query"])
         server.process.kill()  # it would wait for routers
 
 

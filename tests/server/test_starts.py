@@ -60,7 +60,9 @@ def test_a_model_of_ours_that_cannot_load_ends_the_server_with_an_error(
 
 def test_a_variable_of_ours_that_is_wrong_ends_the_server_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     wrong = {"MLSERVER_TORCH_STREAM_DRAIN_GRAZE": "1"}
-    with serve(tmp_path / "models", [Model("tiny", str(tiny_model))], environment=wrong, ready=False) as server:
+    with serve(
+        tmp_path / "models", [Model("tiny", str(tiny_model))], settings=QUIET, environment=wrong, ready=False
+    ) as server:
         status, log = ended(server)
     assert status == 1
     assert "did you mean MLSERVER_TORCH_STREAM_DRAIN_GRACE" in log and "Traceback" not in log
@@ -80,7 +82,8 @@ def test_keys_that_would_not_be_asked_for_end_the_server_with_an_error(
     repository: dict[str, str], said: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     environment = {"MLSERVER_TORCH_STREAM_API_KEYS_FILE": "/nowhere/keys", **repository}
-    with serve(tmp_path / "models", [Model("tiny", str(tiny_model))], environment=environment, ready=False) as server:
+    models = [Model("tiny", str(tiny_model))]
+    with serve(tmp_path / "models", models, settings=QUIET, environment=environment, ready=False) as server:
         status, log = ended(server)
     assert status == 1
     assert said in log and "Traceback" not in log and "Loaded the weights" not in log

@@ -1,0 +1,33 @@
+"""MLServer's inference workers, which other runtimes' models run in, with an event loop that uvloop 0.22 does not make.
+
+MLServer 1.7's worker asks asyncio for the current loop before it runs one. Up to 0.21 uvloop's policy makes a loop when
+asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from multiprocessing import Queue
+from typing import Any
+
+from mlserver import Settings
+from mlserver.parallel import pool
+from mlserver.parallel.worker import Worker
+
+
+class LoopedWorker(Worker):  # type: ignore[misc]
+    """A worker is a new interpreter, which is told the name of this class and imports it from here."""
+
+    def _ignore_signals(self) -> None:
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        super()._ignore_signals()
+
+
+def install() -> None:
+    """Makes the workers that start from now on looped ones. Idempotent."""
+    pool.Worker = _create
+
+
+def _create(settings: Settings, responses: Queue[Any], env: Any = None) -> Worker:
+    """A worker with an environment of its own is MLServer's: this package may be missing there."""
+    return (LoopedWorker if env is None else Worker)(settings, responses, env)
