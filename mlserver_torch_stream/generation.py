@@ -274,7 +274,7 @@ def _size(value: object) -> int:
     if isinstance(value, TextPrompt):
         return len(value.text)
     if isinstance(value, ChatPrompt):
-        return sum(len(str(message)) for message in value.messages)
+        return sum(len(str(part)) for part in (*value.messages, *(value.tools or ())))
     if isinstance(value, tuple):
         return sum(map(_size, value))
     return len(value) if isinstance(value, str) else 0

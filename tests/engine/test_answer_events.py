@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, joined, short
 from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls
-from mlserver_torch_stream.tool_calls import ToolCallDelta
+from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, SamplingParameters, TokenEvent, add_event
 from tests.engine.tiny import dictated, greedy, prompt_of, run, running, spelled
 
 _ARGUMENTS = json.dumps({"at": "home"})
-_LONG = json.dumps({"why": "x" * 800})
 _CALL = '<tool_call>\n{"name": "look", "arguments": ARGS}\n</tool_call>'
 _THOUGHT = "Hm. " * 110
 _SAID = f"<think>\n{_THOUGHT}\n</think>\n\nI look."
@@ -115,16 +115,19 @@ def test_a_call_that_breaks_is_not_lost(model: PreTrainedModel) -> None:
 
 
 def test_without_a_format_the_answer_is_its_text(model: PreTrainedModel) -> None:
-    said = _SAID + _CALL
+    said = f"<think>x</think>{_CALL}"
     whole = _whole(_events(model, said, None))
     assert (whole.text, whole.reasoning, whole.tool_calls) == (said, "", ())
 
 
-def test_a_long_piece_is_more_than_one_event(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("whole", ["x" * 2000, Reasoning("x" * 2000), ToolCallDelta(0, "c", "look", "x" * 2000)])
+def test_a_long_piece_is_more_than_one_event(whole: Part) -> None:
     """Arguments that come before the name are given at once, when the name is known."""
-    said = f'<tool_call>{{"arguments": {_LONG}, "name": "look"}}'
-    events = _events(model, said, _format())
-    assert max(event.size for event in events) <= MOST_PER_EVENT
-    calls = _whole(events).tool_calls
-    assert [call.arguments for call in calls] == [_LONG]
-    assert isinstance(calls[0], ToolCallDelta) and calls[0].id
+    most = MOST_PER_EVENT // 2
+    pieces = list(short(whole, most))
+    if isinstance(whole, ToolCallDelta):
+        calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+        assert join_calls(calls) == (whole,) and all(call.size <= most + 100 for call in calls)
+    else:
+        assert joined(pieces) == [whole]
+    assert len(pieces) > 2

@@ -244,3 +244,39 @@ def test_what_is_far_too_large_is_refused_before_it_is_looked_at(info: ModelInfo
     begin = time.perf_counter()
     assert "at most" in refused(payload, info).message
     assert time.perf_counter() - begin < 0.5, "the event loop waits meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("reads", "reasons", "effort", "arguments"),
+    [
+        ({"reasoning_effort", "enable_thinking"}, True, "low", {"reasoning_effort": "low"}),
+        ({"enable_thinking"}, True, "low", {"enable_thinking": True}),
+        ({"enable_thinking"}, True, "none", {"enable_thinking": False}),
+        (set(), False, "none", {}),
+        (set(), True, "none", None),
+        (set(), False, "high", None),
+    ],
+)
+def test_the_reasoning_effort_goes_to_a_template_that_can_take_it(
+    info: ModelInfo, reads: set[str], reasons: bool, effort: str, arguments: dict[str, Any] | None
+) -> None:
+    able = replace(info, template_arguments=frozenset(reads), reasons=reasons)
+    payload = over_rest(text(json.dumps(MESSAGES), name="messages"), parameters={"reasoning_effort": effort})
+    if arguments is None:
+        assert refused(payload, able).field == "reasoning_effort"
+    else:
+        assert conversation(decode(payload, able)).template_kwargs == arguments
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_template_gets_the_reasoning_under_both_names(info: ModelInfo, name: str) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Yes.", name: "Hm."}]
+    prompt = conversation(decode(over_rest(text(json.dumps(said), name="messages")), info))
+    assert prompt.messages[1] == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning": "Hm.",
+        "reasoning_content": "Hm.",
+    }
+    said[1][name] = 3  # type: ignore[assignment]
+    assert refused(over_rest(text(json.dumps(said), name="messages")), info).field == "messages"
