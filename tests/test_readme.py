@@ -115,7 +115,7 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     [
         *markdown.pages(),
         *markdown.pages_of_reference(),
-        *("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md"),
+        *("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/README.md"),
     ],
 )
 def test_every_link_leads_somewhere(page: str) -> None:
