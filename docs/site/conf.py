@@ -23,6 +23,7 @@ exclude_patterns = [".*", "build", "dist", "tests", "mlserver_torch_stream", "de
 html_theme = "furo"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 smartquotes = False  # options begin with two hyphens
 nitpicky = True
 myst_heading_anchors = 4  # as on GitHub
