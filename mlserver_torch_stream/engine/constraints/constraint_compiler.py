@@ -63,7 +63,7 @@ class ConstraintCompiler:
             return self._prepared
 
     def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile what an answer must match; after a reasoning with the marks ``behind``, where they are given.
+        """Begins to compile what an answer must match; after a reasoning with the marks ``behind``, where given.
 
         The future may raise InvalidInput, which names the constraint's field.
         """
