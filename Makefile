@@ -15,7 +15,7 @@
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -137,6 +137,9 @@ type: $(INSTALLED) ## mypy --strict
 
 bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory, growth; BENCH=--help shows its options
 	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+bench-limits: $(INSTALLED) ## the share of this machine's memory speed and peak that decode and prefill reach
+	$(BIN)/python -m benchmarks.limits $(BENCH)
 
 bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, and ratios
 	$(BIN)/python benchmarks/bench_peers.py $(BENCH)

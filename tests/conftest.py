@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,16 @@ def _scope(nodeid: str) -> str:
 
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of all processes of this run, so that our kernels are compiled once."""
+    """A cache folder of all processes of this run, with our kernels where there is a compiler: it runs once."""
+    from filelock import FileLock
+
+    from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
+
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernel-cache"
     folder.mkdir(exist_ok=True)
+    with suppress(NoKernels), FileLock(folder / "compiling"):
+        compiled_library(folder, Path.exists)
     return folder
 
 

@@ -65,7 +65,9 @@ def test_the_glossary_is_a_page_of_one_look() -> None:
 def _defined(file: str) -> set[str]:
     (path,) = [path for path in _FILES if path.startswith("mlserver_torch_stream/") and f"/{path}".endswith(f"/{file}")]
     tree = ast.parse(markdown.read(path))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    tables = [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return defined | {each.id for each in tables if isinstance(each, ast.Name)}
 
 
 def test_the_likely_changes_touch_what_is_there() -> None:

@@ -34,12 +34,20 @@ from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, locate, set_threads
+from mlserver_torch_stream.engine.loading.loader import (
+    LoadedModel,
+    complete,
+    load_tokenizer,
+    locate,
+    locate_packed,
+    set_threads,
+)
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
@@ -151,7 +159,7 @@ def _run(
     resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
 ) -> RunningEngine:
     key = weights_key(resolved, threads)
-    files = locate(resolved)
+    files = locate_packed(resolved) or locate(resolved)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))
@@ -337,8 +345,8 @@ def _batch_continuously(
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
     if isinstance(choice.forward, NativeForward):
-        int8 = "int8 weights, " if settings.weights == "int8" else ""
-        return f"our own kernels ({choice.forward.variant}), {int8}"
+        rounded = f"{settings.weights} weights, " if settings.weights in ROUNDED else ""
+        return f"our own kernels ({choice.forward.variant}), {rounded}"
     ways = [] if prepared.ranks is None else [f"{prepared.ranks.leader.size} ranks, "]
     if choice.no_kernels is not None and prepared.device.type == "cpu":
         ways.append(f"transformers' forward ({choice.no_kernels}), ")

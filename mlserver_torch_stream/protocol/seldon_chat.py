@@ -23,7 +23,7 @@ def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
     ``most``: of messages and parts."""
     roles = columns.get("role", ())
     if not roles:
-        raise InvalidInput("role", "is needed beside the other tensors of a conversation")
+        raise InvalidInput("role", f"is needed beside {', '.join(columns)}")
     rows = [_only_message(columns)] if len(roles) == 1 else _each_message(columns, len(roles))
     return check_messages("role", [_message(role, row) for role, row in zip(roles, rows, strict=True)], most)
 

@@ -25,13 +25,17 @@ from tests.waiting import rank_pids
 
 _PROMPT = "The quick brown fox"
 _TOKENS = 200  # a tiny model makes a dozen before its first event is sent
+_CACHE = "/var/cache/mlserver"
 
 
 def _here(environment: Environment, folders: Mapping[str, Path]) -> Environment:
     """The environment with its folders on this machine; its ports are left to the harness."""
     kept = {name: value for name, value in environment.items() if not name.endswith("_PORT")}
+    places = dict(folders)
+    if _CACHE in places:  # the kernels of this run lie in the folder itself
+        places[f"{_CACHE}/converted"] = places[_CACHE]
     for name, value in kept.items():
-        for folder, place in folders.items():
+        for folder, place in places.items():
             if value == folder or value.startswith(f"{folder}/"):
                 kept[name] = str(place) + value.removeprefix(folder)
     return kept
@@ -76,8 +80,8 @@ def test_kserve_serves_what_its_storage_initializer_left(
     # A model's file that must not shadow a library.
     (storage / "accelerate.py").write_text("raise SystemExit('a file of the model was imported')\n")
     environment = manifests.kserve_environment(service, annotated=annotated)
-    folders = {"/mnt/models": storage, "/var/cache/mlserver": kernel_cache}
-    with serve(tmp_path / "etc-mlserver", [], environment=_here(environment, folders)) as server:
+    folders = {"/mnt/models": storage, _CACHE: kernel_cache}
+    with serve(tmp_path / "etc-mlserver", [], environment=_here(environment, folders), forked=False) as server:
         _check_ready(server)
         _check_streams(server, "smollm2")
         server.process.kill()  # it would wait for routers
@@ -95,7 +99,7 @@ def test_kserve_loads_a_model_that_no_storage_initializer_brings(
     model["env"].append({"name": "MLSERVER_MODEL_URI", "value": "/opt/model"})
     environment = manifests.kserve_environment(service, annotated=annotated)
     assert environment["MLSERVER_LOAD_MODELS_AT_STARTUP"] == "true"
-    here = _here(environment, {"/opt/model": tiny_model, "/var/cache/mlserver": kernel_cache})
+    here = _here(environment, {"/opt/model": tiny_model, _CACHE: kernel_cache})
     with serve(tmp_path / "etc-mlserver", [], environment=here) as server:
         _check_streams(server, "smollm2")
 
@@ -106,7 +110,7 @@ def test_kserve_serves_by_each_variant(tiny_model: Path, tmp_path: Path, kernel_
     """Without GPUs: a device map has one device here, and two ranks share the processor."""
     service = manifests.load(f"kserve/inference-service-{name}.yaml")
     model = service["metadata"]["name"]
-    folders = {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache}
+    folders = {"/mnt/models": tiny_model, _CACHE: kernel_cache}
     environment = _here(manifests.kserve_environment(service), folders)
     extra = json.loads(environment["MLSERVER_MODEL_EXTRA"])
     environment["MLSERVER_MODEL_EXTRA"] = json.dumps({**extra, "max_model_len": 1024, "threads": 1})  # as the tiny one
@@ -133,7 +137,7 @@ def _check_query(server: Server, service: Mapping[str, Any]) -> None:
 def test_an_llm_inference_service_answers_on_openais_paths_and_to_the_picker(
     tiny_model: Path, tmp_path: Path, kernel_cache: Path
 ) -> None:
-    environment = _here(manifests.llm_environment(), {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache})
+    environment = _here(manifests.llm_environment(), {"/mnt/models": tiny_model, _CACHE: kernel_cache})
     with serve(tmp_path / "etc-mlserver", [], environment=environment) as server:
         _check_ready(server)
         _check_streams(server, "smollm2")
@@ -150,7 +154,7 @@ def test_kserve_asks_for_the_keys_of_its_secret(tiny_model: Path, tmp_path: Path
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "keys").write_text("one-key\n")
-    folders = {"/mnt/models": tiny_model, "/var/cache/mlserver": kernel_cache, "/run/secrets/torch-stream": secret}
+    folders = {"/mnt/models": tiny_model, _CACHE: kernel_cache, "/run/secrets/torch-stream": secret}
     environment = _here(manifests.kserve_environment(service), folders)
     with serve(tmp_path / "etc-mlserver", [], environment=environment, ready=False) as server:
         _wait_until(server, "ready")
@@ -173,7 +177,7 @@ def test_seldon_serves_what_its_agent_left(
 ) -> None:
     models = tmp_path / "mnt" / "agent" / "models"
     environment = {**manifests.environment(manifests.seldon_container()), **injected}
-    folders = {"/mnt/agent/models": models, "/var/cache/mlserver": kernel_cache}
+    folders = {"/mnt/agent/models": models, _CACHE: kernel_cache}
     with serve(models, [], environment=_here(environment, folders), ready=False) as server:
         _wait_until(server, "live")
         _check_ready(server)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from filelock import FileLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,8 +53,7 @@ def folder(kernel_cache: Path) -> Path:
     from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 
     try:
-        with FileLock(kernel_cache / "compiling"):
-            compiled_library(kernel_cache, Path.exists)
+        compiled_library(kernel_cache, Path.exists)
     except NoKernels as error:
         pytest.skip(f"no kernels here: {error}")
     return kernel_cache

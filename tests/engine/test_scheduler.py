@@ -157,6 +157,7 @@ class Visitors:
 @settings(max_examples=int(os.environ.get("SCHEDULES", "50")), deadline=None)
 @given(seed=st.integers(0, 2**40), count=st.integers(0, 60))
 @example(seed=212656, count=26)  # a sequence resumes, and the prefix cache has all but its last token
+@example(seed=10360, count=34)  # a chunk of a sequence that resumes, likewise
 def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(seed: int, count: int) -> None:
     """No page is lost or written by two, a query sees the keys of its own tokens, and everything ends.
 

@@ -25,7 +25,7 @@ from mlserver_torch_stream.engine.tensor_parallel import leader
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing
 from mlserver_torch_stream.model_source import ModelSource
 from mlserver_torch_stream.settings import parse_settings
-from mlserver_torch_stream.types import FinishReason
+from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
 from tests.engine.tiny import collect, greedy, idle, prompt_of, reference, run, tokens_of, until
 from tests.engine.tiny import tiny_model as make
 from tests.waiting import rank_pids
@@ -167,6 +167,24 @@ def test_drafts_are_verified_on_every_rank(ranks: BuiltEngine, tiny_model: Path)
         assert stats.decode_steps == 29 - stats.accepted_draft_tokens < 29
     finally:
         end(drafting)
+
+
+def test_a_schema_is_kept_to_with_the_tokens_of_one_process(ranks: BuiltEngine, tiny_model: Path) -> None:
+    """Rank 0 alone knows of it. Forced tokens are drafts to the others. Replicas behave as one process does."""
+    schema = {"type": "object", "properties": {"name": {"enum": ["x", "y"]}}, "required": ["name"]}
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({**schema, "additionalProperties": False}), "field")
+    several = build(tiny_model, replicas=2)
+    answers = []
+    try:
+        for built in (ranks, several):
+            request = EngineRequest(prompt_of(9), greedy(40, n=3), constraint=built.codec.compile(constraint))
+            events = run(collect(built.engine, [request]))
+            answers.append([(events[index].text, events[index].finish_reason) for index in range(3)])
+            assert built.engine.stats().forced_tokens > 0
+    finally:
+        end(several)
+    assert answers[0] == answers[1]
+    assert all(json.loads(text)["name"] in ("x", "y") and end is FinishReason.STOP for text, end in answers[0])
 
 
 def test_another_split_model_in_the_same_process_is_refused(ranks: BuiltEngine, tiny_model: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, PROMPT_TENSORS
 from mlserver_torch_stream.protocol.v2_request import decode_request
@@ -146,6 +147,9 @@ def test_any_contents_of_any_tensor_are_understood_or_refused_by_its_name(name: 
     def check(tensor: dict[str, Any], streaming: bool) -> None:
         prompts = [] if name in PROMPT_TENSORS else _HELLO["inputs"]
         found = outcome({"inputs": [*prompts, {**tensor, "name": name}]}, streaming)
+        if isinstance(found, InvalidInput) and found.field == "role" and name in MESSAGE_TENSORS:
+            assert name in found.message  # it lacks the tensor that says how many messages there are
+            return
         assert not isinstance(found, InvalidInput) or _names(found, name), (found.field, found.message)
 
     check()

@@ -31,8 +31,12 @@ _IMPORTED = (
     "mlserver_torch_stream.engine.factory",
     "transformers.models.llama.modeling_llama",
 )
-# Variables that no import reads. The child puts PYTHONPATH into sys.path; torch sets the last one while it is imported.
-_READ_LATE = ("MLSERVER_", "OTEL_BSP_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+# Variables that no import reads. The child puts PYTHONPATH into sys.path. The last two are in the tests' own process as
+# soon as it has loaded a model.
+_READ_LATE = (
+    *("MLSERVER_", "OTEL_BSP_", "PYTEST_", "PYTHONPATH"),
+    *("DISABLE_SAFETENSORS_CONVERSION", "TORCHINDUCTOR_CACHE_DIR"),
+)
 _MESSAGE_BYTES = 2**17
 _ROOT = Path(__file__).parents[2]
 

@@ -123,6 +123,18 @@ def check_forward(
     return None if differing is None else f"its logits differ from the model's by {differing}"
 
 
+def check_kernels(expected: ExpectedLogits, forward: Forward) -> SelfCheckResult:
+    """Checks a forward that is the only fast one of its model, and so need not agree with any other in batches."""
+    trial = _trial(expected, CacheLayout(expected.model.config), forward, _SMALL_PAGE, chunked=True)
+    differing = _differing(trial, CPU_PAGE_SIZE, _other_operations, None, _KERNEL_LENGTHS)
+    if differing is not None:
+        return SelfCheckResult(f"its logits differ from the model's by {differing}")
+    specs = specs_by_device(trial.cache)
+    return SelfCheckResult(
+        None, specs={device: replace(spec, page_size=CPU_PAGE_SIZE) for device, spec in specs.items()}, chunked=True
+    )
+
+
 def _same_operations(comparison: Comparison) -> float | None:
     return comparison.error
 

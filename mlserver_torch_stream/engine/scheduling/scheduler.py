@@ -238,7 +238,7 @@ class Scheduler:
                 continue
             if account.decodes:
                 if account in decoding:
-                    self._take(account, 1, draft, busy)
+                    self._take(account, 1, draft, busy, decodes=True)
                 continue
             self._admit_all(draft, busy, account.priority)
             self._take_chunk(account, draft, busy)
@@ -264,9 +264,8 @@ class Scheduler:
         share = -(-len(decoding) // self.limits.stages)
         return set([account for account in decoding if account.sequence not in busy][:share])
 
-    def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> None:
+    def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
-        decodes = account.decodes
         if decodes and account.pages.has_room:  # as most steps of most sequences
             draft.add(account, 1, decodes=True)
             return
@@ -295,7 +294,8 @@ class Scheduler:
         if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
             return
         account.look_up(account.sequence.length - 1)
-        self._take(account, draft.chunk(account.computed, account.left), draft, busy)
+        # Also where the prefix cache has all but its last token: the step was begun without it as one that decodes.
+        self._take(account, draft.chunk(account.computed, account.left), draft, busy, decodes=False)
 
     def _may_restart(self, account: SequenceAccount) -> bool:
         """Whether a preempted sequence may begin again: its pages are free, or no sequence before it holds any.

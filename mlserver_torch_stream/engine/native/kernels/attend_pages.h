@@ -1,50 +1,105 @@
 // Attention of packed queries over pages, for any model: a task is some queries of one sequence with the query heads of
 // one key head, which meet the sequence's keys block by block with a running softmax. Few rows (decoding) read keys
 // and values where they lie; many rows (a chunk of a prompt) pack them for the tiles of gemm.h.
-// A task knows nothing of other sequences: a row's sums are the same bits in any company.
+// A task knows nothing of other sequences. Blocks of keys begin at multiples of their size, so a row's sums follow from
+// its position and from how the task reads keys alone: they are the same bits in any company.
 #pragma once
+#include <limits>
 #include <utility>
-#include "attend_many.h"
+#include <vector>
 #include "elements.h"
+#include "gemm.h"
+#include "pages.h"
 
 namespace native {
 
-struct PagesCall {  // mirrored field by field in attention_library.py
-    const void* queries;     // [tokens][heads][key_dim], by the strides below
-    void* out;               // [tokens][heads][value_dim]
-    const void *keys, *values;  // [pages][kv_heads][page_size][key_dim or value_dim]
-    const int32_t* tables;   // [sequences][table_width]
-    const int32_t* starts;   // [sequences]: tokens in the pages before the step's
-    const int32_t* ends;     // [sequences + 1]: where a sequence's queries begin among the packed ones
-    const float* sinks;      // [heads]: a score beside those of the keys; null: none
-    int64_t token_stride, head_stride;  // of queries, in elements
-    int64_t sequences, table_width, heads, kv_heads, page_size, key_dim, value_dim;
-    int64_t window, chunk;   // 0: none
-    int64_t type;            // StoredType
+constexpr int kQueries = 64;  // of one head in a task, so that packing keys is 7 % of the work
+constexpr int kKeys = 256;  // packed keys (32 KiB of 64 bf16 dimensions) stay in the first-level cache with the tiles
+
+constexpr int kFewRows = 12;  // for which packing takes longer than it saves
+
+inline void transpose(U16 (&x)[16]) {
+    for (int round = 0; round < 4; round++) {
+        U16 y[16];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            y[2 * i] = low_halves(x[i], x[i + 8]);
+            y[2 * i + 1] = high_halves(x[i], x[i + 8]);
+        }
+        memcpy(x, y, sizeof y);
+    }
+}
+
+// Fetches keys or values that are read soon while others are computed, for the hardware's prefetching starts anew with
+// each page and head: 32 rows of 1,500 tokens take half of the time.
+template <class S> class Ahead {
+  public:
+    // `column` of the positions of `live`, in so many calls of `fetch`.
+    Ahead(const Live<S>& live, const Column<S>& column, int64_t calls)
+        : live_(live), column_(column), position_(live.first),
+          lines_((live.stop - live.first) * column.row * (int64_t)sizeof(S) / calls / 64 + 1) {}
+
+    void fetch() {
+        for (int64_t i = 0; i < lines_ && (line_ < end_ || turn()); i++, line_ += 64) __builtin_prefetch(line_);
+    }
+
+  private:
+    // To the next page; false behind the last one.
+    bool turn() {
+        if (position_ >= live_.stop) return false;
+        const int64_t end = std::min(live_.stop, (position_ / live_.page_size + 1) * live_.page_size);
+        line_ = reinterpret_cast<const char*>(live_.at(column_, position_));
+        end_ = line_ + (end - position_) * column_.row * (int64_t)sizeof(S);
+        position_ = end;
+        return true;
+    }
+
+    const Live<S> live_;
+    const Column<S> column_;
+    int64_t position_, lines_;
+    const char *line_ = nullptr, *end_ = nullptr;
+};
+
+// S: the type of keys and values; Q: that of queries and outputs.
+template <class S, class Q> struct AttendTask {
+    const Q* queries;  // of the first token and the group's first head, by the strides below
+    Q* out;                // of the same
+    int64_t token_stride, head_stride, out_token_stride, out_head_stride;  // in elements
+    int64_t group, count;  // query heads, and tokens
+    int64_t position;      // of the first token
+    int64_t key_dim, value_dim;
+    Sight sight;
+    Live<S> live;          // what some of the tokens see
+    const float* sinks;    // of the group's heads: a score beside those of the keys; null: none
     float scale, cap;
 };
 
-enum StoredType { kFp32, kBf16, kFp16 };
-
-struct PagesTask {
-    int64_t sequence, kv_head, first, count;  // queries first to first + count - 1 of the sequence
-};
-
-template <class S, class T> class AttendPages {
+// T: the type of what is multiplied.
+template <class S, class Q, class T> class AttendPages {
   public:
-    void run(const PagesCall& call, const PagesTask& task) {
-        begin(call, task);
+    // Takes all memory that tasks of so many rows need.
+    void reserve(int64_t rows, int64_t key_dim, int64_t value_dim) {
+        set_sizes(rows, key_dim, value_dim);
+        keys_.resize((size_t)kKeys * words_);
+        values_.resize((size_t)kKeyWords * width_);
+    }
+
+    // `in_place`: reads keys and values where they lie.
+    // `next`: what the thread reads after this task.
+    void run(const AttendTask<S, Q>& task, bool in_place, const Live<S>& next = {}) {
+        begin(task);
         Tiles<T> tiles;
-        const bool few = rows_ < kFewRows;
-        const Tiling tiling(rows_, few ? kVectorRows : tiles.rows(words_ * per_word<T>));
-        for (int64_t key = live_.first; key < live_.stop; key += kKeys) {
-            const int64_t count = std::min<int64_t>(kKeys, live_.stop - key);
+        const Tiling tiling(rows_, in_place ? kVectorRows : tiles.rows(words_ * per_word<T>));
+        const int64_t stop = task.live.stop;
+        for (int64_t key = task.live.first / kPanel * kPanel; key < stop; key = (key / kKeys + 1) * kKeys) {
+            const int64_t count = std::min((key / kKeys + 1) * kKeys, stop) - key;
             point_at(key, count);
-            if (!few) pack_keys(count), pack_values(count);
+            if (!in_place) pack_keys(count), pack_values(count);
             for (int64_t t = 0; t < tiling.count; t++) {
                 const int64_t row = tiling.first(t), rows = tiling.first(t + 1) - row;
-                if (few) {
-                    read_in_place(row, rows, key, count);
+                if (in_place) {
+                    const Live<S> after = key + count < stop ? block(task.live, key + count) : block(next, next.first);
+                    read_in_place(row, rows, key, count, after);
                 } else {
                     read_packed(tiles, row, rows, key, count);
                 }
@@ -54,67 +109,69 @@ template <class S, class T> class AttendPages {
     }
 
   private:
-    static constexpr int kFewRows = 12;              // for which packing takes longer than it saves
     static constexpr int kStep = 16 * per_word<T>;  // elements of a vector of words
     static constexpr int kKeyWords = kKeys / per_word<T>;
     using Load = Elements<S, T>;
 
-    void begin(const PagesCall& call, const PagesTask& task) {
-        call_ = &call;
+    // The positions from `first` on of its block of keys.
+    static Live<S> block(Live<S> live, int64_t first) {
+        live.first = first;
+        live.stop = std::min(live.stop, first / kKeys * kKeys + kKeys);
+        return live;
+    }
+
+    void begin(const AttendTask<S, Q>& task) {
         task_ = task;
-        group_ = call.heads / call.kv_heads;
-        rows_ = group_ * task.count;
-        sight_ = {call.window, call.chunk};
-        first_position_ = call.starts[task.sequence] + task.first;
-        live_ = {column(call.keys, call.key_dim), column(call.values, call.value_dim),
-                 call.tables + task.sequence * call.table_width, call.page_size,
-                 sight_.oldest(first_position_), first_position_ + task.count};
-        key_vectors_ = (int)((call.key_dim + kStep - 1) / kStep);
-        value_vectors_ = (int)((call.value_dim + kStep - 1) / kStep);
+        set_sizes(task.group * task.count, task.key_dim, task.value_dim);
+        for (int64_t row = 0; row < rows_; row++) begin_row(row);
+    }
+
+    void set_sizes(int64_t rows, int64_t key_dim, int64_t value_dim) {
+        rows_ = rows;
+        key_vectors_ = (int)((key_dim + kStep - 1) / kStep);
+        value_vectors_ = (int)((value_dim + kStep - 1) / kStep);
         words_ = key_vectors_ * 16;
-        width_ = panels_of(call.value_dim) * kPanel;
+        width_ = panels_of(value_dim) * kPanel;
         sums_.assign(rows_ * width_, 0.0f);
         most_.resize(rows_);
         total_.resize(rows_);
         queries_.resize(rows_ * words_);
-        for (int64_t row = 0; row < rows_; row++) begin_row(row);
-    }
-
-    Column<S> column(const void* pages, int64_t dim) const {
-        const int64_t head = call_->page_size * dim;
-        return {static_cast<const S*>(pages) + task_.kv_head * head, call_->kv_heads * head, dim};
     }
 
     // Rows are [query heads of the group][queries]. A sink is a score that has been seen before all keys.
     void begin_row(int64_t row) {
-        const float sink = call_->sinks == nullptr ? kHidden : call_->sinks[head_of(row)];
+        const float sink = task_.sinks == nullptr ? kHidden : task_.sinks[head_of(row)];
         most_[row] = std::max(-1e30f, sink);
         total_[row] = std::exp(sink - most_[row]);
-        const S* from = static_cast<const S*>(call_->queries) + token_of(row) * call_->token_stride +
-                        head_of(row) * call_->head_stride;
+        const Q* from = task_.queries + token_of(row) * task_.token_stride + head_of(row) * task_.head_stride;
         for (int v = 0; v < key_vectors_; v++) {
-            const U16 words = Load::load(from + v * kStep, some_of(call_->key_dim, v));
+            const U16 words = Elements<Q, T>::load(from + v * kStep, some_of(task_.key_dim, v));
             memcpy(&queries_[row * words_ + 16 * v], &words, sizeof words);
         }
     }
 
-    int64_t head_of(int64_t row) const { return task_.kv_head * group_ + row / task_.count; }
-    int64_t token_of(int64_t row) const { return call_->ends[task_.sequence] + task_.first + row % task_.count; }
-    int64_t position_of(int64_t row) const { return first_position_ + row % task_.count; }
+    int64_t head_of(int64_t row) const { return row / task_.count; }
+    int64_t token_of(int64_t row) const { return row % task_.count; }
+    int64_t position_of(int64_t row) const { return task_.position + row % task_.count; }
 
     // The lanes that vector v of a row of so many elements fills.
     static Lanes some_of(int64_t dim, int v) { return lanes((int)((dim + per_word<T> - 1) / per_word<T>) - 16 * v); }
 
-    // Where the keys and values of positions first to first + count - 1 lie; the last one again, up to a whole panel.
+    // Where the keys and values of positions first to first + count - 1 lie. In place of those that nobody sees, and up
+    // to a whole panel, the nearest one that is seen.
     void point_at(int64_t first, int64_t count) {
-        for (int64_t i = 0; i < count;) {
-            const S *key = live_.at(live_.keys, first + i), *value = live_.at(live_.values, first + i);
-            const int64_t stop = std::min(count, i + live_.page_size - (first + i) % live_.page_size);
-            for (; i < stop; i++, key += live_.keys.row, value += live_.values.row) {
+        const Live<S>& live = task_.live;
+        const int64_t hidden = std::max<int64_t>(0, live.first - first);
+        for (int64_t i = hidden; i < count;) {
+            const S *key = live.at(live.keys, first + i), *value = live.at(live.values, first + i);
+            const int64_t stop = std::min(count, i + live.page_size - (first + i) % live.page_size);
+            for (; i < stop; i++, key += live.keys.row, value += live.values.row) {
                 keys_at_[i] = key;
                 values_at_[i] = value;
             }
         }
+        std::fill(keys_at_, keys_at_ + hidden, keys_at_[hidden]);
+        std::fill(values_at_, values_at_ + hidden, values_at_[hidden]);
         for (int64_t i = count; i % kPanel != 0; i++) {
             keys_at_[i] = keys_at_[count - 1];
             values_at_[i] = values_at_[count - 1];
@@ -126,7 +183,7 @@ template <class S, class T> class AttendPages {
         keys_.resize((size_t)kKeys * words_);
         for (int64_t key = 0; key < panels_of(count) * kPanel; key += 16)
             for (int v = 0; v < key_vectors_; v++) {
-                const Lanes some = some_of(call_->key_dim, v);
+                const Lanes some = some_of(task_.key_dim, v);
                 U16 x[16];
                 for (int i = 0; i < 16; i++)
                     x[i] = key + i < count ? Load::load(keys_at_[key + i] + v * kStep, some) : U16{};
@@ -145,7 +202,7 @@ template <class S, class T> class AttendPages {
                 for (int i = 0; i < 2; i++) {
                     const int64_t key = per_word<T> == 2 ? 2 * k + i : k;
                     const int v = per_word<T> == 2 ? panel : 2 * panel + i;
-                    const Lanes some = some_of(call_->value_dim, v);
+                    const Lanes some = some_of(task_.value_dim, v);
                     part[i] = key < count ? Load::load(values_at_[key] + v * kStep, some) : U16{};
                 }
                 if (per_word<T> == 2) pair_rows(part[0], part[1], part[0], part[1]);
@@ -182,12 +239,16 @@ template <class S, class T> class AttendPages {
             oldest = std::min(oldest, position_of(r));
             newest = std::max(newest, position_of(r));
         }
-        return {sight_.oldest(oldest), newest + 1};
+        return {task_.sight.oldest(oldest), newest + 1};
     }
 
-    void read_in_place(int64_t row, int64_t rows, int64_t key, int64_t count) {
+    // `after`: the keys that are read after this block.
+    void read_in_place(int64_t row, int64_t rows, int64_t key, int64_t count, const Live<S>& after) {
         const int64_t padded = (count + 15) / 16 * 16;
-        for (int64_t r = 0; r < rows; r++) multiply_keys(&queries_[(row + r) * words_], padded, scores_[r]);
+        const Live<S> here = block(task_.live, std::max(key, task_.live.first));
+        Ahead<S> keys(after, after.keys, rows * padded / 16), values(here, here.values, rows * padded / 16);
+        for (int64_t r = 0; r < rows; r++)
+            multiply_keys(&queries_[(row + r) * words_], padded, scores_[r], keys, values);
         soften(row, rows, key, padded);
         for (int64_t r = 0; r < rows;) {
             const int64_t left = rows - r;
@@ -201,13 +262,15 @@ template <class S, class T> class AttendPages {
         }
     }
 
-    void multiply_keys(const Word* query, int64_t padded, float* scores) const {
+    void multiply_keys(const Word* query, int64_t padded, float* scores, Ahead<S>& keys, Ahead<S>& values) const {
         for (int64_t key = 0; key < padded; key += 16) {
+            keys.fetch();
+            values.fetch();
             const S* const* at = keys_at_ + key;
             F16 x[16] = {};
             for (int v = 0; v < key_vectors_; v++) {
                 const U16 part = load(query + 16 * v);
-                const Lanes some = some_of(call_->key_dim, v);
+                const Lanes some = some_of(task_.key_dim, v);
 #pragma GCC unroll 16
                 for (int i = 0; i < 16; i++) x[i] = dot<T>(x[i], Load::load(at[i] + v * kStep, some), part);
             }
@@ -233,7 +296,7 @@ template <class S, class T> class AttendPages {
     template <int H, int V> void mix_vectors(int64_t row, int64_t r, int first, int64_t count) {
         constexpr int kParts = per_word<T>;
         Lanes some[V];
-        for (int v = 0; v < V; v++) some[v] = some_of(call_->value_dim, first + v);
+        for (int v = 0; v < V; v++) some[v] = some_of(task_.value_dim, first + v);
         F16 acc[H][V][kParts] = {};
         for (int64_t key = 0; key < count; key += kParts) {
             const S *even = values_at_[key] + first * kStep, *odd = values_at_[key + kParts - 1] + first * kStep;
@@ -276,9 +339,9 @@ template <class S, class T> class AttendPages {
 
     float soften_row(int64_t row, int64_t key, int64_t width, float* scores, T* chances) {
         const int64_t position = position_of(row);
-        const int64_t first = std::clamp<int64_t>(sight_.oldest(position) - key, 0, width);
+        const int64_t first = std::clamp<int64_t>(task_.sight.oldest(position) - key, 0, width);
         const int64_t stop = std::clamp<int64_t>(position + 1 - key, 0, width);
-        scale_scores(scores, width, call_->scale, call_->cap);
+        scale_scores(scores, width, task_.scale, task_.cap);
         for (int64_t i = 0; i < first; i++) scores[i] = kHidden;
         for (int64_t i = stop; i < width; i++) scores[i] = kHidden;
         F16 peak = broadcast_f(most_[row]);
@@ -291,17 +354,15 @@ template <class S, class T> class AttendPages {
 
     void finish() {
         for (int64_t row = 0; row < rows_; row++)
-            Load::store(&sums_[row * width_], 1.0f / total_[row], (int)call_->value_dim,
-                        static_cast<S*>(call_->out) + (token_of(row) * call_->heads + head_of(row)) * call_->value_dim);
+            Elements<Q, T>::store(&sums_[row * width_], 1.0f / total_[row], (int)task_.value_dim,
+                                  task_.out + token_of(row) * task_.out_token_stride +
+                                      head_of(row) * task_.out_head_stride);
     }
 
     static constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-    const PagesCall* call_ = nullptr;
-    PagesTask task_{};
-    Sight sight_{};
-    Live<S> live_{};
-    int64_t group_ = 0, rows_ = 0, first_position_ = 0, words_ = 0, width_ = 0;
+    AttendTask<S, Q> task_{};
+    int64_t rows_ = 0, words_ = 0, width_ = 0;
     int key_vectors_ = 0, value_vectors_ = 0;
     std::vector<float> sums_, most_, total_;
     std::vector<Word> queries_, keys_, values_;

@@ -1,7 +1,7 @@
 // A decoder of the Llama layout: one call takes all tokens of a step through all layers.
 // Knows nothing of families: a norm, a bias or a scale is there or it is not.
 #pragma once
-#include "attend_many.h"
+#include "attend_pages.h"
 #include "packed_step.h"
 
 namespace native {
@@ -11,17 +11,15 @@ template <class T> class Decoder {
     Decoder(const Shape& shape, const Weights& weights, int threads)
         : shape_(shape), weights_(weights), layers_(weights.layers, weights.layers + shape.layers), scratch_(threads),
           team_(threads, [this](Member& me, const Job& job) { forward(me, job); }) {
-        attention_ = {(int)(shape.heads / shape.kv_heads), (int)shape.head_dim, shape.attention_scale,
-                      shape.attention_cap};
+        group_ = shape.heads / shape.kv_heads;
         hidden_ = padded(shape.hidden);
         attended_ = padded(shape.heads * shape.head_dim);
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         inner_ = padded(shape.inner);
-        vectors_ = (int)((shape.head_dim / per_word<T> + 15) / 16);
-        for (Scratch& scratch : scratch_) {
-            scratch.many.reserve(attention_);
-            scratch.queries.resize(attention_.group * vectors() * 16);
-        }
+        groups_ = groups_of(std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim}));
+        for (Scratch& scratch : scratch_) scratch.product.rounded.resize(kFew * groups_);
+        for (Scratch& scratch : scratch_)
+            scratch.attention.reserve(group_ * kQueries, shape.head_dim, shape.head_dim);
     }
 
     void run(const Step& step) {
@@ -40,22 +38,17 @@ template <class T> class Decoder {
         int64_t tokens, wanted, early, blocks, singles;
     };
     struct Scratch {
-        OneScratch<T> one;
-        AttendMany<T, A> many;
-        std::vector<Word> queries;
+        AttendPages<T, A, A> attention;
         ProductScratch product;
     };
 
     ProductScratch& room(Member& me) { return scratch_[me.id].product; }
+    RoundedBlock* rounded() { return rounded_.data(); }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
     // All memory that a step needs: no thread may find in the middle of it that there is none.
     void reserve(const Step& step) {
         const int64_t tokens = step.tokens;
-        int64_t longest = 0;
-        for (const Single& single : packed_.singles)
-            longest = std::max(longest, packed_.positions[single.token] + 1);
-        for (Scratch& scratch : scratch_) scratch.one.reserve(longest, attention_, step.page_size);
         grow(stream_, tokens * hidden_);
         grow(branch_, tokens * hidden_);
         grow(normed_, tokens * hidden_);
@@ -63,6 +56,7 @@ template <class T> class Decoder {
         grow(queries_, tokens * attended_);
         grow(mixed_, tokens * attended_);
         grow(gated_, tokens * inner_);
+        grow(rounded_, tokens * groups_);
     }
     template <class V> static void grow(std::vector<V>& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
@@ -77,14 +71,16 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
             prepare(me, tokens, layer.norms.before_attention);
-            multiply<T>(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
             attend(me, job, i);
             add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
-            multiply<T>(me, normed_.data(), hidden_, tokens, gate_up, room(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, normed_.data(), hidden_, tokens, gate_up, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
             add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
@@ -97,18 +93,18 @@ template <class T> class Decoder {
         const T* row = static_cast<const T*>(weights_.embedding);
         float* to = &stream_[t * hidden_];
         for (int64_t i = 0; i < shape_.hidden; i++) {
-            const float x = row != nullptr ? to_float(row[id * shape_.hidden + i]) : head_weight(id, i);
+            const float x = row != nullptr ? to_float(row[id * shape_.hidden + i]) : table_weight(id, i);
             to[i] = x * shape_.embedding_scale;
         }
         std::fill(to + shape_.hidden, to + hidden_, 0.0f);
     }
-    float head_weight(int64_t output, int64_t input) const {
-        const Matrix& head = weights_.head;
+    float table_weight(int64_t output, int64_t input) const {
+        const Matrix& table = weights_.table;
         const int64_t panel = output / kPanel;
-        if (head.scales != nullptr)
-            return narrow_weight(head.narrow_panel(panel), output % kPanel, input) * head.scales[output];
-        const int64_t line = (panel * head.k + input) / per_word<T>;
-        const Word* word = head.panels + line * kPanel + output % kPanel;
+        if (table.format != kPlain)
+            return grouped_format(table.format).weight(table.panel(panel), output % kPanel, input);
+        const int64_t line = (panel * table.k + input) / per_word<T>;
+        const Word* word = table.panels + line * kPanel + output % kPanel;
         T x;
         memcpy(&x, reinterpret_cast<const T*>(word) + input % per_word<T>, sizeof x);
         return to_float(x);
@@ -148,13 +144,15 @@ template <class T> class Decoder {
     // A product onto the stream; a norm behind it sees whole rows first.
     void add(Member& me, int64_t tokens, const A* a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply<T>(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, a, lda, tokens, w, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply<T>(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
+        multiply<T>(me, a, lda, tokens, w, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -175,7 +173,7 @@ template <class T> class Decoder {
         me.each(job.early, 1, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) {
                 const int64_t t = packed_.early[i];
-                for (int64_t h = 0; h < kv; h++) finish(layer, t, h, &queries_[t * attended_] + own(h), 0);
+                for (int64_t h = 0; h < kv; h++) finish(layer, t, h);
             }
         });
         const int64_t blocks = job.blocks * kv, singles = job.singles * kv;
@@ -183,34 +181,30 @@ template <class T> class Decoder {
         me.each(blocks + (singles + piece - 1) / piece, 1, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) {
                 if (i < blocks) {
-                    attend_many(layer, scratch_[me.id], i);
+                    attend_block(layer, scratch_[me.id], i);
                 } else {
                     const int64_t from = (i - blocks) * piece, stop = std::min(from + piece, singles);
-                    for (int64_t j = from; j < stop; j++) attend_one(layer, scratch_[me.id], j, j + 1 < stop);
+                    for (int64_t j = from; j < stop; j++) attend_single(layer, scratch_[me.id], j, j + 1 < stop);
                 }
             }
         });
     }
 
-    int64_t own(int64_t kv_head) const { return kv_head * attention_.group * shape_.head_dim; }
+    int64_t own(int64_t kv_head) const { return kv_head * group_ * shape_.head_dim; }
 
-    // Norms and rotates the group's queries (to `queries`, apart by `stride` elements, 0: by a head) and its key, and
-    // puts key and value into their page.
-    template <class Q> void finish(int64_t layer, int64_t t, int64_t kv_head, Q* queries, int64_t stride) {
+    // Norms and rotates the group's queries and its key, and puts key and value into their page.
+    void finish(int64_t layer, int64_t t, int64_t kv_head) {
         const Layer& weights = layers_[layer];
-        const int dim = (int)shape_.head_dim, group = attention_.group;
+        const int dim = (int)shape_.head_dim;
         const int half = weights.rotates ? (int)shape_.rotated_half : 0;
         const int64_t position = packed_.positions[t];
         const float* all = &projected_[t * qkv_];
         const float* keys = all + shape_.heads * dim;
         const float *cos = step_.cos + position * half, *sin = step_.sin + position * half;
-        for (int g = 0; g < group; g++) {
-            const int64_t head = kv_head * group + g;
-            Q* to = queries + g * (stride == 0 ? dim : stride);
+        for (int64_t head = kv_head * group_; head < (kv_head + 1) * group_; head++)
             finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(weights.norms.query, head), cos,
-                        sin, half, dim, to);
-        }
-        const Live<T> live = seen(layer, packed_.owners[t], kv_head, position);
+                        sin, half, dim, &queries_[t * attended_ + head * dim]);
+        const Live<T> live = seen(layer, packed_.owners[t], kv_head, position, 1);
         finish_head(keys + kv_head * dim, scale_of(keys, kv_head, shape_.kv_heads),
                     norm_of(weights.norms.key, kv_head), cos, sin, half, dim,
                     const_cast<T*>(live.at(live.keys, position)));
@@ -227,8 +221,8 @@ template <class T> class Decoder {
 
     Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
 
-    // Keys and values of a sequence and head that the token at `position` sees, its own included.
-    Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position) const {
+    // Keys and values of a sequence and head that `count` tokens from `position` on see, their own included.
+    Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
         const int64_t head = step_.page_size * shape_.head_dim, stride = shape_.kv_heads * head;
         return {{static_cast<const T*>(pages.keys) + kv_head * head, stride, shape_.head_dim},
@@ -236,51 +230,34 @@ template <class T> class Decoder {
                 step_.tables[pages.group * step_.table_stride + sequence],
                 step_.page_size,
                 sight(layer).oldest(position),
-                position + 1};
+                position + count};
     }
 
     // Task i is a token that attends alone and a key head; `more`: the next one will be this thread's too.
-    void attend_one(int64_t layer, Scratch& scratch, int64_t i, bool more) {
-        const int64_t kv = shape_.kv_heads, kv_head = i % kv;
-        const Single& single = packed_.singles[i / kv];
-        const int64_t t = single.token, stride = vectors() * 16 * per_word<T>;
-        std::fill(scratch.queries.begin(), scratch.queries.end(), 0);
-        T* queries = reinterpret_cast<T*>(scratch.queries.data());
-        if (single.written) {
-            const A* ready = &queries_[t * attended_] + own(kv_head);
-            for (int g = 0; g < attention_.group; g++)
-                for (int64_t i = 0; i < shape_.head_dim; i++)
-                    assign(queries + g * stride + i, to_float(ready[g * shape_.head_dim + i]));
-        } else {
-            finish(layer, t, kv_head, queries, stride);
-        }
-        const Live<T> live = seen(layer, single.sequence, kv_head, packed_.positions[t]);
+    void attend_single(int64_t layer, Scratch& scratch, int64_t i, bool more) {
+        const int64_t kv_head = i % shape_.kv_heads;
+        const Single& single = packed_.singles[i / shape_.kv_heads];
+        if (!single.written) finish(layer, single.token, kv_head);
         const Live<T> next = more ? seen_by(layer, i + 1) : Live<T>{};
-        A* out = &mixed_[t * attended_] + own(kv_head);
-        const Word* q = scratch.queries.data();
-        switch (vectors()) {
-            case 1: return AttendOne<T, 1>::run(q, live, next, attention_, scratch.one, out);
-            case 2: return AttendOne<T, 2>::run(q, live, next, attention_, scratch.one, out);
-            case 4: return AttendOne<T, 4>::run(q, live, next, attention_, scratch.one, out);
-            case 8: return AttendOne<T, 8>::run(q, live, next, attention_, scratch.one, out);
-            default: return AttendOne<T, 32>::run(q, live, next, attention_, scratch.one, out);
-        }
+        scratch.attention.run(task(layer, single.sequence, kv_head, single.token, 1), group_ < kFewRows, next);
     }
-    int64_t vectors() const { return vectors_ <= 2 ? vectors_ : vectors_ <= 4 ? 4 : vectors_ <= 8 ? 8 : 32; }
 
     Live<T> seen_by(int64_t layer, int64_t i) const {
         const Single& single = packed_.singles[i / shape_.kv_heads];
-        return seen(layer, single.sequence, i % shape_.kv_heads, packed_.positions[single.token]);
+        return seen(layer, single.sequence, i % shape_.kv_heads, packed_.positions[single.token], 1);
     }
 
-    // Task i is a block of a prompt's tokens and a key head.
-    void attend_many(int64_t layer, Scratch& scratch, int64_t i) {
-        const int64_t kv_head = i % shape_.kv_heads;
+    // Task i is a block of a prompt's tokens and a key head. All blocks pack keys: so no row depends on a block's size.
+    void attend_block(int64_t layer, Scratch& scratch, int64_t i) {
         const Block& block = packed_.blocks[i / shape_.kv_heads];
-        const int64_t at = block.token * attended_ + own(kv_head), first = packed_.positions[block.token];
-        Live<T> live = seen(layer, block.sequence, kv_head, first);
-        live.stop = first + block.count;
-        scratch.many.run({&queries_[at], &mixed_[at], attended_, block.count, first, sight(layer), live}, attention_);
+        scratch.attention.run(task(layer, block.sequence, i % shape_.kv_heads, block.token, block.count), false);
+    }
+
+    AttendTask<T, A> task(int64_t layer, int64_t sequence, int64_t kv_head, int64_t token, int64_t count) {
+        const int64_t at = token * attended_ + own(kv_head), dim = shape_.head_dim, position = packed_.positions[token];
+        return {&queries_[at], &mixed_[at], attended_, dim, attended_, dim, group_, count, position, dim, dim,
+                sight(layer), seen(layer, sequence, kv_head, position, count), nullptr, shape_.attention_scale,
+                shape_.attention_cap};
     }
 
     void head(Member& me, const Job& job) {
@@ -289,7 +266,8 @@ template <class T> class Decoder {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply<T>(me, normed_.data(), hidden_, rows, weights_.head, room(me), [&](int64_t row, int64_t p, float* c) {
+        multiply<T>(me, normed_.data(), hidden_, rows, weights_.head, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_.logits + row * width + p * kPanel + i,
@@ -301,13 +279,14 @@ template <class T> class Decoder {
     const Weights weights_;
     const std::vector<Layer> layers_;
     std::vector<Scratch> scratch_;
-    AttentionShape attention_;
+    int64_t group_;  // query heads of a key head
     int64_t hidden_, attended_, qkv_, inner_;  // widths in whole panels
-    int vectors_;
+    int64_t groups_;                           // of the longest row
     Step step_{};
     PackedStep packed_;
     std::vector<float> stream_, branch_, projected_;
     std::vector<A> normed_, queries_, mixed_, gated_;
+    std::vector<RoundedBlock> rounded_;  // many rows of a product's input
     Team<Job> team_;  // last: its threads use all of the above
 };
 

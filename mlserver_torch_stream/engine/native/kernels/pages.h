@@ -7,8 +7,6 @@
 
 namespace native {
 
-constexpr int kRows = 16;  // positions that are read together, from a multiple of 16 on
-
 // Which keys a query sees up to its own; 0: no limit.
 struct Sight {
     int64_t window;  // the newest so many, its own included
@@ -37,19 +35,6 @@ template <class T> struct Live {
         const auto place = (uint32_t)position, size = (uint32_t)page_size;
         return column.start + table[place / size] * column.page_stride + place % size * column.row;
     }
-
-    // The first of the 16 rows from `position` on, which is a multiple of 16. Rows that are not seen hold anything.
-    // Where pages are no multiple of 16 the rows are copied to `copy`, which has room for them.
-    const T* rows(const Column<T>& column, int64_t position, T* copy) const {
-        if (page_size % kRows == 0) return at(column, position);
-        const int64_t end = std::min(stop, position + kRows);
-        for (int64_t i = std::max(first, position); i < end; i++)
-            memcpy(copy + (i - position) * column.row, at(column, i), column.row * sizeof(T));
-        return copy;
-    }
 };
-
-inline int64_t floor_rows(int64_t position) { return position / kRows * kRows; }
-inline int64_t ceil_rows(int64_t position) { return (position + kRows - 1) / kRows * kRows; }
 
 }  // namespace native

@@ -8,6 +8,45 @@
 
 namespace native {
 
+struct PagesCall {  // mirrored field by field in attention_library.py
+    const void* queries;     // [tokens][heads][key_dim], by the strides below
+    void* out;               // [tokens][heads][value_dim]
+    const void *keys, *values;  // [pages][kv_heads][page_size][key_dim or value_dim]
+    const int32_t* tables;   // [sequences][table_width]
+    const int32_t* starts;   // [sequences]: tokens in the pages before the step's
+    const int32_t* ends;     // [sequences + 1]: where a sequence's queries begin among the packed ones
+    const float* sinks;      // [heads]: a score beside those of the keys; null: none
+    int64_t token_stride, head_stride;  // of queries, in elements
+    int64_t sequences, table_width, heads, kv_heads, page_size, key_dim, value_dim;
+    int64_t window, chunk;   // 0: none
+    int64_t type;            // StoredType
+    float scale, cap;
+};
+
+enum StoredType { kFp32, kBf16, kFp16 };
+
+struct PagesTask {
+    int64_t sequence, kv_head, first, count;  // queries first to first + count - 1 of the sequence
+};
+
+template <class S> AttendTask<S, S> task_of(const PagesCall& call, const PagesTask& task) {
+    const int64_t group = call.heads / call.kv_heads, head = task.kv_head * group;
+    const int64_t token = call.ends[task.sequence] + task.first, position = call.starts[task.sequence] + task.first;
+    const Sight sight{call.window, call.chunk};
+    const auto column = [&](const void* pages, int64_t dim) {
+        const int64_t size = call.page_size * dim;
+        return Column<S>{static_cast<const S*>(pages) + task.kv_head * size, call.kv_heads * size, dim};
+    };
+    return {static_cast<const S*>(call.queries) + token * call.token_stride + head * call.head_stride,
+            static_cast<S*>(call.out) + (token * call.heads + head) * call.value_dim,
+            call.token_stride, call.head_stride, call.heads * call.value_dim, call.value_dim,
+            group, task.count, position, call.key_dim, call.value_dim, sight,
+            {column(call.keys, call.key_dim), column(call.values, call.value_dim),
+             call.tables + task.sequence * call.table_width, call.page_size, sight.oldest(position),
+             position + task.count},
+            call.sinks == nullptr ? nullptr : call.sinks + head, call.scale, call.cap};
+}
+
 // GOMP_parallel: runs the function on so many threads at once, the caller's included. Null: there is no pool.
 using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
@@ -68,9 +107,10 @@ inline bool worth_a_team(const PagesCall& call) {
 template <class S, class T> void attend_pages(const PagesCall& call, Parallel parallel, int threads) {
     const std::vector<PagesTask> tasks = tasks_of(call);
     spread(worth_a_team(call) ? parallel : nullptr, threads, (int64_t)tasks.size(), [&](int64_t i) {
-        static thread_local std::unique_ptr<AttendPages<S, T>> worker;  // its memory stays warm from layer to layer
-        if (worker == nullptr) worker = std::make_unique<AttendPages<S, T>>();
-        worker->run(call, tasks[i]);
+        static thread_local std::unique_ptr<AttendPages<S, S, T>> worker;  // its memory stays warm from layer to layer
+        if (worker == nullptr) worker = std::make_unique<AttendPages<S, S, T>>();
+        const AttendTask<S, S> task = task_of<S>(call, tasks[i]);
+        worker->run(task, task.group * task.count < kFewRows);
     });
 }
 
