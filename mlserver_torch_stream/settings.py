@@ -118,7 +118,8 @@ class EngineSettings(BaseModel):
     """A Jinja template, or the file that holds it; default: the tokenizer's template."""
     tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
     """How the model spells its tool calls: `hermes`, `llama3`, `mistral`, `qwen3_coder`, `glm45`, as its tokenizer
-    declares (`template`), or `none` of them ([tools.md](tools.md)); auto: as its tokenizer or its chat template shows."""
+    declares (`template`), or `none` of them ([tools.md](tools.md)); auto: as its tokenizer or its chat template
+    shows."""
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """`think`: what an answer has between `<think>` and `</think>` is its reasoning; `none`: it is text; auto: as the
     chat template does."""

@@ -64,11 +64,11 @@ class _TextualItem(OutputItem):
         return self._part_message(f"{self.part_kind}.delta", delta=text, **more)
 
     def _opening(self) -> list[JsonObject]:
-        return [self._part_message("content_part.added", part=self._part(""))]
+        return [self._part_message("content_part.added", part=self.part(""))]
 
     def _closing(self) -> list[JsonObject]:
         text = "".join(self._pieces)
-        part = self._part(text)
+        part = self.part(text)
         told = {key: value for key, value in part.items() if key in ("text", "logprobs")}
         return [
             self._part_message(f"{self.part_kind}.done", **told),
@@ -76,9 +76,9 @@ class _TextualItem(OutputItem):
         ]
 
     def _content(self) -> list[JsonObject]:
-        return [self._part("".join(self._pieces))]
+        return [self.part("".join(self._pieces))]
 
-    def _part(self, text: str) -> JsonObject:
+    def part(self, text: str) -> JsonObject:
         return {"type": self.part_kind, "text": text}
 
     def _part_message(self, kind: str, **more: Any) -> JsonObject:
@@ -108,8 +108,8 @@ class MessageItem(_TextualItem):
     def _head(self, status: str) -> JsonObject:
         return {"id": self.id, "type": "message", "status": status, "role": "assistant"}
 
-    def _part(self, text: str) -> JsonObject:
-        return {**super()._part(text), "annotations": [], "logprobs": list(self._logprobs) if text else []}
+    def part(self, text: str) -> JsonObject:
+        return {**super().part(text), "annotations": [], "logprobs": list(self._logprobs) if text else []}
 
 
 class ReasoningItem(_TextualItem):

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlserver_torch_stream.protocol.json_schema import Schema
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, BodyParameter, Table, Treatment
-from mlserver_torch_stream.protocol.parameters import REASONING_EFFORTS
+from mlserver_torch_stream.protocol.parameter_table import REASONING_EFFORTS
 from mlserver_torch_stream.protocol.tools import FUNCTION, MOST_TOOLS
 
 INPUT = "input"
