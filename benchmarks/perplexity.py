@@ -21,9 +21,18 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights, locate
+from mlserver_torch_stream.engine.loading.loader import (
+    LoadedModel,
+    complete,
+    load_tokenizer,
+    load_weights,
+    locate,
+    locate_packed,
+)
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.settings import parse_settings
 
 TEXT = Path(__file__).parent / "english.txt"
@@ -75,11 +84,19 @@ def main() -> None:
         rows = windows(loaded, options.text.read_text(encoding="utf-8"), options.window)
         print(f"{len(rows)} windows of {options.window} tokens", flush=True)
         best = perplexity_of_model(loaded.model, rows)
-        print(f"{'transformers, bfloat16':28}{best:9.4f}", flush=True)
-        for name, int8 in (("our kernels, bfloat16", False), ("our kernels, int8 weights", True)):
-            forward = NativeForward(loaded.model, options.threads, settings.cache_dir, int8)
-            found = perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows)
-            print(f"{name:28}{found:9.4f}{100 * (found / best - 1):+8.2f} %", flush=True)
+        print(f"{'transformers, bfloat16':40}{best:9.4f}", flush=True)
+
+        def show(name: str, found: float) -> None:
+            print(f"{name:40}{found:9.4f}{100 * (found / best - 1):+8.2f} %", flush=True)
+
+        for name, rounded in (("bfloat16", None), *ROUNDED.items()):
+            forward = NativeForward(loaded.model, options.threads, settings.cache_dir, rounded)
+            show(f"our kernels, {name}", perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows))
+        if (packed_files := locate_packed(settings)) is not None:
+            packed = load_packed(Path(packed_files.location))
+            forward = NativeForward(packed.model, options.threads, settings.cache_dir)
+            show("our kernels, packed", perplexity_of_forward(forward, CacheLayout(packed.model.config), rows))
+            show("the file dequantised, float32", perplexity_of_model(packed.model, rows))
 
 
 if __name__ == "__main__":

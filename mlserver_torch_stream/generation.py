@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, CompiledConstraint, Engine, EngineRequest, TokenStream
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
@@ -48,7 +49,7 @@ class PromptEncoder(Protocol):
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
-    def submit(self, constraint: Constraint, behind: str | None = None) -> Future[CompiledConstraint]:
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
         """Begins to compile what answers must match. The future may raise InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
@@ -115,7 +116,9 @@ class Generator:
         constraint = await self._compiled(answer.constraint, answer.behind)
         return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
 
-    async def _compiled(self, constraint: Constraint | None, behind: str | None = None) -> CompiledConstraint | None:
+    async def _compiled(
+        self, constraint: Constraint | None, behind: ReasoningMarks | None = None
+    ) -> CompiledConstraint | None:
         """Raises InvalidInput, which names the constraint's field."""
         if constraint is None:
             return None

@@ -92,7 +92,7 @@ class Speculative(BaseModel):
         return value
 
 
-_INT8_NEEDS: Mapping[str, tuple[Any, ...]] = {
+_ROUNDING_NEEDS: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("auto", "bfloat16"),
     "quantization_config": (None,),
     "engine": ("auto", "batched"),
@@ -112,7 +112,7 @@ class EngineSettings(BaseModel):
     revision: str | None = None
     tokenizer: str | None = None  # folder or hub id; None: the model's own
     chat_template: str | None = None  # a Jinja template, or the file that holds it
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"  # auto: what the template shows
+    tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device_map: DeviceMap | None = None
@@ -125,7 +125,7 @@ class EngineSettings(BaseModel):
     allow_pickle: bool = False  # weights in files such as pytorch_model.bin are read too
     engine: Literal["auto", "batched", "serial"] = "auto"
     fast_path: Literal["auto", "off"] = "auto"  # auto: our own kernels, where they give the model's logits
-    weights: Literal["auto", "int8"] = "auto"  # int8: rounded at load; only our own kernels run it
+    weights: Literal["auto", "int8", "int4", "dense"] = "auto"  # dense: those of a GGUF file are never kept packed
     max_model_len: int | None = Field(default=None, gt=0)  # tokens, prompt and answer together
     max_num_seqs: int = Field(default=32, gt=0)
     max_queued_requests: int = Field(default=256, gt=0)  # prompts in the queue; further ones are refused
@@ -145,11 +145,13 @@ class EngineSettings(BaseModel):
 
     @field_validator("weights")
     @classmethod
-    def _no_way_round_int8(cls, weights: str, info: ValidationInfo) -> str:
-        if weights == "int8":
-            for key, allowed in _INT8_NEEDS.items():
+    def _no_way_round_our_kernels(cls, weights: str, info: ValidationInfo) -> str:
+        if weights in ("int8", "int4"):
+            for key, allowed in _ROUNDING_NEEDS.items():
                 if info.data.get(key, allowed[0]) not in allowed:
-                    raise ValueError(f"int8 needs our own kernels on a bfloat16 model, not {key}: {info.data[key]!r}")
+                    raise ValueError(
+                        f"{weights} needs our own kernels on a bfloat16 model, not {key}: {info.data[key]!r}"
+                    )
         return weights
 
 

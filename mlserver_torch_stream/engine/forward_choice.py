@@ -19,10 +19,12 @@ from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path, take_int8
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
+from mlserver_torch_stream.engine.native.verify_native import take_fast_path, take_rounded
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import EngineSettings
 
@@ -47,10 +49,12 @@ def choose_forward(
 ) -> ForwardChoice:
     """``findings`` say that the model can be batched. Raises LoadFailed."""
     model, quantised = expected.model, is_quantised(expected.model)
-    if settings.weights == "int8":
+    if settings.weights in ROUNDED:
         if quantised:
-            raise LoadFailed("parameters.extra.weights: int8 is for dense weights, this checkpoint is quantised")
-        return ForwardChoice(take_int8(expected, findings, threads, cache_dir))
+            raise LoadFailed(
+                f"parameters.extra.weights: {settings.weights} is for dense weights, this checkpoint is quantised"
+            )
+        return ForwardChoice(take_rounded(expected, findings, threads, cache_dir, settings.weights))
     no_kernels = None
     if settings.fast_path == "auto" and not quantised:
         taken = take_fast_path(expected, findings, threads, cache_dir)
@@ -118,4 +122,4 @@ def _problem(
             **small,
         )
     except Exception as error:  # kernels of torch's or of a compiler can raise any error
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return in_a_line(error)

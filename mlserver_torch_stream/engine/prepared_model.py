@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, device_types, input_device
+from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
-from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
+from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, load_weights
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, describe, load_weights, locate
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
     describe_moves,
@@ -28,6 +30,7 @@ from mlserver_torch_stream.engine.loading.placement import (
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.native.verify_native import take_packed
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
@@ -62,6 +65,12 @@ class PreparedModel:
 def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
     """Raises LoadFailed."""
     settings = resolved.settings
+    if files.packed:
+        try:
+            return _prepare_packed(files, resolved, threads, resources)
+        except NotPacked as error:
+            logger.warning("The weights of %s are dequantised: %s", resolved.source.name, error)
+            files = locate(resolved)
     if settings.tensor_parallel_size > 1:
         return _prepare_ranks(files, resolved, resources)
     if launched(os.environ):
@@ -93,6 +102,23 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
     logger.info("Loaded the weights of %s", resolved.source.name)
     fair_lock = None if pipeline is not None else resources.cpu_lock if device.type == "cpu" else FairLock()
     return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
+
+
+def _prepare_packed(
+    files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources
+) -> PreparedModel:
+    """Raises NotPacked or LoadFailed."""
+    name = resolved.source.name
+    with torch.inference_mode():
+        packed = load_packed(Path(files.location))
+        placement = read_placement(packed.model)
+        description = describe(name, packed.model, packed.description)
+        forward, findings = take_packed(packed.model, threads, resolved.cache_dir)
+    trim_heap()
+    logger.info("Loaded the weights of %s", name)
+    weights = LoadedWeights(packed.model, packed.model.generation_config, description)
+    device = torch.device("cpu")
+    return PreparedModel(weights, findings, ForwardChoice(forward), device, resources.cpu_lock, placement=placement)
 
 
 def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:

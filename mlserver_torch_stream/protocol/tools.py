@@ -17,10 +17,10 @@ from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ModelInfo
 
 _NO_PARSER = "none"
-_MOST_TOOLS = 128
+MOST_TOOLS = 128
 _MOST_NAME = 64
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-_FUNCTION: Schema = {
+FUNCTION: Schema = {
     "type": "object",
     "required": ["name"],
     "properties": {
@@ -32,13 +32,13 @@ _FUNCTION: Schema = {
 }
 TOOLS: Schema = {
     "type": "array",
-    "maxItems": _MOST_TOOLS,
+    "maxItems": MOST_TOOLS,
     "items": {
         "type": "object",
         "required": ["type", "function"],
         "properties": {
             "type": {"type": "string", "enum": ["function"], "description": "only functions are implemented"},
-            "function": _FUNCTION,
+            "function": FUNCTION,
         },
     },
 }

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint, ConstraintKind
 from tests.engine.random_answers import random_answer
@@ -35,7 +36,7 @@ def test_a_constraint_is_compiled_once_and_the_oldest_are_given_up() -> None:
     compiler = ConstraintCompiler(byte_tokenizer())
     first = compiler.compile(_regex("a+"))
     assert compiler.compile(_regex("a+")) is first
-    assert compiler.compile(_regex("a+"), "</t>") is not first
+    assert compiler.compile(_regex("a+"), ReasoningMarks("</t>")) is not first
     for number in range(40):
         compiler.compile(_regex(f"b{{{number + 1}}}"))
     assert compiler.compile(_regex("a+")) is not first

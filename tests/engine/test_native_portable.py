@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
-from mlserver_torch_stream.engine.attention.reference import reference_attention
-from mlserver_torch_stream.engine.attention.verify_attention import TOLERANCE, AttentionShape, farthest
+from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest, reference_attention
+from mlserver_torch_stream.engine.attention.verify_attention import TOLERANCE
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.quantise import round_weights
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.tiny_models import tiny_model
 
@@ -58,8 +58,8 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
             assert forward.variant == ("compiled for this CPU" if name == _OLD else f"{name}, compiled here")
             assert check_forward(model, forward) is None
     with torch.inference_mode():
-        forward = NativeForward(model, 2, tmp_path, int8=True)
-        round_weights(read_decoder(model))
+        forward = NativeForward(model, 2, tmp_path, ROUNDED["int8"])
+        round_weights(read_decoder(model), ROUNDED["int8"])
         assert check_forward(model, forward) is None
     native = NativeAttention(tmp_path, reference_attention)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.text.tool_grammar import HERMES, tool_grammar
 from mlserver_torch_stream.errors import InvalidInput
@@ -161,8 +162,8 @@ def test_an_answer_is_json_or_a_call_where_both_were_asked_for(kind: str) -> Non
     [
         ("{{ messages }}", None, False),
         ("<tool_call>{{ tools }}", "hermes", False),
-        ("<tool_call>\n<function=", None, False),
-        ("<tool_call>{name}\n<arg_key>", None, False),
+        ("<tool_call>\n<function=", "qwen3_coder", False),
+        ("<tool_call>{name}\n<arg_key>", "glm45", False),
         ("<|python_tag|> {{ tools }}", "llama3", False),
         ("[TOOL_CALLS]", "mistral", False),
         ("{% if '</think>' in content %}", None, True),
@@ -189,6 +190,6 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it(ending: str, begun: bool | N
     tokenizer.chat_template = "</think>"
     answer = ChatFormat(tokenizer).answer(ChatPrompt(({"role": "user", "content": "hi"},)), ending)
     assert answer.divides == (begun is not None)
-    assert answer.behind == (None if begun is None else "</think>")
+    assert answer.behind == (None if begun is None else ReasoningMarks("</think>", None if begun else "<think>"))
     if begun is not None:
         assert answer.parser().reasons == begun

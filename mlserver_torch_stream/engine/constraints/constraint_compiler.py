@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
 
@@ -40,7 +41,7 @@ _MOST_MULTIPLE = 10_000  # takes some 0.1 s; 100,000 takes seconds
 _WORKERS = 2  # threads; most masks take less than 0.1 ms
 _MOST_REASON = 300  # characters
 
-_Key = tuple[Constraint, str | None]
+_Key = tuple[Constraint, ReasoningMarks | None]
 
 
 class ConstraintCompiler:
@@ -61,19 +62,18 @@ class ConstraintCompiler:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
 
-    def submit(self, constraint: Constraint, behind: str | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile what an answer must match; after any text up to and including ``behind``, where that is
-        given.
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what an answer must match; after a reasoning with the marks ``behind``, where they are given.
 
         The future may raise InvalidInput, which names the constraint's field.
         """
         return self._threads.submit(lambda: self._known(constraint, behind))
 
-    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
+    def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
         """Blocks until it is compiled. Raises InvalidInput."""
         return self.submit(constraint, behind).result()
 
-    def _known(self, constraint: Constraint, behind: str | None) -> CompiledConstraint:
+    def _known(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
         key = (constraint, behind)
         with self._lock:
             if key in self._kept:
@@ -86,7 +86,7 @@ class ConstraintCompiler:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, constraint: Constraint, behind: str | None) -> CompiledConstraint:
+    def _compile(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise InvalidInput(constraint.field, tokenizer)
@@ -110,15 +110,25 @@ class ConstraintCompiler:
         _checked(behind_forced, constraint.field)  # this and the first mask find most of what is too complex
         return CompiledConstraint(start, forced, tokenizer.vocab_size, tuple(tokenizer.eos_tokens), self._workers)
 
-    def _grammar(self, constraint: Constraint, behind: str | None, tokenizer: LLTokenizer) -> str:
+    def _grammar(self, constraint: Constraint, behind: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
         from mlserver_torch_stream.engine.constraints.grammar import behind_text, grammar_of
 
         grammars = [grammar_of(constraint)]
         if behind is not None:
-            ids = self._tokenizer(behind, add_special_tokens=False)["input_ids"]
-            special = ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
-            grammars = behind_text(grammars[0], behind, special)
+            end = self._pieces(behind.end, tokenizer)
+            end_id = end[0] if isinstance(end[0], int) and len(end) == 1 else None
+            begin = None if behind.begin is None else self._pieces(behind.begin, tokenizer)
+            grammars = behind_text(grammars[0], behind.end, end_id, begin)
         return json.dumps({"grammars": grammars})
+
+    def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
+        """The text, with the ids of its special tokens in their places."""
+        pieces: list[str | int] = []
+        for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if tokenizer.is_special_token(token_id):
+                before, _, text = text.partition(str(self._tokenizer.convert_ids_to_tokens(token_id)))
+                pieces += [before, token_id]
+        return [piece for piece in (*pieces, text) if piece != ""]
 
 
 def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
 # The oldest positions, which a window loses where logits are compared, weigh four times as much as all others together:
@@ -27,10 +27,11 @@ _WEIGHT = 4
 class ExpectedLogits:
     """The logits of one model. Its weights must not change in between."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        """``dtype``: what the forwards to be compared round to; None: what the model does."""
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self.dtype = rounding_dtype(model)
+        self.dtype = dtype or rounding_dtype(model)
         self._device = input_device(model)
         self._near: dict[tuple[int, ...], torch.Tensor] = {}
         self._far: dict[tuple[int, ...], torch.Tensor] = {}

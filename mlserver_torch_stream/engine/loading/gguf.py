@@ -26,6 +26,7 @@ from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
 from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
+from mlserver_torch_stream.engine.loading.gguf_packed import write_packed
 from mlserver_torch_stream.engine.loading.stage_log import stage
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,15 @@ _SPECIAL_TOKENS = {
 }
 
 
-def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> Path | None:
+def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
     """Returns the folder with the converted file, and converts it first if the folder is absent or damaged.
+
+    ``packed``: its weights stay blocks, as ``gguf_packed`` writes them, which raises NotPacked.
 
     Returns None, after one warning, if the cache cannot be written: the caller loads the file itself (``load_gguf``).
     """
-    target = cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, dtype)}"
+    kind = f"{dtype} packed" if packed else dtype
+    target = cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, kind)}"
     if _is_whole(target):
         with suppress(OSError):  # a read-only image
             os.utime(target)
@@ -61,7 +65,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto") -> P
                     logger.warning("%s is damaged, and removed", target)
                     shutil.rmtree(target)
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
-                _convert(gguf_file, target, dtype)
+                _convert(gguf_file, target, dtype, packed)
                 _forget_unused(cache_dir)
         return target
     except (OSError, Timeout) as error:
@@ -107,18 +111,22 @@ def _fingerprint(gguf_file: Path, dtype: str) -> str:
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
 
-def _convert(gguf_file: Path, target: Path, dtype: str) -> None:
+def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         with headers_parsed_once():
             with stage(logger, f"Reading the tokenizer of {name}"):
                 tokenizer = load_gguf_tokenizer(gguf_file)
             with stage(logger, f"Reading the weights of {name}"):
-                model = load_gguf(gguf_file, dtype)
+                if packed:
+                    write_packed(gguf_file, Path(folder))
+                else:
+                    model = load_gguf(gguf_file, dtype)
         with stage(logger, f"Writing the converted {name}"):
             tokenizer.save_pretrained(folder)
-            _forget_quantization(model)
-            model.save_pretrained(folder)
+            if not packed:
+                _forget_quantization(model)
+                model.save_pretrained(folder)
             _seal(Path(folder))
         os.chmod(folder, 0o755)  # an image that root builds can run as another user
         os.rename(folder, target)

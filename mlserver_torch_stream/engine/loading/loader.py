@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
 from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.placement import check_tied, read_placement
@@ -67,10 +68,14 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The location of a model's files: a folder or hub id, or a GGUF file that is not converted."""
+    """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
+
+    ``packed``: the folder holds a GGUF file's blocks.
+    """
 
     location: str
     gguf_file: Path | None
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,23 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
         return ModelFiles("", file)
     folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
     return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
+
+
+def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
+    """Finds a GGUF file whose weights can stay packed; None if there is none, or if the settings leave no room for it.
+
+    Raises LoadFailed.
+    """
+    settings, source = resolved.settings, resolved.source
+    if source.kind not in ("embedded", "gguf") or settings.weights != "auto" or not _on_our_kernels(settings):
+        return None
+    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    try:
+        folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True))
+    except NotPacked as error:
+        logger.info("The weights of %s are dequantised: %s", file.name, error)
+        return None
+    return None if folder is None else ModelFiles(str(folder), None, packed=True)
 
 
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
@@ -149,8 +171,8 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
     return threads
 
 
-def describe(name: str, model: Any) -> str:
-    """Describes a loaded model: its name, size and devices."""
+def describe(name: str, model: Any, weights: str | None = None) -> str:
+    """Describes a loaded model: its name, size and devices. ``weights``: what they are; None: of the model's dtype."""
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
@@ -158,7 +180,7 @@ def describe(name: str, model: Any) -> str:
     quantised = (
         f", quantised by {model.hf_quantizer.quantization_config.quant_method.value}" if is_quantised(model) else ""
     )
-    return f"{name} ({kind}, {size} parameters, {dtype}{quantised}) on {_devices(model)}"
+    return f"{name} ({kind}, {size} parameters, {weights or dtype + quantised}) on {_devices(model)}"
 
 
 def _devices(model: Any) -> str:
@@ -206,6 +228,20 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if own is not None and asked is not None:
         check_agreed(model, options["quantization_config"], asked)
     return model
+
+
+def _on_our_kernels(settings: EngineSettings) -> bool:
+    """Whether these settings let our own kernels run on the CPU, the only ones that read packed weights here."""
+    on_cpu = settings.device_map == "cpu" or (settings.device_map is None and not torch.cuda.is_available())
+    free = (settings.quantization_config, settings.max_memory, settings.offload_folder, settings.attn_implementation)
+    return (
+        on_cpu
+        and all(each is None for each in free)
+        and settings.dtype in ("auto", "bfloat16")
+        and settings.engine != "serial"
+        and settings.fast_path == "auto"
+        and settings.tensor_parallel_size == 1
+    )
 
 
 def _refuse_pickles(folder: Path) -> None:
@@ -263,6 +299,8 @@ def _attempt(what: str, load: Callable[[], Any]) -> Any:
     """Runs ``load`` and turns a failure into one line, which says what the user can do."""
     try:
         return load()
+    except NotPacked:
+        raise
     except LoadFailed as error:
         raise LoadFailed(f"cannot load {what}: {error}") from None
     except Exception as error:

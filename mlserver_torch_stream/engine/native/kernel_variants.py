@@ -32,16 +32,19 @@ class KernelVariant:
 # The levels of the x86-64 psABI (https://gitlab.com/x86-psABIs/x86-64-ABI); `abm` is LZCNT in Linux's names.
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
-_BF16 = _V4 | {"avx512_bf16"}
+_VNNI = _V4 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16"}
-_V4_BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+_V4_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+_V4_BF16 = (*_V4_VNNI, "-mavx512bf16")
 _NEON = frozenset(("asimd", "asimdrdm", "atomics", "crc32"))
 VARIANTS = (  # of each machine the best first
     KernelVariant(
         *("amx", "x86_64", _AMX, (*_V4_BF16, "-mamx-tile", "-mamx-bf16")),
-        zig_cpu="x86_64_v4+avx512bf16+amx_tile+amx_bf16",
+        zig_cpu="x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16",
     ),
-    KernelVariant("avx512_bf16", "x86_64", _BF16, _V4_BF16, "x86_64_v4+avx512bf16"),
+    KernelVariant("avx512_bf16", "x86_64", _BF16, _V4_BF16, "x86_64_v4+avx512vnni+avx512bf16"),
+    KernelVariant("avx512_vnni", "x86_64", _VNNI, _V4_VNNI, "x86_64_v4+avx512vnni"),
     KernelVariant("avx512", "x86_64", _V4, ("-march=x86-64-v4",), "x86_64_v4"),
     KernelVariant("avx2", "x86_64", _V3, ("-march=x86-64-v3",), "x86_64_v3"),
     KernelVariant("neon", "aarch64", _NEON, ("-march=armv8.2-a",), "generic+v8_2a"),

@@ -1,4 +1,4 @@
-"""Declares the kernels' C interface: the structures of ``kernels/model.h``, field by field, and the four functions.
+"""Declares the kernels' C interface: the structures of ``kernels/model.h``, field by field, and the functions.
 
 Knows nothing of transformers. The caller keeps the memory of a structure's pointers alive.
 """
@@ -16,7 +16,7 @@ SILU, GELU_TANH = range(2)
 
 
 class KernelMatrix(Structure):
-    _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("scales", c_void_p)]
+    _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("format", c_int64)]
 
 
 class KernelShape(Structure):
@@ -47,6 +47,7 @@ class KernelWeights(Structure):
         ("layers", POINTER(KernelLayer)),
         ("embedding", c_void_p),
         ("head", KernelMatrix),
+        ("table", KernelMatrix),
         ("last_norm", c_void_p),
     ]
 
@@ -76,6 +77,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.native_create.restype = c_void_p
     library.native_step.argtypes = [c_void_p, POINTER(KernelStep)]
     library.native_step.restype = c_int
+    library.native_multiply.argtypes = [POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int]
+    library.native_multiply.restype = c_int
     library.native_destroy.argtypes = [c_void_p]
     library.native_destroy.restype = None
     library.native_use_large_pages.argtypes = [c_void_p, c_int64]

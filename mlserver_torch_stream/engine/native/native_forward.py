@@ -16,11 +16,13 @@ from torch import Tensor
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.native import library as c
+from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
+from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.native.weights import PANEL, PackedWeights
+from mlserver_torch_stream.engine.native.weights import PackedWeights
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512
@@ -33,12 +35,15 @@ class NativeForward:
     A sequence's logits are the same bits alone and in any batch, with pages of any size and however its prompt is cut.
     """
 
-    def __init__(self, model: Any, threads: int, cache_dir: Path, int8: bool = False) -> None:
-        """Copies the weights, with ``int8`` rounded. Raises NoKernels, UnsupportedLayout or LoadFailed."""
+    def __init__(self, model: Any, threads: int, cache_dir: Path, rounded: Rounding | None = None) -> None:
+        """Copies the weights, rounded if a rounding is given.
+
+        Raises NoKernels, UnsupportedLayout or LoadFailed.
+        """
         decoder = read_decoder(model)
         kernels, self.variant = open_kernels(cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
-        self._weights = PackedWeights(decoder, kernels, int8)
+        self._weights = PackedWeights(decoder, kernels, rounded)
         shape = self._weights.shape
         shape.rotated_half = self._rotary.half
         is_bf16 = decoder.dtype == torch.bfloat16

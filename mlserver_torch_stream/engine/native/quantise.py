@@ -1,35 +1,56 @@
-"""Rounds weights to int8 and back: symmetric, with one scale for each output of a projection.
+"""Rounds dense weights to int8 or int4, in groups of 32 inputs, and back.
 
-Knows nothing of layouts. Measured on SmolLM2-135M-Instruct (benchmarks/LOG.md): a scale per output costs 0.3 % of
-perplexity, a scale per 32 inputs costs nothing. But only the former leaves integers to multiply with, which bf16 holds
-exactly.
+Knows nothing of layouts. int8 is symmetric, as GGUF's Q8_0 is; int4 has a minimum for each group, as Q4_1 has.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mlserver_torch_stream.engine.native.groups import EIGHT, FOUR_MIN, GROUP, GroupFormat, Groups
 from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout
 
-_LARGEST = 127
 BLOCK = 512  # rows at a time: the float32 copy of a whole head may be larger than the model in int8
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ``[outputs, inputs]`` in int8, and the scales in float32. Raises UnsupportedLayout."""
-    exact = weight.float()
-    scales = exact.abs().amax(1) / _LARGEST
-    if not scales.isfinite().all():
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The formats that a model's dense weights are rounded to. The head may be the embedding too."""
+
+    layers: GroupFormat
+    head: GroupFormat
+
+
+# By the values of the setting ``weights``. A head in int4 costs more perplexity than all layers (benchmarks/LOG.md).
+ROUNDED = {"int8": Rounding(EIGHT, EIGHT), "int4": Rounding(FOUR_MIN, EIGHT)}
+
+
+def quantise(weight: Tensor, format: GroupFormat) -> Groups:
+    """Returns ``[outputs, inputs]`` in a format of ``ROUNDED``. Raises UnsupportedLayout."""
+    if not weight.isfinite().all():
         raise UnsupportedLayout("weights that are not finite")
-    divisors = torch.where(scales > 0, scales, 1.0)
-    return (exact / divisors[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales
+    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
+    # The kernels hold scales and minima in float16, and so codes are of what float16 leaves of them.
+    minima = grouped.amin(2).half().float() if format.minimum else None
+    most = (grouped.amax(2) - minima) / 15 if minima is not None else grouped.abs().amax(2) / 127
+    scales = most.half().float()
+    divisors = torch.where(scales > 0, scales, 1.0)[..., None]
+    if minima is None:
+        codes = (grouped / divisors).round_().clamp_(-127, 127).add_(format.offset)
+    else:
+        codes = ((grouped - minima[..., None]) / divisors).round_().clamp_(0, 15)
+    return Groups(format, codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]], scales, minima)
 
 
-def round_weights(decoder: Decoder) -> None:
-    """Rounds the projections of the model itself to int8, in place and in their own dtype."""
+def round_weights(decoder: Decoder, rounding: Rounding) -> None:
+    """Rounds the projections of the model itself, in place and in their own dtype."""
     for projection in decoder.projections:
+        format = rounding.head if projection is decoder.head else rounding.layers
         for weight in projection.weights:
+            assert isinstance(weight, Tensor)  # of a dense model
             for rows in weight.split(BLOCK):
-                numbers, scales = quantise(rows)
-                rows.copy_(numbers.float().mul_(scales[:, None]))
+                rows.copy_(quantise(rows, format).dense())

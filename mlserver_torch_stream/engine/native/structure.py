@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mlserver_torch_stream.engine.native.known_fields import unknown_field
+from mlserver_torch_stream.engine.native.packed_rows import PackedEmbedding, PackedLinear, PackedRows
+from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout as UnsupportedLayout
 
 # Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -32,15 +34,11 @@ _NORM_ROLES = (
 _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values())
 
 
-class UnsupportedLayout(Exception):
-    """The model is no decoder of the Llama layout; the message names the difference in one line."""
-
-
 @dataclass(frozen=True, slots=True)
 class Projection:
     """``[outputs, inputs]`` and perhaps a bias, as parts to be stacked."""
 
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
 
 
@@ -77,7 +75,7 @@ class Decoder:
     """A model in the form that the kernels need."""
 
     layers: tuple[DecoderLayer, ...]
-    embedding: Tensor
+    embedding: Tensor | PackedRows
     head: Projection
     last_norm: Tensor
     rotary: nn.Module
@@ -87,7 +85,14 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        """The type of activations and of the cache."""
+        return torch.bfloat16 if isinstance(self.embedding, PackedRows) or self.packed else self.embedding.dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether a projection's weights are packed; what is dense is in float32 then."""
+        parts = (weight for projection in self.projections for weight in projection.weights)
+        return any(isinstance(part, PackedRows) for part in parts)
 
     @property
     def projections(self) -> list[Projection]:
@@ -101,7 +106,7 @@ def read_decoder(model: Any) -> Decoder:
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
     embedding = reader.child(base, "embed_tokens")
-    if type(embedding) is not nn.Embedding:
+    if type(embedding) not in (nn.Embedding, PackedEmbedding):
         raise UnsupportedLayout(f"embeddings of type {type(embedding).__name__}")
     reader.take(embedding.weight)
     layers = reader.child(base, "layers")
@@ -117,7 +122,7 @@ def read_decoder(model: Any) -> Decoder:
     shared = reader.shared_values()
     return Decoder(
         layers=decoder_layers,
-        embedding=embedding.weight,
+        embedding=_weights(embedding),
         head=head,
         last_norm=last_norm,
         rotary=_rotary(base),
@@ -162,10 +167,10 @@ class _StructureReader:
     def linear(self, module: Any, *names: str) -> Projection:
         parts = [self.child(module, name) for name in names]
         for part in parts:
-            if type(part) is not nn.Linear:
+            if type(part) not in (nn.Linear, PackedLinear):
                 raise UnsupportedLayout(f"a projection of type {type(part).__name__}")
             self.take(part.weight, part.bias)
-        return Projection(tuple(part.weight for part in parts), tuple(part.bias for part in parts))
+        return Projection(tuple(map(_weights, parts)), tuple(part.bias for part in parts))
 
     def layer(self, layer: Any) -> DecoderLayer:
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
@@ -231,6 +236,11 @@ class _StructureReader:
             if torch.allclose(got, normed * multiplier, rtol=0.03, atol=0.03):
                 return multiplier
         raise UnsupportedLayout(f"{name} does not compute an RMS norm")
+
+
+def _weights(module: Any) -> Tensor | PackedRows:
+    found: Tensor | PackedRows = getattr(module, "rows", module.weight)
+    return found
 
 
 def _halves(fused: Projection) -> Projection:

@@ -1,22 +1,27 @@
 """Decides at load whether a model runs on our own kernels: they must know its layout and give its logits.
 
-Knows nothing of engines. If anything fails here, transformers' forward runs, unless the settings ask for int8 weights.
+Knows nothing of engines. If anything fails here, transformers' forward runs, unless the settings ask for weights that
+only the kernels read.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, release_packed
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward, check_kernels
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.quantise import round_weights
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding, round_weights
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -30,7 +35,7 @@ def take_fast_path(
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
-    taken = _verified(expected, findings, threads, cache_dir, int8=False)
+    taken = _verified(expected, findings, threads, cache_dir)
     if isinstance(taken, str):
         # The kernels are for CPUs: on a GPU their absence is normal.
         level = logging.WARNING if input_device(expected.model).type == "cpu" else logging.INFO
@@ -38,22 +43,47 @@ def take_fast_path(
     return taken
 
 
-def take_int8(expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path) -> NativeForward:
-    """Does the same with weights in int8. Raises LoadFailed, as there is no other forward for them."""
-    taken = findings.problem or _verified(expected, findings, threads, cache_dir, int8=True)
+def take_rounded(
+    expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path, weights: str
+) -> NativeForward:
+    """Does the same with weights in int8 or int4. Raises LoadFailed, as there is no other forward for them."""
+    taken = findings.problem or _verified(expected, findings, threads, cache_dir, ROUNDED[weights])
     if isinstance(taken, str):
-        raise LoadFailed(f"parameters.extra.weights: int8 is not to be had for this model here: {taken}")
+        raise LoadFailed(f"parameters.extra.weights: {weights} is not to be had for this model here: {taken}")
     return taken
 
 
+def take_packed(model: Any, threads: int, cache_dir: Path) -> tuple[NativeForward, SelfCheckResult]:
+    """Returns the verified forward of a model that ``gguf_packed`` has loaded, and frees the blocks.
+
+    Raises NotPacked, or LoadFailed as ``take_fast_path`` does.
+    """
+    try:
+        forward = NativeForward(model, threads, cache_dir)
+        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
+            # transformers computes in float32, so that what differs is the rounding of activations to int8.
+            findings = check_kernels(ExpectedLogits(model, torch.int8), forward)
+    except (NoKernels, UnsupportedLayout) as error:
+        raise NotPacked(str(error)) from None
+    if findings.problem is not None:
+        raise NotPacked(findings.problem)
+    release_packed(model)
+    release_weights(model)
+    return forward, findings
+
+
 def _verified(
-    expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path, int8: bool
+    expected: ExpectedLogits,
+    findings: SelfCheckResult,
+    threads: int,
+    cache_dir: Path,
+    rounded: Rounding | None = None,
 ) -> NativeForward | str:
     model = expected.model
     try:
-        forward = NativeForward(model, threads, cache_dir, int8)
-        if int8:  # the same rounding in transformers' forward lets the check be as strict as otherwise
-            round_weights(read_decoder(model))
+        forward = NativeForward(model, threads, cache_dir, rounded)
+        if rounded is not None:  # the same rounding in transformers' forward lets the check be as strict as otherwise
+            round_weights(read_decoder(model), rounded)
             expected = ExpectedLogits(model)
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
             problem = check_forward(
@@ -64,7 +94,7 @@ def _verified(
     except (NoKernels, UnsupportedLayout) as error:
         problem = str(error)
     except Exception as error:  # a model's code can raise any error
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problem = in_a_line(error)
     if problem is not None:
         return problem
     release_weights(model)

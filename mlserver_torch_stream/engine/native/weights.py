@@ -1,6 +1,6 @@
 """Packs a decoder's weights for the kernels: panels of 32 outputs in one block of memory, in the order of their use.
 
-Packs them as they are, or as int8 with a scale per output. Knows nothing of modules or of steps.
+Packs dense weights as they are or rounded, packed ones by their codes. Knows nothing of modules or of steps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from mlserver_torch_stream.engine.native import library as c
-from mlserver_torch_stream.engine.native.quantise import BLOCK, quantise
+from mlserver_torch_stream.engine.native.grouped_matrix import GroupedMatrix
+from mlserver_torch_stream.engine.native.groups import PANEL
+from mlserver_torch_stream.engine.native.packed_rows import PackedRows
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding
 from mlserver_torch_stream.engine.native.structure import Decoder, Projection, UnsupportedLayout
 
-PANEL = 32
 _LARGE_PAGE = 1 << 21
 
 
@@ -26,65 +28,99 @@ class PackedWeights:
     ``size`` counts the bytes of the projections.
     """
 
-    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, int8: bool = False) -> None:
-        """Raises UnsupportedLayout."""
-        if int8 and decoder.dtype != torch.bfloat16:
+    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, rounded: Rounding | None = None) -> None:
+        """``rounded``: what dense weights are rounded to; None: they stay as they are. Raises UnsupportedLayout."""
+        if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
                 f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"
             )
         self._kept: list[object] = []
-        self._int8 = int8
+        self._rounded = rounded
+        self._decoder, self._kernels, self._dtype = decoder, kernels, decoder.dtype
         self.shape = _shape(decoder)
         self._buffer = self._reserve(decoder, kernels)
         self.size = 0
         layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
         head = self._matrix(decoder.head)
-        tied = decoder.head.weights[0] is decoder.embedding
-        embedding = None if tied else self._keep(decoder.embedding.contiguous())
-        table = (c.KernelLayer * len(layers))(*layers)
-        self._kept.append(table)
-        self.structure = c.KernelWeights(table, embedding, head, self._vector(decoder.last_norm))
+        embedding, table = None, head
+        if decoder.head.weights[0] is not decoder.embedding:
+            if isinstance(decoder.embedding, PackedRows):
+                table = self._matrix(Projection((decoder.embedding,), (None,)))
+            else:
+                embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
+        entries = (c.KernelLayer * len(layers))(*layers)
+        self._kept.append(entries)
+        self.structure = c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
+        del self._decoder, self._kernels
 
     def _reserve(self, decoder: Decoder, kernels: ctypes.CDLL) -> Tensor:
-        item = 1 if self._int8 else decoder.dtype.itemsize
-        size = item * sum(_padded(_outputs(matrix)) * matrix.weights[0].shape[1] for matrix in decoder.projections)
+        size = sum(self._bytes(projection) for projection in decoder.projections)
+        if isinstance(decoder.embedding, PackedRows) and decoder.head.weights[0] is not decoder.embedding:
+            size += self._bytes(Projection((decoder.embedding,), (None,)))
         buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
         skip = -buffer.data_ptr() % _LARGE_PAGE
         kernels.native_use_large_pages(buffer[skip:].data_ptr(), size)
         return buffer[skip:]
+
+    def _grouped(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | None:
+        """Returns None for weights that stay dense."""
+        if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
+            return None
+        rounding = self._rounded or ROUNDED["int8"]  # of a tensor that a file has dense, beside packed ones
+        format = rounding.head if projection is self._decoder.head else rounding.layers
+        return GroupedMatrix(projection.weights, format, interleaved)
+
+    def _bytes(self, projection: Projection) -> int:
+        grouped = self._grouped(projection)
+        if grouped is not None:
+            return grouped.bytes
+        inputs, item = int(projection.weights[0].shape[1]), int(self._dtype.itemsize)
+        return _padded(_outputs(projection)) * inputs * item
 
     def _layer(self, decoder: Decoder, index: int) -> c.KernelLayer:
         layer = decoder.layers[index]
         gates, ups = layer.gate_up.weights
         gate_bias, up_bias = layer.gate_up.biases
         biases = None if gate_bias is None or up_bias is None else _interleaved(gate_bias, up_bias)
-        gate_up = Projection((_interleaved(gates, ups),), (biases,))
+        if isinstance(gates, Tensor) and isinstance(ups, Tensor) and self._rounded is None:
+            gate_up = self._matrix(Projection((_interleaved(gates, ups),), (biases,)))
+        else:
+            gate_up = self._matrix(Projection((gates, ups), (biases, None)), interleaved=True)
         norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.KernelNorms.NAMES]
         return c.KernelLayer(
             self._matrix(layer.qkv),
             self._matrix(layer.out),
-            self._matrix(gate_up),
+            gate_up,
             self._matrix(layer.down),
             c.KernelNorms(*norms),
             layer.rotates,
         )
 
-    def _matrix(self, projection: Projection) -> c.KernelMatrix:
+    def _matrix(self, projection: Projection, interleaved: bool = False) -> c.KernelMatrix:
         outputs, inputs = _outputs(projection), projection.weights[0].shape[1]
-        group = 4 // projection.weights[0].element_size()
-        if inputs % group:
-            raise UnsupportedLayout(f"a projection of {inputs} inputs")
-        stacked = torch.cat(projection.weights) if len(projection.weights) > 1 else projection.weights[0].contiguous()
-        item = 1 if self._int8 else stacked.element_size()
-        size = _padded(outputs) * inputs * item
+        size = self._bytes(projection)
         packed = self._buffer[self.size : self.size + size]
         self.size += size
-        scales = None
-        if self._int8:
-            scales = self._vector(_pack_int8(stacked, packed.view(torch.int8)))
+        grouped = self._grouped(projection, interleaved)
+        if grouped is None:
+            self._pack_dense(projection, packed)
         else:
-            _pack_words(stacked.view(torch.int32), packed.view(torch.int32))
-        return c.KernelMatrix(packed.data_ptr(), outputs, inputs, self._bias(projection), scales)
+            grouped.pack(packed, self._kernels)
+        bias = self._gate_up_bias(projection) if interleaved else self._bias(projection)
+        number = 0 if grouped is None else grouped.format.number
+        return c.KernelMatrix(packed.data_ptr(), outputs, inputs, bias, number)
+
+    def _pack_dense(self, projection: Projection, packed: Tensor) -> None:
+        dense = [weight.to(self._dtype) for weight in projection.weights if isinstance(weight, Tensor)]
+        group = 4 // dense[0].element_size()
+        if dense[0].shape[1] % group:
+            raise UnsupportedLayout(f"a projection of {dense[0].shape[1]} inputs")
+        stacked = torch.cat(dense) if len(dense) > 1 else dense[0].contiguous()
+        _pack_words(stacked.view(torch.int32), packed.view(torch.int32))
+
+    def _gate_up_bias(self, projection: Projection) -> int | None:
+        bias = projection.biases[0]  # of both, interleaved already
+        return None if bias is None else self._vector(bias)
 
     def _bias(self, projection: Projection) -> int | None:
         if all(bias is None for bias in projection.biases):
@@ -113,20 +149,6 @@ def _pack_words(words: Tensor, to: Tensor) -> None:
     if outputs % PANEL:
         target[whole] = 0
         target[whole, :, : outputs % PANEL] = words[whole * PANEL :].t()
-
-
-def _pack_int8(weight: Tensor, to: Tensor) -> Tensor:
-    """Returns the scales."""
-    target = to.view(-1, weight.shape[1] // 2, 2, 2, PANEL // 2)
-    scales = []
-    for first in range(0, weight.shape[0], BLOCK):
-        numbers, scale = quantise(weight[first : first + BLOCK])
-        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, -numbers.shape[0] % PANEL))
-        pairs = numbers.view(-1, 2, PANEL // 2, weight.shape[1] // 2, 2)
-        panel = first // PANEL
-        target[panel : panel + pairs.shape[0]] = pairs.permute(0, 3, 1, 4, 2)
-        scales.append(scale)
-    return torch.cat(scales)
 
 
 def _shape(decoder: Decoder) -> c.KernelShape:

@@ -32,7 +32,8 @@ template <class T> class TinyModel {
                      matrix(kHidden, kInner), {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr}, 1};
         shape_ = {kHidden, kInner, kVocab, kLayers, kHeads, kKvHeads, kDim, kDim / 2, native::kNoQkNorm, native::kSilu,
                   1e-5f, 0.2f, 0, 1, 1, 1, 0};
-        weights_ = {layers_, nullptr, matrix(kVocab, kHidden), norm_.data()};
+        const native::Matrix head = matrix(kVocab, kHidden);
+        weights_ = {layers_, nullptr, head, head, norm_.data()};
         handle_ = native_create(&shape_, &weights_, std::is_same_v<T, native::Bf16>, threads);
         expect(handle_ != nullptr, "a decoder");
         for (int64_t i = 0; i < kLayers; i++) {
@@ -68,7 +69,7 @@ template <class T> class TinyModel {
   private:
     native::Matrix matrix(int64_t n, int64_t k) {
         held_.push_back(packed(random_values<T>(n * k, (unsigned)held_.size()), n, k));
-        return {reinterpret_cast<const native::Word*>(held_.back().data()), n, k, nullptr, nullptr};
+        return {reinterpret_cast<const native::Word*>(held_.back().data()), n, k, nullptr, native::kPlain};
     }
 
     std::vector<float> norm_ = std::vector<float>(96, 0.2f), angles_ = std::vector<float>(400 * kDim, 0.5f);

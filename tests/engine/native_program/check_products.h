@@ -20,20 +20,14 @@ std::vector<float> product(const native::Matrix& w, const std::vector<native::Fa
                            int threads) {
     const int64_t width = native::panels_of(w.n) * native::kPanel;
     std::vector<float> out(rows * width);
-    std::vector<native::ProductScratch> scratch(threads);
-    native::Team<int64_t> team(threads, [&](native::Member& me, const int64_t& count) {
-        native::multiply<T>(me, a.data(), w.k, count, w, scratch[me.id], [&](int64_t row, int64_t p, float* sums) {
-            std::copy(sums, sums + native::kPanel, &out[row * width + p * native::kPanel]);
-        });
-    });
-    team.run(rows);
+    native::multiply_rows<T>(w, a.data(), rows, out.data(), threads);
     return out;
 }
 
 template <class T> void check_product(int64_t n, int64_t k) {
     constexpr int64_t kMost = 300;
     const std::vector<T> weights = random_values<T>(n * k, 1), panels = packed(weights, n, k);
-    const native::Matrix w{reinterpret_cast<const native::Word*>(panels.data()), n, k, nullptr, nullptr};
+    const native::Matrix w{reinterpret_cast<const native::Word*>(panels.data()), n, k, nullptr, native::kPlain};
     const int64_t width = native::panels_of(n) * native::kPanel;
     const std::vector<T> rounded = random_values<T>(kMost * k, 2);
     std::vector<native::Factor<T>> all(rounded.size());

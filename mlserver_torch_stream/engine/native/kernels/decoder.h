@@ -16,6 +16,8 @@ template <class T> class Decoder {
         attended_ = padded(shape.heads * shape.head_dim);
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
         inner_ = padded(shape.inner);
+        groups_ = groups_of(std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim}));
+        for (Scratch& scratch : scratch_) scratch.product.rounded.resize(kFew * groups_);
         for (Scratch& scratch : scratch_)
             scratch.attention.reserve(group_ * kQueries, shape.head_dim, shape.head_dim);
     }
@@ -41,6 +43,7 @@ template <class T> class Decoder {
     };
 
     ProductScratch& room(Member& me) { return scratch_[me.id].product; }
+    RoundedBlock* rounded() { return rounded_.data(); }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
     // All memory that a step needs: no thread may find in the middle of it that there is none.
@@ -53,6 +56,7 @@ template <class T> class Decoder {
         grow(queries_, tokens * attended_);
         grow(mixed_, tokens * attended_);
         grow(gated_, tokens * inner_);
+        grow(rounded_, tokens * groups_);
     }
     template <class V> static void grow(std::vector<V>& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
@@ -67,14 +71,16 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
             prepare(me, tokens, layer.norms.before_attention);
-            multiply<T>(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
             attend(me, job, i);
             add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
-            multiply<T>(me, normed_.data(), hidden_, tokens, gate_up, room(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, normed_.data(), hidden_, tokens, gate_up, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
             add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
@@ -87,18 +93,18 @@ template <class T> class Decoder {
         const T* row = static_cast<const T*>(weights_.embedding);
         float* to = &stream_[t * hidden_];
         for (int64_t i = 0; i < shape_.hidden; i++) {
-            const float x = row != nullptr ? to_float(row[id * shape_.hidden + i]) : head_weight(id, i);
+            const float x = row != nullptr ? to_float(row[id * shape_.hidden + i]) : table_weight(id, i);
             to[i] = x * shape_.embedding_scale;
         }
         std::fill(to + shape_.hidden, to + hidden_, 0.0f);
     }
-    float head_weight(int64_t output, int64_t input) const {
-        const Matrix& head = weights_.head;
+    float table_weight(int64_t output, int64_t input) const {
+        const Matrix& table = weights_.table;
         const int64_t panel = output / kPanel;
-        if (head.scales != nullptr)
-            return narrow_weight(head.narrow_panel(panel), output % kPanel, input) * head.scales[output];
-        const int64_t line = (panel * head.k + input) / per_word<T>;
-        const Word* word = head.panels + line * kPanel + output % kPanel;
+        if (table.format != kPlain)
+            return grouped_format(table.format).weight(table.panel(panel), output % kPanel, input);
+        const int64_t line = (panel * table.k + input) / per_word<T>;
+        const Word* word = table.panels + line * kPanel + output % kPanel;
         T x;
         memcpy(&x, reinterpret_cast<const T*>(word) + input % per_word<T>, sizeof x);
         return to_float(x);
@@ -138,13 +144,15 @@ template <class T> class Decoder {
     // A product onto the stream; a norm behind it sees whole rows first.
     void add(Member& me, int64_t tokens, const A* a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply<T>(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
+            multiply<T>(me, a, lda, tokens, w, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply<T>(me, a, lda, tokens, w, room(me), [&](int64_t row, int64_t p, float* c) {
+        multiply<T>(me, a, lda, tokens, w, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -258,7 +266,8 @@ template <class T> class Decoder {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply<T>(me, normed_.data(), hidden_, rows, weights_.head, room(me), [&](int64_t row, int64_t p, float* c) {
+        multiply<T>(me, normed_.data(), hidden_, rows, weights_.head, room(me), rounded(),
+                        [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_.logits + row * width + p * kPanel + i,
@@ -272,10 +281,12 @@ template <class T> class Decoder {
     std::vector<Scratch> scratch_;
     int64_t group_;  // query heads of a key head
     int64_t hidden_, attended_, qkv_, inner_;  // widths in whole panels
+    int64_t groups_;                           // of the longest row
     Step step_{};
     PackedStep packed_;
     std::vector<float> stream_, branch_, projected_;
     std::vector<A> normed_, queries_, mixed_, gated_;
+    std::vector<RoundedBlock> rounded_;  // many rows of a product's input
     Team<Job> team_;  // last: its threads use all of the above
 };
 

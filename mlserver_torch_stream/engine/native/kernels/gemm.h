@@ -2,10 +2,11 @@
 // vector load is one word of 16 outputs, and a panel is one contiguous stream.
 // Knows nothing of layers; what becomes of the products is the caller's.
 #pragma once
+#include <vector>
+#include "grouped.h"
 #include "matrix_unit.h"
 #include "team.h"
 #include "vector_tiles.h"
-#include "widen.h"
 
 namespace native {
 
@@ -13,9 +14,12 @@ struct Matrix {
     const Word* panels;
     int64_t n, k;  // outputs, inputs
     const float* bias;  // padded to whole panels, or null
-    const float* scales;  // as many; null: the weights are of the model's type, else int8 as in widen.h
+    int64_t format;     // kPlain: of the model's type; else integers as in grouped.h
 
-    const int8_t* narrow_panel(int64_t p) const { return reinterpret_cast<const int8_t*>(panels) + p * k * 32; }
+    // Panel p of integers.
+    const uint8_t* panel(int64_t p) const {
+        return reinterpret_cast<const uint8_t*>(panels) + p * groups_of(k) * grouped_format(format).block;
+    }
 };
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
@@ -66,11 +70,6 @@ struct Tiling {
     int64_t rows, count;
 };
 
-inline void scale_sums(float* sums, const float* scales) {
-    store(sums, load_f(sums) * load_f(scales));
-    store(sums + 16, load_f(sums + 16) * load_f(scales + 16));
-}
-
 constexpr int64_t kBlockWords = 384;  // of a panel, 48 KiB, which stay in the second-level cache with the sums and rows
 constexpr int64_t kBlockRows = 256;   // whose sums take 32 KiB
 
@@ -85,9 +84,10 @@ template <class A> int64_t block_inputs(int64_t inputs) {
 struct alignas(64) ProductScratch {
     Word block[kBlockWords * kPanel];
     float sums[kBlockRows][kPanel];
+    std::vector<RoundedBlock> rounded;  // few rows, as integers
 };
 
-// A weight format is a class that knows how panels are stored: DensePanels, Int8Panels.
+// A weight format is a class that knows how panels are stored: DensePanels.
 //   Stored: the type of the words of a panel, where tiles can read them in place; else void.
 //   at: where the inputs from `first` on lie.
 //   widened: so many of these as factors A, [count / per_word<A>][32] words, written to the scratch.
@@ -108,22 +108,6 @@ template <class T> class DensePanels {
   private:
     const Word* panels_;
     int64_t inputs_;
-};
-
-// Int8 with a scale for each output.
-class Int8Panels {
-  public:
-    using Stored = void;
-    explicit Int8Panels(const Matrix& w) : matrix_(w) {}
-
-    const int8_t* at(int64_t p, int64_t first) const { return matrix_.narrow_panel(p) + first / 2 * kNarrowWord; }
-    template <class A> void widened(int64_t p, int64_t first, int64_t count, Word* to) const {
-        widen_panel<A>(at(p, first), count / 2, to);
-    }
-    void finish(int64_t p, float* sums) const { scale_sums(sums, matrix_.scales + p * kPanel); }
-
-  private:
-    const Matrix& matrix_;
 };
 
 // A thread's part of a product: rows [inputs], panels in a format, and what is done with their products.
@@ -213,12 +197,79 @@ void multiply_as(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix
     });
 }
 
-// The same in the format of w, in a model of type T.
+constexpr int64_t kFew = 16;
+
+// The rows of a product as int8. A few are rounded by each member for itself when its first piece begins, which takes
+// less time than to wait for each other; many by all members together, into `shared`.
+template <class T> class RoundedRows {
+  public:
+    RoundedRows(const T* a, int64_t lda, int64_t rows, int64_t k) : a_(a), lda_(lda), rows_(rows), k_(k) {}
+
+    bool many() const { return rows_ > kFew; }
+    int64_t stride() const { return groups_of(k_); }
+    int64_t rows() const { return rows_; }
+    void round(int64_t first, int64_t last, RoundedBlock* to) const {
+        for (int64_t r = first; r < last; r++) round_row(a_ + r * lda_, k_, to + r * stride());
+    }
+
+  private:
+    const T* a_;
+    int64_t lda_, rows_, k_;
+};
+
+// sums[count][32] = rows[count] x panel.
+inline void multiply_grouped_panel(const GroupedFormat& format, const RoundedBlock* rows, int64_t count,
+                                   int64_t groups, const uint8_t* panel, float (*sums)[kPanel]) {
+    const Tiling tiling(count, kGroupedRows);
+    for (int64_t t = 0; t < tiling.count; t++) {
+        const int64_t row = tiling.first(t), height = tiling.first(t + 1) - row;
+        format.tiles[height](rows + row * groups, groups, panel, groups, sums[row], kPanel);
+    }
+}
+
+// done(row, panel, sums[32]) of integers times integers.
+template <class T, class Done>
+void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, ProductScratch& scratch,
+                      RoundedBlock* shared, Done&& done) {
+    const int64_t groups = given.stride(), count = panels_of(w.n), rows = given.rows();
+    if (given.many()) me.each(rows, 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
+    const GroupedFormat& format = grouped_format(w.format);
+    const RoundedBlock* rounded = given.many() ? shared : nullptr;
+    const Tiling blocks(rows, kBlockRows);
+    me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
+        if (rounded == nullptr) {
+            given.round(0, rows, scratch.rounded.data());
+            rounded = scratch.rounded.data();
+        }
+        for (int64_t p = first; p < last; p++)
+            for (int64_t b = 0; b < blocks.count; b++) {
+                const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
+                multiply_grouped_panel(format, rounded + row * groups, stop - row, groups, w.panel(p), scratch.sums);
+                for (int64_t r = row; r < stop; r++) done(r, p, scratch.sums[r - row]);
+            }
+    });
+}
+
+// The same in the format of w, in a model of type T. `shared` has room for all rows as int8, the scratch for kFew.
 template <class T, class Done>
 void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
-              Done&& done) {
-    if (w.scales != nullptr) return multiply_as(me, a, lda, rows, w, Int8Panels(w), scratch, done);
-    multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
+              RoundedBlock* shared, Done&& done) {
+    if (w.format == kPlain) return multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
+    multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
+}
+
+// out[rows][whole panels] = a[rows][k] x w, by a team of its own.
+template <class T> void multiply_rows(const Matrix& w, const Factor<T>* a, int64_t rows, float* out, int threads) {
+    const int64_t width = panels_of(w.n) * kPanel;
+    std::vector<ProductScratch> scratch(threads);
+    for (ProductScratch& each : scratch) each.rounded.resize(kFew * groups_of(w.k));
+    std::vector<RoundedBlock> shared(rows * groups_of(w.k));
+    Team<int64_t> team(threads, [&](Member& me, const int64_t& count) {
+        multiply<T>(me, a, w.k, count, w, scratch[me.id], shared.data(), [&](int64_t row, int64_t p, float* sums) {
+            std::copy(sums, sums + kPanel, out + row * width + p * kPanel);
+        });
+    });
+    team.run(rows);
 }
 
 }  // namespace native

@@ -56,6 +56,11 @@ int native_step(void* opaque, const native::Step* step) {
     });
 }
 
+// out[rows][whole panels of w.n] = a[rows][w.k] x w, of float32 activations.
+int native_multiply(const native::Matrix* w, const float* a, int64_t rows, float* out, int threads) {
+    return status_of([&] { native::multiply_rows<float>(*w, a, rows, out, threads); });
+}
+
 void native_destroy(void* opaque) { delete static_cast<Handle*>(opaque); }
 
 // On `threads` threads of the pool; null: on the caller's alone.

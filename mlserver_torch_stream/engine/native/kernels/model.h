@@ -28,8 +28,8 @@ struct Layer {
 
 struct Weights {
     const Layer* layers;
-    const void* embedding;  // [vocab][hidden] in the model's type, or null: the head's weights
-    Matrix head;
+    const void* embedding;  // [vocab][hidden] in the model's type, or null: the weights of `table`
+    Matrix head, table;
     const float* last_norm;
 };
 

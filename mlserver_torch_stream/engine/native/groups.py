@@ -1,0 +1,122 @@
+"""Weights as small integers: groups of 32 neighbouring inputs with a scale, or two, and perhaps a minimum.
+
+The one form that int8, int4 and the formats of GGUF files take for the kernels. Knows nothing of files or of models.
+A weight is ``scale * (code - offset) + minimum``; codes of 8 bits have the offset 128, codes of 4 bits 8, or 0 beside
+a minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout
+
+GROUP = 32
+PANEL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormat:
+    """How a panel's groups lie in memory. ``number`` is that of ``kernels/grouped.h``."""
+
+    number: int
+    bits: int
+    minimum: bool
+    scales: int  # of a group
+
+    @property
+    def offset(self) -> int:
+        return 128 if self.bits == 8 else 0 if self.minimum else 8
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one group of 32 outputs."""
+        return GROUP * PANEL * self.bits // 8 + 2 * PANEL * (self.scales + self.minimum)
+
+
+FOUR = GroupFormat(1, 4, False, 1)
+FOUR_MIN = GroupFormat(2, 4, True, 1)
+EIGHT = GroupFormat(3, 8, False, 1)
+EIGHT_MIN = GroupFormat(4, 8, True, 1)
+EIGHT_HALVES = GroupFormat(5, 8, False, 2)
+EIGHT_MIN_HALVES = GroupFormat(6, 8, True, 2)
+_FORMATS = (FOUR, FOUR_MIN, EIGHT, EIGHT_MIN, EIGHT_HALVES, EIGHT_MIN_HALVES)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """``codes``: ``[outputs, inputs]`` in uint8; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
+
+    A format with two scales has them side by side, ``[outputs, 2 * groups]``.
+    """
+
+    format: GroupFormat
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """Returns the weights in float32."""
+        width = GROUP // self.format.scales
+        grouped = pad(self.codes, (0, -self.codes.shape[1] % GROUP)).float().sub_(self.format.offset)
+        weights = grouped.view(len(self.codes), -1, width).mul_(self.scales[..., None]).view(len(self.codes), -1, GROUP)
+        if self.minima is not None:
+            weights.add_(self.minima[..., None])
+        return weights.flatten(1)[:, : self.codes.shape[1]]
+
+    def as_format(self, format: GroupFormat) -> Groups:
+        """Returns the same weights in a format that holds those of this one."""
+        if format == self.format:
+            return self
+        scales = self.scales.repeat_interleave(format.scales // self.format.scales, 1)
+        first = self.scales[:, :: self.format.scales]
+        minima = torch.zeros_like(first) if self.minima is None else self.minima
+        if format.bits == self.format.bits:
+            shift = format.offset - self.format.offset
+            minima = minima + shift * first  # a power of two: nothing is rounded
+            return Groups(format, self.codes, scales, minima if format.minimum else None)
+        codes = self.codes + (format.offset - self.format.offset)
+        return Groups(format, codes, scales, minima if format.minimum else None)
+
+
+def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
+    """Returns the smallest format that holds the weights of all of these."""
+    bits = max(each.bits for each in formats)
+    scales = max(each.scales for each in formats)
+    minimum = any(each.minimum for each in formats)
+    return next(each for each in _FORMATS if each.bits == bits and each.minimum >= minimum and each.scales >= scales)
+
+
+def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
+    """Returns the bytes of a matrix in panels."""
+    return -(-outputs // PANEL) * -(-inputs // GROUP) * format.block_bytes
+
+
+def pack_groups(groups: Groups, to: Tensor) -> None:
+    """Writes the panels of some outputs to ``to``, in bytes. Raises UnsupportedLayout for scales that float16 lacks."""
+    format, missing = groups.format, -len(groups.codes) % PANEL
+    padding = (0, -groups.codes.shape[1] % GROUP, 0, missing)
+    codes = pad(groups.codes, padding, value=format.offset)
+    panels, count = len(codes) // PANEL, codes.shape[1] // GROUP
+    target = to.view(panels, count, format.block_bytes)
+    quads = codes.view(panels, PANEL, count, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if format.bits == 4:
+        low, high = quads.split(PANEL // 2, 3)
+        quads = low | (high << 4)
+    taken = GROUP * PANEL * format.bits // 8
+    target[:, :, :taken] = quads.reshape(panels, count, taken)
+    for values, width in ((groups.scales, format.scales), (groups.minima, 1)):
+        if values is None:
+            continue
+        halves = pad(values, (0, 0, 0, missing)).half()
+        if not halves.isfinite().all():
+            raise UnsupportedLayout("weights that are not finite, or larger than float16 holds")
+        size = 2 * PANEL * width
+        ordered = halves.view(panels, PANEL, count, width).permute(0, 2, 3, 1).contiguous()
+        target[:, :, taken : taken + size] = ordered.view(panels, count, -1).view(torch.uint8)
+        taken += size

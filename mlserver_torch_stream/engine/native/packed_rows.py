@@ -1,0 +1,174 @@
+"""The weights of one projection or embedding as the blocks of a GGUF file, and the modules that hold them.
+
+A module computes with a few rows at a time in float32: that is slow, and serves as the reference for the kernels.
+Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from mlserver_torch_stream.engine.native import groups as formats
+from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups
+
+_AT_ONCE = 1 << 20  # weights that are float32 at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """One of GGUF's formats: blocks of so many weights and bytes, and how they become groups."""
+
+    weights: int
+    bytes: int
+    format: GroupFormat
+    read: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]  # blocks to codes, scales and minima
+
+
+class PackedRows:
+    """``data``: ``[outputs, bytes]`` of blocks in uint8. ``kind`` is a name of ``BLOCK_FORMATS``."""
+
+    def __init__(self, kind: str, data: Tensor) -> None:
+        self.kind = kind
+        self.data = data
+        self._of = BLOCK_FORMATS[kind]
+        self.shape = torch.Size((data.shape[0], data.shape[1] // self._of.bytes * self._of.weights))
+
+    @property
+    def format(self) -> GroupFormat:
+        return self._of.format
+
+    def chunk(self, count: int) -> tuple[PackedRows, ...]:
+        return tuple(PackedRows(self.kind, part) for part in self.data.chunk(count))
+
+    def groups(self, rows: Tensor | slice) -> Groups:
+        data = self.data[rows]
+        codes, scales, minima = self._of.read(data.reshape(-1, self._of.bytes))
+        count = len(data)
+        return Groups(
+            self._of.format,
+            codes.reshape(count, -1),
+            scales.reshape(count, -1),
+            None if minima is None else minima.reshape(count, -1),
+        )
+
+
+class PackedLinear(nn.Module):  # type: ignore[misc]
+    """A linear layer over packed rows. ``weight`` has their shape, and no values."""
+
+    def __init__(self, rows: PackedRows, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.weight = _placeholder(rows)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, inputs = self.rows.shape
+        count = max(1, _AT_ONCE // inputs)
+        parts = [
+            linear(x, self.rows.groups(slice(first, first + count)).dense().to(x.dtype))
+            for first in range(0, outputs, count)
+        ]
+        out = torch.cat(parts, -1)
+        return out if self.bias is None else out + self.bias
+
+
+class PackedEmbedding(nn.Module):  # type: ignore[misc]
+    """An embedding over packed rows. ``weight`` has their shape, and no values."""
+
+    def __init__(self, rows: PackedRows) -> None:
+        super().__init__()
+        self.rows = rows
+        self.weight = _placeholder(rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows.groups(ids.flatten()).dense().view(*ids.shape, -1).to(self.weight.dtype)
+
+
+def _placeholder(rows: PackedRows) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(()).expand(rows.shape), requires_grad=False)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The low halves of 16 bytes, and then the high ones."""
+    return torch.cat((packed & 15, packed >> 4), 1)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """Returns bit i of 4 bytes, as 16."""
+    return ((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1) << 4
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return codes + (128 - 16), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return codes + 128, _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return blocks[:, 2:] ^ 128, _half(blocks, 0), None
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and minima of a block's eight groups, of six bits each."""
+    packed = blocks[:, 4:16]
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), 1)
+    minima = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), 1)
+    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
+
+
+def _k_nibbles(packed: Tensor) -> Tensor:
+    """Of each 32 bytes the low halves, and then the high ones."""
+    parts = packed.view(len(packed), -1, GROUP)
+    return torch.stack((parts & 15, parts >> 4), 2).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return _k_nibbles(blocks[:, 16:].contiguous()), *_k_scales(blocks)
+
+
+def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    bits = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    codes = _k_nibbles(blocks[:, 48:].contiguous()) | (bits << 4).flatten(1)
+    return codes + 128, *_k_scales(blocks)
+
+
+def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    low = blocks[:, :128].reshape(-1, 2, 1, 64) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
+    high = blocks[:, 128:192].reshape(-1, 2, 1, GROUP) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    codes = low.reshape(len(blocks), -1) | (high.reshape(len(blocks), -1) << 4)
+    scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    return codes + (128 - 32), scales, None
+
+
+BLOCK_FORMATS = {
+    "Q4_0": BlockFormat(32, 18, formats.FOUR, _q4_0),
+    "Q4_1": BlockFormat(32, 20, formats.FOUR_MIN, _q4_1),
+    "Q5_0": BlockFormat(32, 22, formats.EIGHT, _q5_0),
+    "Q5_1": BlockFormat(32, 24, formats.EIGHT_MIN, _q5_1),
+    "Q8_0": BlockFormat(32, 34, formats.EIGHT, _q8_0),
+    "Q4_K": BlockFormat(256, 144, formats.FOUR_MIN, _q4_k),
+    "Q5_K": BlockFormat(256, 176, formats.EIGHT_MIN, _q5_k),
+    "Q6_K": BlockFormat(256, 210, formats.EIGHT_HALVES, _q6_k),
+}

@@ -1,0 +1,170 @@
+"""Integers in groups: each of GGUF's formats against gguf's own numbers, any tail, the same bits in any company."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.native import grouped_matrix
+from mlserver_torch_stream.engine.native import groups as formats
+from mlserver_torch_stream.engine.native import library as c
+from mlserver_torch_stream.engine.native.grouped_matrix import GroupedMatrix
+from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups, pack_groups
+from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_kernels
+from mlserver_torch_stream.engine.native.kernel_variants import runnable
+from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
+from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout
+
+_HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # else (0,)
+ROWS = [1, 2, 3, 5, 6, 7, 12, 17, 40]
+INT8 = ROUNDED["int8"].layers
+INT4 = ROUNDED["int4"].layers
+
+
+@pytest.fixture(scope="module")
+def kernels(folder: Path) -> ctypes.CDLL:
+    return open_kernels(folder, c.open_library)[0]
+
+
+def random_blocks(kind: str, outputs: int, inputs: int = 512) -> PackedRows:
+    """Codes of any bits, with scales of both signs."""
+    of, random = BLOCK_FORMATS[kind], np.random.default_rng(len(kind) + outputs)
+    blocks = random.integers(0, 256, (outputs * inputs // of.weights, of.bytes), dtype=np.uint8)
+    for at in _HALVES.get(kind, (0,)):
+        halves = (0.01 * random.standard_normal((len(blocks), 1))).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+    return PackedRows(kind, torch.from_numpy(blocks.reshape(outputs, -1)))
+
+
+def by_gguf(rows: PackedRows) -> torch.Tensor:
+    kind = gguf.GGMLQuantizationType[rows.kind]
+    return torch.from_numpy(gguf.dequantize(rows.data.numpy(), kind).astype(np.float32))
+
+
+def products(kernels: ctypes.CDLL, matrix: GroupedMatrix, a: torch.Tensor, threads: int = 2) -> torch.Tensor:
+    outputs = len(matrix._order)
+    panels = torch.zeros(matrix.bytes, dtype=torch.uint8)
+    matrix.pack(panels, kernels)
+    given = c.KernelMatrix(panels.data_ptr(), outputs, a.shape[1], None, matrix.format.number)
+    out = torch.full((len(a), outputs), float("nan"))
+    assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), len(a), out.data_ptr(), threads) == 0
+    return out
+
+
+def check_products(kernels: ctypes.CDLL, matrix: GroupedMatrix, dense: torch.Tensor) -> None:
+    """One input at a time the products are the weights, but for scales in float16; many rows are a little rounded."""
+    weights = products(kernels, matrix, torch.eye(dense.shape[1])).t()[: len(dense)]
+    assert (weights - dense).abs().max() <= 1e-3 * dense.abs().max()
+    a = torch.randn(max(ROWS), dense.shape[1], generator=torch.Generator().manual_seed(2))
+    got, expected = products(kernels, matrix, a)[:, : len(dense)], a @ dense.t()
+    assert (got - expected).pow(2).mean().sqrt() <= 0.01 * expected.std()
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_blocks_are_read_as_gguf_reads_them(kind: str) -> None:
+    rows = random_blocks(kind, 9)
+    assert torch.equal(rows.groups(slice(None)).dense(), by_gguf(rows))
+    assert torch.equal(rows.groups(torch.tensor([4, 2])).dense(), by_gguf(rows)[[4, 2]])
+
+
+@pytest.mark.parametrize("outputs", [1, 33, 70])
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_products_are_those_of_gguf_s_weights(kind: str, outputs: int, kernels: ctypes.CDLL) -> None:
+    rows = random_blocks(kind, outputs)
+    check_products(kernels, GroupedMatrix([rows], INT8), by_gguf(rows))
+
+
+@pytest.mark.parametrize("first", BLOCK_FORMATS)
+@pytest.mark.parametrize("second", ["Q4_0", "Q5_1", "Q6_K", "dense"])
+def test_parts_of_different_formats_share_a_matrix(first: str, second: str, kernels: ctypes.CDLL) -> None:
+    one = random_blocks(first, 40)
+    other = torch.randn(24, 512) if second == "dense" else random_blocks(second, 24)
+    dense = quantise(other, INT8).dense() if isinstance(other, torch.Tensor) else by_gguf(other)
+    check_products(kernels, GroupedMatrix([one, other], INT8), torch.cat((by_gguf(one), dense)))
+
+
+@pytest.mark.parametrize("outputs", [16, 40])
+def test_gates_and_ups_lie_in_turn(outputs: int, kernels: ctypes.CDLL) -> None:
+    gates, ups = random_blocks("Q4_1", outputs), random_blocks("Q8_0", outputs)
+    got = products(kernels, GroupedMatrix([gates, ups], INT8, interleaved=True), torch.eye(512)).t()
+    halves = got.view(-1, 2, 16, 512)
+    for part, rows in enumerate((gates, ups)):
+        found = halves[:, part].reshape(-1, 512)[:outputs]
+        assert torch.allclose(found, by_gguf(rows), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("inputs", [2, 30, 32, 60, 576])
+@pytest.mark.parametrize("format", [INT8, INT4, formats.EIGHT_MIN_HALVES])
+def test_a_row_gets_the_same_bits_in_any_company(format: GroupFormat, inputs: int, kernels: ctypes.CDLL) -> None:
+    weight = torch.randn(70, inputs, generator=torch.Generator().manual_seed(3))
+    matrix = GroupedMatrix([weight], INT8 if format.scales == 2 else format)
+    if format.scales == 2:
+        matrix.format = format
+    a = torch.randn(max(ROWS), inputs, generator=torch.Generator().manual_seed(4))
+    whole = products(kernels, matrix, a)
+    for rows in ROWS:
+        assert torch.equal(products(kernels, matrix, a[:rows].contiguous(), threads=1 + rows % 3), whole[:rows])
+        last = a[-rows:].contiguous()
+        assert torch.equal(products(kernels, matrix, last), whole[-rows:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_activation_that_is_no_number_does_not_get_lost(value: float, kernels: ctypes.CDLL) -> None:
+    a = torch.ones(3, 64)
+    a[1, 40] = value
+    got = products(kernels, GroupedMatrix([torch.randn(32, 64)], INT8), a)
+    assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
+
+
+def test_extremes_of_codes_and_activations_do_not_overflow(kernels: ctypes.CDLL) -> None:
+    """All codes at an end, all activations at an end: the largest sums of pairs that 16 bits must hold."""
+    for format, code in ((INT8, 0), (INT8, 255), (INT4, 15), (INT4, 0)):
+        minima = torch.zeros(32, 4) if format.minimum else None
+        groups = Groups(format, torch.full((32, 4 * GROUP), code, dtype=torch.uint8), torch.ones(32, 4), minima)
+        panels = torch.zeros(4 * format.block_bytes, dtype=torch.uint8)
+        pack_groups(groups, panels)
+        for a in (torch.ones(1, 4 * GROUP), -torch.ones(1, 4 * GROUP)):
+            given = c.KernelMatrix(panels.data_ptr(), 32, 4 * GROUP, None, format.number)
+            out = torch.empty(1, 32)
+            assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), 1, out.data_ptr(), 1) == 0
+            assert torch.allclose(out, a @ groups.dense().t(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1.05, -1.0])
+def test_a_wrong_scale_is_found_as_the_weights_are_packed(
+    factor: float, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(groups: Groups, to: torch.Tensor) -> None:
+        scales = groups.scales.clone()
+        scales[5] *= factor
+        pack_groups(Groups(groups.format, groups.codes, scales, groups.minima), to)
+
+    monkeypatch.setattr(grouped_matrix, "pack_groups", wrong)
+    with pytest.raises(UnsupportedLayout, match="read other weights"):
+        products(kernels, GroupedMatrix([random_blocks("Q4_K", 40)], INT8), torch.eye(512))
+
+
+def test_weights_that_float16_scales_do_not_hold_are_refused(kernels: ctypes.CDLL) -> None:
+    with pytest.raises(UnsupportedLayout, match="larger than float16"):
+        products(kernels, GroupedMatrix([torch.full((4, 32), 1e9)], INT8), torch.eye(32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [variant.name for variant in runnable()] or [""])
+def test_other_cpus_get_the_same_integers(name: str, tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
+    """Each variant that this CPU runs: the integers are exact, only the sums of scaled ones may round elsewhere."""
+    monkeypatch.setenv(VARIABLE, name)
+    variant = open_kernels(folder, c.open_library, {VARIABLE: name})[0]
+    for kind in BLOCK_FORMATS:
+        rows = random_blocks(kind, 40)
+        check_products(variant, GroupedMatrix([rows], INT8), by_gguf(rows))
+    test_extremes_of_codes_and_activations_do_not_overflow(variant)
+    for format in (INT8, INT4):
+        test_a_row_gets_the_same_bits_in_any_company(format, 60, variant)
