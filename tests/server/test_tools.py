@@ -54,7 +54,7 @@ _LOOK = {
     },
 }
 _GO = {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "additionalProperties": False}}}
-_BAD = {"name": "f", "parameters": {"type": "nothing"}}
+_BAD = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
 _ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 _NAMED = {"type": "function", "function": {"name": "look"}}
 _ASKED: dict[str, Any] = {"tools": [_LOOK, _GO], "max_tokens": 200, "temperature": 1.0, "seed": 3}
