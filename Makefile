@@ -11,11 +11,12 @@
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
+#   DOCS_DIR       where `make docs` puts the site; default: build/docs
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check lock clean
+.PHONY: help install run chat test test-all test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -47,6 +48,8 @@ TWINE := $(VENV)/twine
 CYCLONEDX := $(VENV)/cyclonedx
 SCHEMAS := $(VENV)/schemas
 RELEASE_DIR ?= dist/release
+DOCS := $(VENV)/docs
+DOCS_DIR ?= build/docs
 HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
 IMAGE_WHEEL ?=
@@ -219,11 +222,26 @@ image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root
 	$(BIN)/python -m deploy.image.prove --work '$(IMAGE_WORK)' --build-arg TORCH_INDEX='$(TORCH_INDEX)' \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(IMAGE_WHEEL),--wheel '$(IMAGE_WHEEL)')
 
+# In an environment of its own: Sphinx reads the docstrings without the libraries that the package imports.
+$(DOCS)/.installed: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("error: the site needs Python 3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(DOCS)
+	sed -n '/^\(furo\|myst-parser\|sphinx\)==/p' constraints.txt > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off \
+		-c constraints.txt -r $(DOCS)/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.installed ## the pages as a site with a search, into DOCS_DIR; a warning is an error
+	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -b html -c docs/site -d $(DOCS)/doctrees . '$(DOCS_DIR)'
+
+docs-reference: $(INSTALLED) ## write the tables of reference in docs/ anew, from the code
+	$(BIN)/python -m docs.reference
+
 # torch pins its CUDA packages itself, and its CPU builds need none of them.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
 	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --extra wheel --constraint - --no-annotate --no-header --no-emit-package setuptools \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --extra wheel --extra docs --constraint - --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
 	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt

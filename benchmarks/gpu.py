@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.attention.cuda_choice import (
-    CUDA_PAGE_SIZE,
     Candidate,
     CudaAttention,
     GatheredAttention,
@@ -40,6 +39,7 @@ from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, verified
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CUDA_PAGE_SIZE
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison
@@ -182,8 +182,8 @@ def _check_logits(bench: Bench, name: str, model: PreTrainedModel) -> None:
             for row, found in enumerate(each(batch, cache)):
                 comparison.add(own[row][len(prompts[row]) - 1 + step], found)
             steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
-        error = comparison.error
-        bench.note(f"{name}, {what}", None if error is None else f"off by {error:.3g} standard deviations")
+        by = comparison.difference
+        bench.note(f"{name}, {what}", None if by is None else f"off by {by}")
 
 
 # --- figures ---

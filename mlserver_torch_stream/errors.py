@@ -24,7 +24,7 @@ class RequestError(Exception):
 
 
 class InvalidInput(RequestError):
-    """Bad input: the field is named, in the client's own spelling."""
+    """Bad input: a value is wrong, or a parameter is unknown. The message names the field as the client wrote it."""
 
     status = 422
 
@@ -37,7 +37,10 @@ class InvalidInput(RequestError):
 
 
 class ContextLengthExceeded(InvalidInput):
-    """The prompt has more tokens than the model's context holds. Clients know it by the code or by OpenAI's words."""
+    """The prompt has more tokens than the model's context holds.
+
+    Clients know it by the code or by OpenAI's words.
+    """
 
     code = "context_length_exceeded"
 
@@ -58,7 +61,10 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The server has keys, and the request has none of them. No message says more of either."""
+    """The server has keys, and the request has none of them.
+
+    No message says more of either.
+    """
 
     status = 401
     code = "invalid_api_key"
@@ -68,10 +74,14 @@ class Unauthorized(RequestError):
 
 
 class QueueFull(RequestError):
-    """More requests wait than the settings allow. ``retry_after``: whole seconds until there should be room."""
+    """More requests wait than the settings allow.
+
+    ``retry_after``: whole seconds until there should be room.
+    """
 
     status = 429
     code = "rate_limit_exceeded"
+    retry_after = 1
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, CompiledConstraint, Engine, EngineRequest, TokenStream
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
+from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.prompt_pieces import Arrivals
 from mlserver_torch_stream.types import (
     ChatPrompt,
@@ -47,8 +49,8 @@ class PromptEncoder(Protocol):
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
-    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
-        """What answers must match. Blocks for up to seconds. Raises InvalidInput."""
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what answers must match. The future may raise InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
         """Ids of the part of ``text`` that more text behind it cannot change."""
@@ -114,14 +116,18 @@ class Generator:
         constraint = await self._compiled(answer.constraint, answer.behind)
         return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
 
-    async def _compiled(self, constraint: Constraint | None, behind: str | None = None) -> CompiledConstraint | None:
+    async def _compiled(
+        self, constraint: Constraint | None, behind: ReasoningMarks | None = None
+    ) -> CompiledConstraint | None:
         """Raises InvalidInput, which names the constraint's field."""
         if constraint is None:
             return None
-        compiling = asyncio.to_thread(self.codec.compile, constraint, behind)
+        compiling = self.codec.submit(constraint, behind)
         try:
-            return await asyncio.wait_for(compiling, _LONGEST_COMPILATION_S)
+            return await asyncio.wait_for(asyncio.wrap_future(compiling), _LONGEST_COMPILATION_S)
         except asyncio.TimeoutError:
+            if compiling.cancelled():  # before it began
+                raise QueueFull(f"{constraint.field}: others are being compiled") from None
             raise InvalidInput(constraint.field, "is too complex: it takes too long to compile") from None
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:

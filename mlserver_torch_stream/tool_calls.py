@@ -5,8 +5,9 @@ Knows nothing of how a model spells a call, nor of how replies do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 # In characters, as ``TokenEvent.size`` counts them: what stands around a piece of arguments in a reply.
 _CHARACTERS_PER_DELTA = 20
@@ -47,6 +48,19 @@ class ToolCallDelta:
     def size(self) -> int:
         """In characters, as that of an event."""
         return _CHARACTERS_PER_DELTA + len(self.id or "") + len(self.name or "") + len(self.arguments)
+
+
+def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
+    """The calls of a reply, or parts of them, in OpenAI's shape. Whole calls bear no index."""
+    return tuple(
+        ToolCallDelta(
+            each.get("index", position),
+            each.get("id"),
+            (each.get("function") or {}).get("name"),
+            (each.get("function") or {}).get("arguments") or "",
+        )
+        for position, each in enumerate(objects)
+    )
 
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

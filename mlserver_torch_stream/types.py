@@ -142,6 +142,7 @@ class ReplyOptions:
     echo_prompt: bool = False  # unary only: text_output starts with the prompt
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # OpenAI's responses: what they repeat of the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlserver_torch_stream.tool_calls import ToolCallDelta, calls_of
 from mlserver_torch_stream.types import TokenLogprob
 
 _ONE_ELEMENT_EACH = {  # the output's name -> the field
     "text_output": "text",
+    "reasoning": "reasoning",
     "finish_reason": "finish_reason",
     "num_input_tokens": "num_input_tokens",
     "num_output_tokens": "num_output_tokens",
@@ -33,6 +35,8 @@ class SequenceReply:
     cumulative_logprob: float | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     token_ids: tuple[int, ...] = ()
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ def read_reply(body: Mapping[str, Any]) -> ServerReply:
         columns["finish_reason"] = [reason or None for reason in columns["finish_reason"]]
     if "token_ids" in tensors:
         columns["token_ids"] = _ids_of_each(tensors["token_ids"])
+    if "tool_calls" in tensors:
+        columns["tool_calls"] = [calls_of(json.loads(text)) for text in tensors["tool_calls"]["data"]]
     if "logprobs" in tensors:
         columns["logprobs"] = [_logprobs(text) for text in tensors["logprobs"]["data"]]
     first = int(parameters.get("index", 0))

@@ -6,6 +6,7 @@ A fixture that needs torch imports it when it is used.
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,11 @@ settings.load_profile("fixed")
 
 # The servers of these tests share the machine's cores with the tests: threads that wait must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts a script's background jobs with SIGINT ignored, and the programs that tests start would inherit that:
+# Ctrl-C would stop none of them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",

@@ -34,6 +34,11 @@ def pages() -> list[str]:
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 
 
+def pages_of_reference() -> list[str]:
+    """The pages that `make docs-reference` writes as a whole."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/reference").glob("*.md"))
+
+
 def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 

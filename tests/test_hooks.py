@@ -33,6 +33,10 @@ _PARAMETERS = {
     "mlserver.rest.server.RESTServer.add_custom_handlers": ["self", "model"],
     "mlserver.rest.server.RESTServer.start": ["self"],
     "mlserver.server.MLServer.stop": ["self", "sig"],
+    "transformers.utils.chat_parsing.ResponseParser._accumulate": ["self", "events", "text"],
+    "transformers.utils.chat_parsing.ResponseParser._close_current": ["self", "events"],
+    "transformers.utils.chat_parsing.ResponseParser._open_explicit": ["self", "events", "field", "m"],
+    "transformers.utils.chat_parsing.ResponseParser._process": ["self", "events", "eos"],
 }
 # What is named with an underscore and is public, or ours under the same spelling as a library's.
 _PUBLIC = {"_exit", "_NamedFuncPointer", "_C", "_error", "_tensors", "_digests", "_first", "_behind"}

@@ -22,9 +22,8 @@ from typing import Any
 import pytest
 from mlserver.settings import ModelSettings, Settings
 
-from mlserver_torch_stream.protocol.parameters import PARAMETERS
-from mlserver_torch_stream.server.options import PREFIX, ServerOptions
-from mlserver_torch_stream.settings import EngineSettings, parse_settings
+from mlserver_torch_stream.server.options import PREFIX
+from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.torchserve.archive import open_archive
 from mlserver_torch_stream.torchserve.config import read_config
 from tests import markdown, plain_http
@@ -35,7 +34,7 @@ from tests.torchserve.workshop import write_mar
 
 _IN_ORDER = "docs/moving-from-torchserve.md"  # tests/torchserve/test_moving.py runs its blocks, on one server
 _BLOCKS = [block for page in markdown.pages() if page != _IN_ORDER for block in markdown.blocks(page)]
-_SHOWN = ("mermaid", "text")  # drawings, and what a server says by itself
+_SHOWN = ("text",)  # what a server says by itself
 _EXECUTED = ("bash", "python", "json")
 _TIMEOUT_S = 120.0
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
@@ -112,7 +111,12 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [*markdown.pages(), "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md"]
+    "page",
+    [
+        *markdown.pages(),
+        *markdown.pages_of_reference(),
+        *("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/README.md"),
+    ],
 )
 def test_every_link_leads_somewhere(page: str) -> None:
     assert [link for link in markdown.local_links(page) if not link.leads_somewhere()] == []
@@ -138,28 +142,8 @@ def test_each_claim_of_the_threat_model_names_tests_that_are_there() -> None:
         assert tests and not missing, threat
 
 
-def test_the_table_of_model_settings_is_complete_and_its_defaults_are_true() -> None:
-    rows = [(key.strip("`"), default) for key, default, _ in markdown.table("docs/settings.md", "Model settings")]
-    fields = EngineSettings.model_fields.items()
-    assert rows == [(name, _default(field.get_default(call_default_factory=True))) for name, field in fields]
-
-
-def test_the_table_of_server_settings_is_complete_and_its_defaults_are_true() -> None:
-    rows = [(name.strip("`"), default) for name, default, _ in markdown.table("docs/settings.md", "Server settings")]
-    fields = ServerOptions.model_fields.items()
-    assert rows == [(f"{PREFIX}{name.upper()}", _default(field.default)) for name, field in fields]
-
-
-def test_the_table_of_request_parameters_is_complete() -> None:
-    rows = [
-        (name.strip("`"), tuple(markdown.code_spans(aliases)), tensor)
-        for name, aliases, tensor, _ in markdown.table("docs/settings.md", "Request parameters")
-    ]
-    assert rows == [(each.name, each.aliases, "T" if each.tensor else "") for each in PARAMETERS]
-
-
 def test_the_table_of_metrics_is_complete(readme_server: Server) -> None:
-    rows = [(name.strip("`"), kind) for name, kind, _ in markdown.table("docs/operations.md", "Metrics")]
+    rows = [(name.strip("`"), kind) for name, kind, *_ in markdown.table("docs/operations.md", "Metrics")]
     for port in (readme_server.metrics_port, readme_server.http_port):
         text = plain_http.get(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S).text
         shown = re.findall(r"^# TYPE (torch_stream_\w+) (\w+)$", text, re.MULTILINE)
@@ -178,10 +162,6 @@ def test_the_log_has_the_line_of_a_request(readme_server: Server) -> None:
 def _management_port() -> int:
     (port,) = free_ports(1)
     return port
-
-
-def _default(value: Any) -> str:
-    return "" if value is None else f"`{json.dumps(value)}`"
 
 
 def _on(server: Server, code: str) -> str:

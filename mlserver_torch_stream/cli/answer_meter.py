@@ -20,7 +20,7 @@ class AnswerMeter:
         self._estimated = False
 
     def add(self, delta: Delta, now: float) -> None:
-        if delta.text or delta.token_ids:
+        if delta.text or delta.reasoning or delta.tool_calls or delta.token_ids:
             count = len(delta.token_ids) or 1
             if not self._tokens:
                 self._first, self._first_tokens = now, count

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from mlserver_torch_stream.protocol.chat_completion import ChatChoice
 from mlserver_torch_stream.protocol.openai_chunks import ChunkFold
 from mlserver_torch_stream.protocol.text_completion import completion
+from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import read_reply
 
@@ -111,7 +112,7 @@ class OpenAIAnswer:
 
 @dataclass
 class V2ServerAnswer:
-    """An answer of the V2 protocol: texts, finish reasons, log-probabilities and token counts."""
+    """An answer of the V2 protocol: texts, reasoning, calls, finish reasons, log-probabilities and token counts."""
 
     model: str
     chat: bool
@@ -120,6 +121,8 @@ class V2ServerAnswer:
     cached_tokens: int | None = None  # V2 replies do not say
     reasoning_tokens: int = 0  # neither
     _texts: dict[int, list[str]] = field(default_factory=dict)
+    _reasoning: dict[int, str] = field(default_factory=dict)
+    _calls: dict[int, tuple[ToolCallDelta, ...]] = field(default_factory=dict)
     _reasons: dict[int, str] = field(default_factory=dict)
     _logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
@@ -130,11 +133,11 @@ class V2ServerAnswer:
         return self._add(parse(data))
 
     def body(self) -> dict[str, Any]:
-        choices = [
-            ChatChoice(index, "".join(self._texts[index]), self._reasons.get(index), self._logprobs.get(index))
-            for index in sorted(self._texts)
-        ]
-        return completion(self.chat, self.model, choices, self)
+        return completion(self.chat, self.model, [self._choice(index) for index in sorted(self._texts)], self)
+
+    def _choice(self, index: int) -> ChatChoice:
+        text, reason, logprobs = "".join(self._texts[index]), self._reasons.get(index), self._logprobs.get(index)
+        return ChatChoice(index, text, reason, logprobs, self._reasoning.get(index, ""), self._calls.get(index, ()))
 
     def _add(self, body: Mapping[str, Any]) -> bool:
         """True for the last event of a stream."""
@@ -144,6 +147,10 @@ class V2ServerAnswer:
         for sequence in reply.sequences:
             if sequence.text is not None:
                 self._texts.setdefault(sequence.index, []).append(sequence.text)
+            if sequence.reasoning:
+                self._reasoning[sequence.index] = self._reasoning.get(sequence.index, "") + sequence.reasoning
+            if sequence.tool_calls:
+                self._calls[sequence.index] = join_calls((*self._calls.get(sequence.index, ()), *sequence.tool_calls))
             if sequence.finish_reason is not None:
                 self._reasons[sequence.index] = sequence.finish_reason
             if sequence.logprobs is not None:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.cli.answer_meter import AnswerMeter
+from mlserver_torch_stream.cli.answer_view import DIM, PLAIN, AnswerView
 from mlserver_torch_stream.cli.argument_types import positive
 from mlserver_torch_stream.cli.openai_key import KEY_VARIABLE, key_in_file, openai_key, without_key
 from mlserver_torch_stream.client.address import without_credentials
@@ -26,8 +27,6 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 _MAX_TOKENS = 512  # of V2's answers; servers of OpenAI's API have limits of their own
 _PROMPT = "you> "
 _COMMANDS = ("/clear", "/system", "/quit", "/exit")
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-_CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _MOST_ERROR_CHARACTERS = 500
 
 
@@ -116,7 +115,7 @@ class Chat:
             self.messages.pop()
         sink.write("\n")
         if interactive and (summary := meter.summary()):
-            sink.write(f"{_DIM}{summary}{_PLAIN}\n")
+            sink.write(f"{DIM}{summary}{PLAIN}\n")
         sink.flush()
         if error:
             _complain(error)
@@ -125,17 +124,16 @@ class Chat:
     def _stream(self, said: list[str], meter: AnswerMeter, sink: TextIO, interactive: bool) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
         deltas = self.server.stream(self.model, messages=[*system, *self.messages], **self.parameters)
+        view = AnswerView(sink, styled=interactive)
         with closing(deltas):
-            for delta in deltas:
-                meter.add(delta, time.monotonic())
-                said.append(delta.text)
-                sink.write(visible(delta.text) if interactive else delta.text)
-                sink.flush()
-
-
-def visible(text: str) -> str:
-    """The text without the control characters that would steer a terminal."""
-    return text.translate(_CONTROL)
+            try:
+                for delta in deltas:
+                    meter.add(delta, time.monotonic())
+                    said.append(delta.text)
+                    view.add(delta)
+                    sink.flush()
+            finally:
+                view.end()
 
 
 def _open_client(arguments: argparse.Namespace) -> client.Client:

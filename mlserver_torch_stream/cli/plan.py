@@ -145,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
         default=_CONTEXT,
         help="tokens of a stream, prompt and answer (default: %(default)s)",
     )
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="of the weights (default: the checkpoint's)",
+    )
     parser.add_argument("--revision", help="of a hub id")
     return parser

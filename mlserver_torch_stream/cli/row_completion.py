@@ -16,6 +16,7 @@ from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Row
 from mlserver_torch_stream.protocol.openai_batch import check_model
 from mlserver_torch_stream.protocol.openai_error import BAD_REQUEST, error_object
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
+from mlserver_torch_stream.protocol.responses_parameters import INPUT
 
 _RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to agree
 
@@ -67,6 +68,8 @@ class RowRequest:
         elif row.kind is Kind.JSONL:
             body = dict(row.body or {})
             check_model(body, self.served)
+            if INPUT in body:
+                raise RowUnsuitable(f"{INPUT}: rows of /v1/responses are for the batches of a server")
         else:
             body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
         said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}

@@ -13,6 +13,7 @@ from mlserver_torch_stream.client.client_errors import (
 )
 from mlserver_torch_stream.client.deltas import Delta, Logprob, RequestUsage
 from mlserver_torch_stream.client.event_parser import EventParser
+from mlserver_torch_stream.tool_calls import ToolCallDelta
 
 __all__ = [
     "AsyncClient",
@@ -26,6 +27,7 @@ __all__ = [
     "RequestRefused",
     "RequestUsage",
     "StreamBroken",
+    "ToolCallDelta",
     "astream",
     "stream",
 ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -47,6 +49,8 @@ class Delta:
     num_output_tokens: int | None = None
     usage: RequestUsage | None = None
     final: bool = False
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __str__(self) -> str:
         return self.text

@@ -26,7 +26,7 @@ from mlserver_torch_stream.client.grpc_messages import (
     RepositoryIndexRequest,
     RepositoryIndexResponse,
 )
-from mlserver_torch_stream.client.v2_json import deltas_of, prompt_tensor
+from mlserver_torch_stream.client.v2_json import deltas_of, input_tensors, plain_parameters
 from mlserver_torch_stream.v2_reader import read_reply
 
 _SERVICE = "/inference.GRPCInferenceService"
@@ -64,11 +64,11 @@ def models_method(channel: Any) -> Any:
 
 
 def request_message(call: GenerationCall) -> Any:
-    name, texts = prompt_tensor(call)
     request = ModelInferRequest(model_name=call.model)
-    tensor = request.inputs.add(name=name, datatype="BYTES", shape=[len(texts)])
-    tensor.contents.bytes_contents.extend(text.encode() for text in texts)
-    for key, value in call.parameters.items():
+    for name, texts in input_tensors(call).items():
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[len(texts)])
+        tensor.contents.bytes_contents.extend(text.encode() for text in texts)
+    for key, value in plain_parameters(call).items():
         _set(request.parameters.add(key=key).value, value)
     return request
 

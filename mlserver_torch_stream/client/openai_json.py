@@ -13,6 +13,7 @@ from typing import Any
 from mlserver_torch_stream.client.client_errors import GenerationError
 from mlserver_torch_stream.client.deltas import Delta, Logprob, RequestUsage
 from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsRequest
+from mlserver_torch_stream.tool_calls import calls_of
 
 _DONE = "[DONE]"
 
@@ -65,7 +66,7 @@ class OpenAIEventReader:
             if delta.finish_reason is not None:
                 self._unfinished.remove(delta.index)
                 self._kept = delta
-            elif delta.text or delta.logprobs:  # the first chunk of a chat has its role alone
+            elif delta != Delta(index=delta.index):  # the first chunk of a chat has its role alone
                 ready.append(delta)
         return ready
 
@@ -86,11 +87,19 @@ def error_message(error: Any) -> str:
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:
-    text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+    said = choice.get("delta", {})
+    text = said.get("content") if "delta" in choice else choice["text"]
     logprobs = _logprobs(choice.get("logprobs") or {})
     # Some servers leave the index out, and write "" as the reason of a sequence that goes on.
     index, reason = choice.get("index", 0), choice.get("finish_reason") or None
-    return Delta(text or "", index, logprobs=logprobs, finish_reason=reason)
+    return Delta(
+        text or "",
+        index,
+        logprobs=logprobs,
+        finish_reason=reason,
+        reasoning=said.get("reasoning") or said.get("reasoning_content") or "",
+        tool_calls=calls_of(said.get("tool_calls") or ()),
+    )
 
 
 def _logprobs(said: Mapping[str, Any]) -> tuple[Logprob, ...]:

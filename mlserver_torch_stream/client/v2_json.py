@@ -16,12 +16,25 @@ from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsR
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import ServerReply, read_reply
 
+_TOOLS = "tools"
 
-def prompt_tensor(call: GenerationCall) -> tuple[str, list[str]]:
-    """The name and the elements of the BYTES tensor that holds the prompt."""
+
+def input_tensors(call: GenerationCall) -> dict[str, list[str]]:
+    """The elements of the BYTES tensors that hold the prompt and the tools, by name."""
     if call.messages is None:
-        return "text_input", list(call.prompts)
-    return "messages", [json.dumps(list(call.messages), ensure_ascii=False)]
+        tensors = {"text_input": list(call.prompts)}
+    else:
+        tensors = {"messages": [_json(list(call.messages))]}
+    return {**tensors, **{name: [_json(call.parameters[name])] for name in (_TOOLS,) if name in call.parameters}}
+
+
+def plain_parameters(call: GenerationCall) -> dict[str, Any]:
+    """The parameters that are no tensors."""
+    return {name: value for name, value in call.parameters.items() if name != _TOOLS}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def deltas_of(reply: ServerReply) -> list[Delta]:
@@ -44,6 +57,8 @@ def deltas_of(reply: ServerReply) -> list[Delta]:
             num_output_tokens=sequence.num_output_tokens,
             usage=usage if sequence is last else None,
             final=reply.final and sequence is last,
+            reasoning=sequence.reasoning or "",
+            tool_calls=sequence.tool_calls,
         )
         for sequence in reply.sequences
     ]
@@ -60,10 +75,12 @@ class V2Json:
     models_request: ModelsRequest = "POST", "/v2/repository/index", {"ready": True}
 
     def request(self, call: GenerationCall) -> tuple[str, dict[str, Any]]:
-        name, texts = prompt_tensor(call)
-        tensor = {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
+        tensors = [
+            {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
+            for name, texts in input_tensors(call).items()
+        ]
         path = f"/v2/models/{quote(call.model, safe='')}/generate_stream"
-        return path, {"inputs": [tensor], "parameters": dict(call.parameters)}
+        return path, {"inputs": tensors, "parameters": plain_parameters(call)}
 
     def reader(self) -> V2EventReader:
         return V2EventReader()

@@ -1,15 +1,16 @@
-"""Handles devices with memory of their own: their names, health and copies.
+"""Handles devices with memory of their own: their health, copies, and which of them hold and compute a model.
 
-Knows nothing of models.
+Knows nothing of batches or caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
@@ -70,3 +71,35 @@ def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
     """
     device = execution_device(module) if str(place) in ("cpu", "disk") else None
     return device_name(place if device is None else device)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
+    return weight_device(model.get_input_embeddings(), torch.device("cpu"))
+
+
+def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.device:
+    """Returns the device on which a module's weight is used; ``otherwise`` if it has none, or is not known."""
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, torch.Tensor):
+        return otherwise
+    if weight.device.type != "meta":
+        return weight.device
+    place = execution_device(module)
+    return otherwise if place is None else torch.device(device_name(place))
+
+
+def device_types(model: PreTrainedModel) -> set[str]:
+    """Returns the types of the devices that hold a model's weights or take its token ids."""
+    return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
+
+
+def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
+    """Returns the model without accelerate's outermost hook, which copies the output to the device of the input.
+
+    Between GPUs that copy waits for all work that is queued on either of them, also for that of other batches.
+    """
+    hook = getattr(model, "_hf_hook", None)
+    fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
+    forward: Callable[..., Any] = model if hook is None or fetches else model._old_forward
+    return forward

@@ -1,4 +1,4 @@
-"""Builds a running engine from settings: loads and checks the model, chooses the batcher, sizes the cache.
+"""Builds a running engine from settings, and shares it: loads the model, and starts the engine over its batcher.
 
 Knows nothing of MLServer. Its functions block for as long as loading takes: call them in a thread.
 """
@@ -6,34 +6,19 @@ Knows nothing of MLServer. Its functions block for as long as loading takes: cal
 from __future__ import annotations
 
 import gc
-import logging
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.api import Engine
+from mlserver_torch_stream.engine.batcher_choice import choose_batcher
 from mlserver_torch_stream.engine.batching.batcher import Batcher
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
-from mlserver_torch_stream.engine.batching.serial import SerialBatcher
-from mlserver_torch_stream.engine.captured_forward import CapturedForwards
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
-from mlserver_torch_stream.engine.forward.model_forward import Way
-from mlserver_torch_stream.engine.forward_choice import ForwardChoice
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
-from mlserver_torch_stream.engine.kv_cache.page_counts import pages_on_host
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import (
     LoadedModel,
     complete,
@@ -43,33 +28,18 @@ from mlserver_torch_stream.engine.loading.loader import (
     set_threads,
 )
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
-from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, longest_sequence
-from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
+from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_MAX_TOKENS = 256
-# Prompts that a model takes in forwards of their own: a forward of few tokens takes about as long as one of 64
-# (benchmarks/LOG.md).
-_ROWS_FLOOR = 64
-# On a CPU a packed step of 128 prompt tokens takes a quarter of the time of 512, and hardly more for each token. So
-# beside sequences that decode, which wait for the end of the step, prompts get a quarter of it.
-_BESIDE = 4
-_SPECULATIVE = "parameters.extra.speculative"
 
 OnDeath = Callable[[BaseException], None]
 
@@ -185,14 +155,10 @@ def _start(
     settings, prepared, host = resolved.settings, lease.value, read_host()
     vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.rules)
-    problem = _why_serial(resolved, prepared, loaded)
-    if problem is None:
-        batching = _batch_continuously(resolved, prepared, loaded, samplers, codec, host, resources)
-    else:
-        batching = _batch_serially(resolved, prepared, loaded, samplers, problem)
+    choice = choose_batcher(resolved, prepared, loaded, samplers, codec, resources)
     info = ModelInfo(
         vocab_size=vocab_size,
-        max_model_len=batching.context,
+        max_model_len=choice.context,
         max_num_seqs=settings.max_num_seqs,
         has_chat_template=codec.has_chat_template,
         default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
@@ -201,7 +167,7 @@ def _start(
         template_arguments=codec.chat_format.arguments,
     )
     engine = EngineCore(
-        batching.batcher,
+        choice.batcher,
         codec,
         info,
         loaded.eos_token_ids,
@@ -216,173 +182,19 @@ def _start(
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
         threads=1 if prepared.choice is not None and isinstance(prepared.choice.forward, NativeForward) else threads,
         fair_lock=prepared.fair_lock,
-        rebuild=partial(_rebuild, batching.make, prepared),
+        rebuild=partial(_rebuild, choice.make, prepared),
         on_death=on_death,
         name=resolved.source.name,
     )
     if prepared.ranks is not None:
         prepared.ranks.leader.watch_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
-    how = f"{batching.description}; context {batching.context} tokens; {threads} threads ({origin})"
+    how = f"{choice.description}; context {choice.context} tokens; {threads} threads ({origin})"
     summary = f"{loaded.description}; {how}"
     return RunningEngine(engine, codec, summary, lease)
-
-
-@dataclass(frozen=True, slots=True)
-class _Batching:
-    """``make`` makes batchers, ``batcher`` is the first of them. ``description`` is for the load summary."""
-
-    make: Callable[[], Batcher]
-    batcher: Batcher
-    context: int  # tokens that a sequence may hold
-    description: str
-
-
-def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
-    """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
-    problem, steady = prepared.findings.problem, steady_positions(loaded.model)
-    if problem is None and steady is not None and loaded.max_model_len > steady:
-        problem = f"its positions are scaled anew beyond {steady} tokens"
-    if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
-        raise LoadFailed(f"this model cannot be batched: {problem}")
-    if problem is not None and resolved.settings.speculative is not None:
-        raise LoadFailed(f"{_SPECULATIVE}: this model is served one request at a time ({problem})")
-    return problem
-
-
-def _batch_serially(
-    resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel, samplers: SamplerFactory, problem: str
-) -> _Batching:
-    make = partial(
-        SerialBatcher,
-        loaded.model,
-        samplers,
-        max_num_seqs=resolved.settings.max_num_seqs,
-        check_devices=prepared.check_devices,
-        pipeline=prepared.pipeline,
-    )
-    return _Batching(make, make(), loaded.max_model_len, f"one request at a time ({problem})")
-
-
-def _batch_continuously(
-    resolved: ResolvedSettings,
-    prepared: PreparedModel,
-    loaded: LoadedModel,
-    samplers: SamplerFactory,
-    codec: TextCodec,
-    host: Host,
-    resources: ProcessResources,
-) -> _Batching:
-    settings, findings, ranks = resolved.settings, prepared.findings, prepared.ranks
-    spec, choice = findings.spec, prepared.choice
-    assert spec is not None and choice is not None  # as ``findings.problem`` is None
-    chunk = settings.chunked_prefill_size if findings.chunked else None
-    size = cache_budget(
-        *(findings.specs, settings.kv_cache_memory, resources, codec, host),
-        sequences=settings.max_num_seqs,
-        tokens=loaded.max_model_len,
-        step=loaded.max_model_len if chunk is None else chunk,
-        engines=settings.replicas,
-        most=sys.maxsize if ranks is None else ranks.shard.room,
-    )
-    on_host = HOST in findings.specs
-    budget = size.bytes_of(spec)
-    # A prefix is of no use to a model that takes whole prompts, or that keeps states.
-    keeps_prefixes = findings.chunked and not spec.state_bytes
-    limits = SchedulerLimits(
-        size.state_slots if spec.state_bytes else settings.max_num_seqs,
-        chunk,
-        pages_on_host(spec, budget) if set(findings.specs) == {HOST} else size.pages,
-        budget,
-        prefix_bytes(budget, settings.prefix_cache_memory, on_host) if keeps_prefixes else 0,
-        stages=1 if prepared.pipeline is None else prepared.pipeline.depth,
-        whole_prompts=not findings.chunked,
-        prefill_floor=1 if findings.way is Way.PACKED or isinstance(choice.forward, NativeForward) else _ROWS_FLOOR,
-        beside_budget=_beside_budget(chunk, findings),
-    )
-    context = longest_sequence(spec, limits, loaded.max_model_len)
-    if context < 2:
-        key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
-        raise LoadFailed(f"parameters.extra.{key}: {why}")
-    slots = limits.max_num_seqs if spec.state_bytes else 0
-    layout = CacheLayout(loaded.model.config)
-    faults = _faults()
-    forwards = CapturedForwards(
-        loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
-    )
-
-    def make() -> ContinuousBatcher:
-        cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
-        forward = forwards.over(cache) if settings.fast_path == "auto" else choice.forward
-        return ContinuousBatcher(
-            forward,
-            cache,
-            samplers,
-            limits,
-            spec,
-            lookup=_prompt_lookup(settings, spec, limits),
-            drafts_forced=forward is choice.forward,
-            pipeline=prepared.pipeline,
-            faults=faults,
-            check_devices=prepared.check_devices,
-        )
-
-    if len(prepared.placement) > 1:
-        spread = describe_placement(prepared.placement, findings.specs, size)
-        logger.info("Placement of %s: %s", resolved.source.name, spread)
-    origin = resolved.origins["kv_cache_memory"]
-    batcher = make()
-    description = (
-        f"{_describe_forward(settings, prepared, choice)}{forwards.description}"
-        f"up to {settings.max_num_seqs} sequences at a time, "
-        f"KV cache {format_bytes(budget)} "
-        f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'}) "
-        f"in pages of {spec.page_size} tokens"
-    )
-    return _Batching(make, batcher, context, description)
-
-
-def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
-    if isinstance(choice.forward, NativeForward):
-        rounded = f"{settings.weights} weights, " if settings.weights in ROUNDED else ""
-        return f"our own kernels ({choice.forward.variant}), {rounded}"
-    ways = [] if prepared.ranks is None else [f"{prepared.ranks.leader.size} ranks, "]
-    if choice.no_kernels is not None and prepared.device.type == "cpu":
-        ways.append(f"transformers' forward ({choice.no_kernels}), ")
-    attention = "" if choice.attention is None else f" with {choice.attention}"
-    ways.append(f"steps {prepared.findings.way.value}{attention}, ")
-    if prepared.pipeline is not None:
-        ways.append(f"{prepared.pipeline.depth} devices with a batch each, ")
-    if choice.packed:
-        ways.append(f"{choice.packed} linear layers laid out for this CPU, ")
-    return "".join(ways)
-
-
-def _beside_budget(chunk: int | None, findings: SelfCheckResult) -> int | None:
-    """Returns the prompt tokens of a step in which sequences decode; None: no less than of others."""
-    packed_on_host = findings.way is Way.PACKED and set(findings.specs) == {HOST}
-    return max(1, chunk // _BESIDE) if chunk is not None and packed_on_host else None
-
-
-def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:
-    if settings.speculative is None:
-        return None
-    if spec.state_bytes:
-        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, which no rejected draft can leave")
-    if limits.whole_prompts:
-        raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
-    return PromptLookup(settings.speculative.prompt_lookup)
 
 
 def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
     """Makes a new batcher over the weights in memory. Raises the device's own error if a device is lost."""
     prepared.check_devices()
     return make()
-
-
-def _faults() -> FaultInjector | None:
-    faults = read_faults(os.environ)
-    if faults is not None:
-        logger.warning("%s is set: this engine fails on purpose", VARIABLE)
-    return faults

@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
@@ -121,4 +122,4 @@ def _problem(
             **small,
         )
     except Exception as error:  # kernels of torch's or of a compiler can raise any error
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return in_a_line(error)

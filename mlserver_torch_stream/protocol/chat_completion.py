@@ -125,7 +125,12 @@ def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, An
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": [_logprob(entry) for entry in entries], "refusal": None}
+    return {"content": logprob_entries(entries), "refusal": None}
+
+
+def logprob_entries(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """One of each token."""
+    return [_logprob(entry) for entry in entries]
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:

@@ -10,14 +10,20 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput, UnknownModel
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
+from mlserver_torch_stream.protocol.responses_parameters import INPUT
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.values import is_text, shown
 
 _GENERATE_PROMPT = "text_input"  # the generate extension's name of a prompt
-_PROMPTS = (MESSAGES, PROMPT, _GENERATE_PROMPT)
+_PROMPTS = (MESSAGES, PROMPT, INPUT, _GENERATE_PROMPT)
 _LINE = ("custom_id", "method", "url", "body")
-_ENDPOINTS = {"/v1/chat/completions": MESSAGES, "/v1/completions": PROMPT}
-_ID_PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
+_ENDPOINTS = {"/v1/chat/completions": MESSAGES, "/v1/completions": PROMPT, "/v1/responses": INPUT}
+# Of each object: the beginning of its id, and the key of its time.
+_HEADS = {
+    "chat.completion": ("chatcmpl-", "created"),
+    "text_completion": ("cmpl-", "created"),
+    "response": ("resp_", "created_at"),
+}
 _OUTPUT_LINE = ("id", "custom_id", "response", "error")
 OK = 200
 
@@ -64,9 +70,10 @@ def answer_line(
 ) -> dict[str, Any]:
     """The output line of a request that was answered. ``name``: what its ids are made of; ``place``: keys that OpenAI's
     lines do not have. ``created``, in seconds since the epoch, goes into a body that is an OpenAI object."""
-    prefix = _ID_PREFIXES.get(str(body.get("object")))
-    if prefix is not None:
-        head = {"id": f"{prefix}-{name}", "object": body["object"], "created": created}
+    known = _HEADS.get(str(body.get("object")))
+    if known is not None:
+        prefix, time = known
+        head = {"id": f"{prefix}{name}", "object": body["object"], time: created}
         body = {**head, **{key: value for key, value in body.items() if key not in head}}
     return _line(name, custom_id, place, _response(name, OK, body), None)
 
@@ -116,6 +123,8 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_prompt(name: str, value: Any) -> None:
+    if name == INPUT and isinstance(value, list) and value:
+        return
     if name == MESSAGES:
         if not isinstance(value, list) or not value:
             raise InvalidInput(name, f"must be a list of at least one message, got {shown(value)}")

@@ -28,6 +28,8 @@ from mlserver_torch_stream.protocol.openapi_parts import (
     reference,
     response,
 )
+from mlserver_torch_stream.protocol.responses_document import response_schemas
+from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMETERS
 from mlserver_torch_stream.version import __version__
 
 _DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
@@ -62,6 +64,10 @@ def openai_document() -> JsonObject:
         "paths": {
             "/v1/chat/completions": _generating("createChatCompletion", "Answers a conversation.", "ChatCompletion"),
             "/v1/completions": _generating("createCompletion", "Continues texts.", "Completion"),
+            "/v1/responses": _generating(
+                *("createResponse", "Answers an input by items.", "ModelResponse"),
+                events="A ModelResponseEvent as JSON, whose type is also the name of the event.",
+            ),
             "/v1/models": _reading("listModels", "The models that generate tokens.", "ModelList"),
             "/v1/models/{model}": {
                 "parameters": [{"name": "model", "in": "path", "required": True, "schema": STRING}],
@@ -73,12 +79,13 @@ def openai_document() -> JsonObject:
     }
 
 
-def _generating(operation: str, summary: str, name: str) -> JsonObject:
+def _generating(operation: str, summary: str, name: str, events: str = "") -> JsonObject:
+    """``events``: what the data of an event of its stream is; nothing: chunks."""
     whole = {"schema": reference(name)}
-    data = {"type": "string", "description": f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
-    events = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
+    data = {"type": "string", "description": events or f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
+    streamed = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
     summary_of_both = "The whole answer, or its events if `stream` is true."
-    both = answered(summary_of_both, {"application/json": whole, "text/event-stream": events})
+    both = answered(summary_of_both, {"application/json": whole, "text/event-stream": streamed})
     body = {"required": True, "content": {"application/json": {"schema": reference(f"{name}Request")}}}
     responses = {"200": both, **{status: response(status) for status in _ERRORS}}
     return {"post": {"operationId": operation, "summary": summary, "requestBody": body, "responses": responses}}
@@ -102,6 +109,8 @@ def _schemas() -> JsonObject:
     return {
         "ChatCompletionRequest": _request(CHAT_PARAMETERS),
         "CompletionRequest": _request(COMPLETION_PARAMETERS),
+        "ModelResponseRequest": _request(RESPONSE_PARAMETERS),
+        **response_schemas(),
         "ChatCompletion": _answer("chat.completion", message=reference("Message"), usage=True),
         "ChatCompletionChunk": _answer("chat.completion.chunk", delta=reference("Delta"), usage=False),
         "Completion": _answer("text_completion", text=STRING, usage=True),

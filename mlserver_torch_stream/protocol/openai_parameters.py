@@ -12,7 +12,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
-from mlserver_torch_stream.protocol.parameters import (
+from mlserver_torch_stream.protocol.parameter_table import (
     LEAST_REPETITION_PENALTY,
     MAX_BAD_WORDS,
     MAX_STOP_STRINGS,

@@ -1,4 +1,4 @@
-"""The spelling of OpenAI's API: chat completions and completions, streamed or whole, with OpenAI's errors and end.
+"""The spelling of OpenAI's API: chat completions, completions and responses, streamed or whole, with its errors.
 
 Knows nothing of how objects are built, which ``openai_stream`` does, nor of the transport beyond its headers.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
@@ -23,6 +24,10 @@ from mlserver_torch_stream.protocol.openai_parameters import (
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT, decode_body
 from mlserver_torch_stream.protocol.openai_stream import ChatStream, CompletionStream, OpenAIWhole
 from mlserver_torch_stream.protocol.request_options import MOST_ID_CHARACTERS, read_client
+from mlserver_torch_stream.protocol.response_object import repeated_values
+from mlserver_torch_stream.protocol.responses_input import chat_body, own_name
+from mlserver_torch_stream.protocol.responses_parameters import INPUT, RESPONSE_PARAMETERS
+from mlserver_torch_stream.protocol.responses_stream import ResponsesStream, ResponsesWhole
 from mlserver_torch_stream.protocol.spelling import (
     NO_HEADERS,
     JsonObject,
@@ -46,7 +51,7 @@ _READ_HERE = (_MODEL, _MODEL_VERSION, _STREAM, _STREAM_OPTIONS)
 
 
 class OpenAISpelling(Spelling):
-    """What both endpoints have in common. ``prompt``: the parameter that holds the prompt."""
+    """What the endpoints have in common. ``prompt``: the parameter that holds the prompt."""
 
     prompt: str
     parameters: Table
@@ -74,15 +79,21 @@ class OpenAISpelling(Spelling):
         taken = taken_values(posted.json, self.parameters, most_checked(info))
         if _STREAM_OPTIONS in taken and not streaming:
             raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
-        self._check(taken)
-        return decode_body(
-            {name: value for name, value in taken.items() if name not in _READ_HERE},
-            info,
-            request_id,
-            streaming=streaming,
-            usage_message=bool(taken.get(_STREAM_OPTIONS, {}).get("include_usage")),
-            client=read_client(posted.headers),
-        )
+        said = {name: value for name, value in taken.items() if name not in _READ_HERE}
+        asked = self._asked(said, most_checked(info))
+        try:
+            return decode_body(
+                asked,
+                info,
+                request_id,
+                streaming=streaming,
+                usage_message=bool(taken.get(_STREAM_OPTIONS, {}).get("include_usage")),
+                client=read_client(posted.headers),
+            )
+        except InvalidInput as error:
+            if (own := self._own_name(error.field)) == error.field:
+                raise
+            raise InvalidInput(own, error.reason) from None
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """An engine knows a prompt under its V2 name."""
@@ -92,9 +103,14 @@ class OpenAISpelling(Spelling):
         status = openai_status(error.status)
         return status, {"error": error_object(status, message, field, error.code)}
 
+    def _own_name(self, field: str) -> str:
+        """The client's name of what ``_asked`` calls ``field``."""
+        return field
+
     @abstractmethod
-    def _check(self, taken: Mapping[str, Any]) -> None:
-        """Refuses what a schema cannot: parameters that do not go together."""
+    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+        """What a body asks for, as a chat or a completion has it. Raises InvalidInput for what a schema cannot refuse:
+        parameters that do not go together. ``most``: elements of one value that are looked at."""
 
 
 class OpenAIChat(OpenAISpelling):
@@ -107,9 +123,10 @@ class OpenAIChat(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
 
-    def _check(self, taken: Mapping[str, Any]) -> None:
+    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
         if "top_logprobs" in taken and not taken.get("logprobs"):
             raise InvalidInput("top_logprobs", "needs logprobs: true")
+        return taken
 
 
 class OpenAICompletions(OpenAISpelling):
@@ -122,14 +139,47 @@ class OpenAICompletions(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, TextCompletion(request.request_id, context.model_name, context.created))
 
-    def _check(self, taken: Mapping[str, Any]) -> None:
+    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
         if taken.get("echo") and "logprobs" in taken:
             raise InvalidInput("echo", "log-probabilities of the prompt are not implemented, leave logprobs out")
+        return taken
+
+
+class OpenAIResponses(OpenAISpelling):
+    """Its streams name their events, and no ``[DONE]`` ends them."""
+
+    prompt = INPUT
+    parameters = RESPONSE_PARAMETERS
+
+    def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        request = super().decode(posted, info, streaming=streaming, request_id=request_id)
+        constraint = request.constraint
+        if constraint is not None:  # the engine may refuse it later
+            constraint = replace(constraint, field=own_name(constraint.field))
+        reply = replace(request.reply, repeated=repeated_values(posted.json))
+        return replace(request, reply=reply, constraint=constraint)
+
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
+        return ResponsesStream(request, context)
+
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
+        return ResponsesWhole(request, context)
+
+    def event_name(self, message: JsonObject) -> str | None:
+        return str(message["type"])
+
+    def _own_name(self, field: str) -> str:
+        return own_name(field)
+
+    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+        return chat_body(taken, most)
 
 
 OPENAI_CHAT = OpenAIChat()
 OPENAI_COMPLETIONS = OpenAICompletions()
+OPENAI_RESPONSES = OpenAIResponses()
 OPENAI_SPELLINGS: Mapping[str, OpenAISpelling] = {
     "/v1/chat/completions": OPENAI_CHAT,
     "/v1/completions": OPENAI_COMPLETIONS,
+    "/v1/responses": OPENAI_RESPONSES,
 }

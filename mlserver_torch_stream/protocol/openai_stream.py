@@ -37,7 +37,7 @@ class OpenAIStream(ABC):
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
         """Raises RequestError where the event says that its sequence has failed."""
-        _raise_failure(event)
+        raise_failure(event)
         last = self._usage.note(event)
         chunks = self._chunks(event)
         if not self._usage_message:
@@ -120,7 +120,7 @@ class OpenAIWhole:
 
     def add(self, event: TokenEvent) -> None:
         """Raises RequestError where the event says that its sequence has failed."""
-        _raise_failure(event)
+        raise_failure(event)
         self._collected.add(event)
 
     def body(self) -> JsonObject:
@@ -133,7 +133,8 @@ def failure_message(error: Exception) -> JsonObject:
     return {"error": {**described, "message": shortened(described["message"])}}
 
 
-def _raise_failure(event: TokenEvent) -> None:
+def raise_failure(event: TokenEvent) -> None:
+    """Raises RequestError where the event says that its sequence has failed."""
     if event.error is not None:
         raise as_request_error(event.error)
     if event.finish_reason in FAILURES:

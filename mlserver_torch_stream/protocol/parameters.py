@@ -1,4 +1,4 @@
-"""The table of request parameters, and how levels of them become one set of sampling parameters.
+"""Turns the levels of a request's parameters into one set of sampling parameters.
 
 Knows nothing of MLServer's types: a level is names and values, whatever carried them.
 """
@@ -10,94 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol import structured_output, values
+from mlserver_torch_stream.protocol import values
+from mlserver_torch_stream.protocol.parameter_table import PARAMETERS, Parameter
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
-
-MAX_STOP_STRINGS = 16
-MAX_BAD_WORDS = 64
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One request parameter: its names, how its value is read, and what becomes of the value.
-
-    ``field``: the field of SamplingParameters that has the value; None if no field has it as it is.
-    ``tensor``: the datatype of the parameter as an input tensor; None if it cannot be one.
-    """
-
-    name: str
-    read: values.Reader
-    aliases: tuple[str, ...] = ()
-    field: str | None = None
-    tensor: str | None = None
-    several: bool = False  # as a tensor it may have more than one element
-
-
-def _sampling(
-    name: str, read: values.Reader, *aliases: str, tensor: str | None = None, several: bool = False
-) -> Parameter:
-    return Parameter(name, read, aliases, name, tensor, several)
-
-
-def _flag(name: str) -> Parameter:
-    return Parameter(name, values.boolean, tensor="BOOL")
-
-
-def _stream_mode(value: Any, info: ModelInfo) -> str:
-    if value == "session":
-        raise ValueError("session is not implemented")
-    return str(values.one_of("each", "prompt")(value, info))
-
-
-PARAMETERS: tuple[Parameter, ...] = (
-    _sampling("max_tokens", values.integer(1), "max_new_tokens", "max_completion_tokens", tensor="INT64"),
-    _sampling("min_tokens", values.integer(0)),
-    _sampling("temperature", values.number(0, 100), tensor="FP32"),
-    _sampling("top_p", values.number(0, 1, above_low=True), tensor="FP32"),
-    _sampling("top_k", values.top_k, tensor="INT64"),
-    _sampling("min_p", values.number(0, 1)),
-    _sampling("typical_p", values.number(0, 1, above_low=True)),
-    _sampling("repetition_penalty", values.number(LEAST_REPETITION_PENALTY, 100)),
-    _sampling("presence_penalty", values.number(-2, 2)),
-    _sampling("frequency_penalty", values.number(-2, 2)),
-    _sampling("logit_bias", values.logit_bias),
-    _sampling("bad_words", values.strings(MAX_BAD_WORDS), tensor="BYTES", several=True),
-    _sampling("stop", values.strings(MAX_STOP_STRINGS), "stop_words", tensor="BYTES", several=True),
-    _sampling("stop_token_ids", values.token_ids),
-    _sampling("include_stop_str_in_output", values.boolean),
-    Parameter("eos_token_id", values.token_ids, ("eos_token_ids",), field="eos_token_ids"),
-    _sampling("ignore_eos", values.boolean),
-    _sampling("seed", values.seed, "random_seed", tensor="INT64"),
-    _sampling("n", values.row_count),
-    Parameter("logprobs", values.logprobs),
-    Parameter("top_logprobs", values.integer(0, 20)),
-    _sampling("skip_special_tokens", values.boolean),
-    Parameter("chat_template_kwargs", values.json_object),
-    Parameter("tool_choice", values.tool_choice, tensor="BYTES"),
-    Parameter("parallel_tool_calls", values.boolean, tensor="BYTES"),
-    Parameter("reasoning_effort", values.one_of(*REASONING_EFFORTS)),
-    Parameter("response_format", structured_output.response_format, tensor="BYTES"),
-    Parameter("structured_outputs", structured_output.structured_outputs),
-    Parameter("guided_decoding_guide", structured_output.text, tensor="BYTES"),
-    Parameter("guided_decoding_guide_type", structured_output.guide_type, tensor="BYTES"),
-    Parameter("stream_mode", _stream_mode),
-    Parameter("priority", values.integer(0, 2**31 - 1)),
-    Parameter("timeout", values.integer(0, 2**53)),
-    Parameter("echo", values.boolean),
-    # Asks for what every reply has: a response with triton_final_response, empty or not.
-    Parameter("triton_enable_empty_final_response", values.boolean),
-    _flag("stream"),
-    _flag("exclude_input_in_output"),
-    _flag("return_finish_reason"),
-    _flag("return_cumulative_logprob"),
-    _flag("return_logprobs"),
-    _flag("return_token_ids"),
-    _flag("return_num_input_tokens"),
-    _flag("return_num_output_tokens"),
-)
 
 _BY_SPELLING: Mapping[str, Parameter] = {
     spelling: parameter for parameter in PARAMETERS for spelling in (parameter.name, *parameter.aliases)

@@ -95,6 +95,10 @@ class Spelling(ABC):
         """The HTTP headers of every reply in this spelling, also of an error."""
         return {}
 
+    def event_name(self, message: JsonObject) -> str | None:
+        """The name of the SSE event that holds a message of a stream; None: it has no name."""
+        return None
+
     @abstractmethod
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
         """Raises InvalidInput."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlserver_torch_stream.protocol.generate import FLAT
-from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_COMPLETIONS
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import Spelling
 from mlserver_torch_stream.protocol.v2_spelling import V2
@@ -33,10 +33,6 @@ _ENDPOINTS: tuple[tuple[str, bool, tuple[Spelling, ...]], ...] = (
     ("generate_stream", True, (FLAT, SELDON, V2)),
 )
 OPENAI_PREFIXES = ("/v1", "/openai/v1")  # OpenAI's own, and KServe's
-_OPENAI_ENDPOINTS: tuple[tuple[str, Spelling], ...] = (
-    ("chat/completions", OPENAI_CHAT),
-    ("completions", OPENAI_COMPLETIONS),
-)
 REST_ROUTES = (
     *(
         RestRoute(f"{models}/{endpoint}", streaming, spellings)
@@ -44,8 +40,8 @@ REST_ROUTES = (
         for endpoint, streaming, spellings in _ENDPOINTS
     ),
     *(
-        RestRoute(f"{prefix}/{endpoint}", None, (spelling,))
+        RestRoute(f"{prefix}{path.removeprefix('/v1')}", None, (spelling,))
         for prefix in OPENAI_PREFIXES
-        for endpoint, spelling in _OPENAI_ENDPOINTS
+        for path, spelling in OPENAI_SPELLINGS.items()
     ),
 )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.finite_schema import check_finite
 from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
 from mlserver_torch_stream.protocol.parameters import Merged
 from mlserver_torch_stream.protocol.values import parse_json, shown
@@ -16,10 +17,10 @@ from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ModelInfo
 
 _NO_PARSER = "none"
-_MOST_TOOLS = 128
+MOST_TOOLS = 128
 _MOST_NAME = 64
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-_FUNCTION: Schema = {
+FUNCTION: Schema = {
     "type": "object",
     "required": ["name"],
     "properties": {
@@ -31,13 +32,13 @@ _FUNCTION: Schema = {
 }
 TOOLS: Schema = {
     "type": "array",
-    "maxItems": _MOST_TOOLS,
+    "maxItems": MOST_TOOLS,
     "items": {
         "type": "object",
         "required": ["type", "function"],
         "properties": {
             "type": {"type": "string", "enum": ["function"], "description": "only functions are implemented"},
-            "function": _FUNCTION,
+            "function": FUNCTION,
         },
     },
 }
@@ -54,6 +55,10 @@ def check_tools(field: str, value: Any, most: int) -> Tools:
         place = f"{field}[{position}].function.name"
         if not _NAME_CHARACTERS.issuperset(name):
             raise InvalidInput(place, f"may have letters, digits, '_', '-' and '.', got {shown(name)}")
+        parameters = tool["function"].get("parameters") or {}
+        if parameters.get("type", "object") != "object":
+            where = f"{field}[{position}].function.parameters.type"
+            raise InvalidInput(where, f"must be object, got {shown(parameters['type'])}")
         if name in names:
             raise InvalidInput(place, f"{name} is the name of an earlier function")
         names.add(name)
@@ -75,6 +80,8 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
         parallel="parallel_tool_calls" not in given or bool(given["parallel_tool_calls"].value),
         strict=frozenset(function["name"] for function in functions if function.get("strict")),
     )
+    if resolved.forced or resolved.strict:
+        _check_calls_end(functions, name)
     if not resolved.forced and (info.tool_parser is None or "tools" not in info.template_arguments):
         what = "shows no calls that are known here" if info.tool_parser is None else "reads no tools"
         raise InvalidInput("tools", f"the model's chat template {what}, so that only a forced call can be asked for")
@@ -82,6 +89,12 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
         field = given["tool_choice"].spelling if resolved.forced else "tools"
         raise InvalidInput(field, "no call can be asked for while the setting tool_parser is none")
     return tools, resolved
+
+
+def _check_calls_end(functions: Sequence[Mapping[str, Any]], only: str | None) -> None:
+    for position, function in enumerate(functions):
+        if only in (None, function["name"]):
+            check_finite(f"tools[{position}].function.parameters", function.get("parameters") or {})
 
 
 def parsed_calls(field: str, position: int, calls: Any) -> list[Any]:

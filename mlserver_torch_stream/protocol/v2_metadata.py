@@ -8,7 +8,7 @@ from __future__ import annotations
 from mlserver.types import MetadataTensor, Parameters
 
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 
 

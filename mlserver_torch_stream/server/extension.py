@@ -74,6 +74,16 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     ports.check(server, options)
     routes.install(server)
     http1.install(server)
+    add_routes(server, options)
+    shutdown.take_signals()
+    _warn_of_server_settings(server._settings)
+    await triton_listener.install(server, options, LIFECYCLE, ACCESS)
+    await management_listener.install(server, options, LIFECYCLE, ACCESS)
+    await inference_ports.install(server, options, LIFECYCLE, ACCESS)
+
+
+def add_routes(server: RESTServer, options: ServerOptions) -> None:
+    """All routes of ours that need no model. Called once for a server."""
     telemetry.install(server, options)
     openai_unknown.add_routes(server)
     health.add_routes(server, LIFECYCLE)
@@ -84,11 +94,6 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)
     service = BatchService(options.batch_store, models, LIFECYCLE)
     batch_routes.add_batch_routes(server, service, options)
-    shutdown.take_signals()
-    _warn_of_server_settings(server._settings)
-    await triton_listener.install(server, options, LIFECYCLE, ACCESS)
-    await management_listener.install(server, options, LIFECYCLE, ACCESS)
-    await inference_ports.install(server, options, LIFECYCLE, ACCESS)
 
 
 def _warn_of_server_settings(settings: Settings) -> None:

@@ -26,39 +26,77 @@ class ServerOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    drain_delay: float = Field(0.0, ge=0)  # after SIGTERM: not ready, still accepting requests
-    drain_grace: float = Field(30.0, ge=0)  # then, for the streams in flight; the rest ends with `abort`
-    max_body_bytes: int = Field(16 * 2**20, gt=0)  # of a REST request, after decompression
-    sse_ping_interval: float = Field(15.0, ge=0)  # between ": ping" comments on a silent REST stream; 0: none
-    stalled_reader_timeout: float = Field(60.0, ge=0)  # then a client that reads nothing is cut off; 0: none
-    piece_timeout: float = Field(60.0, ge=0)  # between the pieces of a prompt over gRPC, or of a file; 0: none
+    drain_delay: float = Field(0.0, ge=0)
+    """Time after SIGTERM or SIGHUP in which the server reports that it is not ready and still takes requests, so that
+    routers stop sending to it."""
+    drain_grace: float = Field(30.0, ge=0)
+    """Time after that for streams in flight; the rest ends with `abort`."""
+    max_body_bytes: int = Field(16 * 2**20, gt=0)
+    """Largest body of a REST request, after decompression."""
+    sse_ping_interval: float = Field(15.0, ge=0)
+    """Time between comments on a silent REST stream; 0: no comments."""
+    stalled_reader_timeout: float = Field(60.0, ge=0)
+    """Time after which a client that reads nothing is disconnected; 0: never."""
+    piece_timeout: float = Field(60.0, ge=0)
+    """Longest time between the pieces of a prompt (`stream_mode` `prompt`) or of a file; 0: no bound."""
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
-    grpc_port_triton: int = Field(0, ge=0, le=65535)  # Triton's gRPC service for its clients' streams; 0: none
-    grpc_port_torchserve: int = Field(0, ge=0, le=65535)  # TorchServe's gRPC service on a port of its own; 0: none
-    management_port_torchserve: int = Field(0, ge=0, le=65535)  # TorchServe's management API; 0: there is none
-    grpc_management_port_torchserve: int = Field(0, ge=0, le=65535)  # the same over gRPC; 0: there is none
-    management_address: str = "127.0.0.1"  # of these ports
-    management_token: str = ""  # what a request to them has in its Authorization header
-    management_token_file: str = ""  # or the file that has it
-    disable_token_authorization: bool = False  # true: a request to them needs no token
-    enable_model_api: bool = True  # false: they neither register nor unregister a model
-    model_store: str = ""  # the folder of the archives that they register; empty: they register none
-    torchserve_config: str = ""  # config.properties, whose defaults of models those have; empty: TorchServe's own
-    allowed_urls: str = ""  # patterns of the URLs that they download archives from, with commas between them
-    batch_store: str = ""  # folder or bucket of the files and batches of OpenAI's API; empty: there are none
-    batch_max_file_bytes: int = Field(200 * 2**20, gt=0)  # of one file
-    page: bool = False  # the page at /, on which a person talks to the models
-    log_requests: bool = True  # one line per request, never its prompt
-    log_prompts: bool = False  # the prompt and the answer too
-    api_keys_file: str = ""  # one key a line, of which every request must send one; empty: no key is asked for
+    grpc_port_triton: int = Field(0, ge=0, le=65535)
+    """Port of [Triton's gRPC service](triton.md), over which its clients stream; 0: no such port."""
+    grpc_port_torchserve: int = Field(0, ge=0, le=65535)
+    """Port of [TorchServe's gRPC service](torchserve.md#torchserves-grpc-service) beside MLServer's gRPC port, which
+    has it in any case; TorchServe's own is 7070; 0: no such port."""
+    management_port_torchserve: int = Field(0, ge=0, le=65535)
+    """Port of [TorchServe's management API](torchserve.md#the-management-api); 0: no such port."""
+    grpc_management_port_torchserve: int = Field(0, ge=0, le=65535)
+    """Port of the same API over gRPC; 0: no such port."""
+    management_address: str = "127.0.0.1"
+    """Address of the two ports of the management API."""
+    management_token: str = ""
+    """Token that requests of the management API have in `Authorization: Bearer`."""
+    management_token_file: str = ""
+    """File that has the token."""
+    disable_token_authorization: bool = False
+    """The management API's requests need no token."""
+    enable_model_api: bool = True
+    """False: the management API neither registers nor unregisters a model."""
+    model_store: str = ""
+    """Folder of the archives that the management API registers; empty: none."""
+    torchserve_config: str = ""
+    """File config.properties, whose [defaults of all models](torchserve.md#the-management-api) a model takes that the
+    management API registers; empty: TorchServe's own."""
+    allowed_urls: str = ""
+    """Regular expressions, with commas between them, of the whole URLs that it downloads archives from; empty: none."""
+    batch_store: str = ""
+    """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
+    batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
+    """Largest file of `/v1/files`."""
+    page: bool = False
+    """Serve [a page](page.md) at `/`, on which a person talks to the models; `mlserver-torch-stream serve` and `make
+    run` set it to true."""
+    log_requests: bool = True
+    """Log one line per request, without its prompt."""
+    log_prompts: bool = False
+    """Log the prompt and the answer too."""
+    api_keys_file: str = ""
+    """File of keys, of which every request must send one ([security.md](security.md#keys)); empty: no key is asked for.
+    """
     metrics_without_key: bool = False
-    repository_without_key: bool = False  # the list of models, their load and unload
-    model_roots: str = ""  # read by model_source: folders that local models must lie in; empty: any
-    tls_cert_file: str = ""  # PEM, with the chain; every port of the server speaks TLS
+    """The metrics need no key."""
+    repository_without_key: bool = False
+    """The list of models, their load and unload need no key."""
+    model_roots: str = ""
+    """Folders, separated as in `PATH`, in one of which every local model, tokenizer, template and archive must lie;
+    empty: any folder."""
+    tls_cert_file: str = ""
+    """Certificate of all ports, with its chain, as PEM ([security.md](security.md#tls)); empty: no TLS."""
     tls_key_file: str = ""
-    tls_client_ca_file: str = ""  # clients must show a certificate of this authority; empty: they need none
-    vllm_metric_names: bool = False  # the metrics are exported under vLLM's names too
-    torchserve_metric_names: bool = False  # and under TorchServe's
+    """The certificate's key, as PEM without a password."""
+    tls_client_ca_file: str = ""
+    """Authority of the certificates that clients must show; empty: they need none."""
+    vllm_metric_names: bool = False
+    """Show the metrics under vLLM's names too."""
+    torchserve_metric_names: bool = False
+    """Show requests and handlers' own metrics under [TorchServe's names](torchserve.md#metrics) too."""
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:

@@ -21,11 +21,13 @@ _MOST_BYTES, _MOST_PIECES = 16 << 20, 16384
 
 
 class HandlerFailed(RequestError):
-    """The handler raised, returned a value that cannot be sent, or died.
+    """The handler raised, returned a value that cannot be sent, or died. The handler may set another status.
 
     ``handlers_status`` is that of TorchServe, and ``status`` what V2 allows of it. ``piece``: the handler's own answer,
     where it set a status of 400 or more.
     """
+
+    status = 503
 
     def __init__(self, message: str, status: int = 503, piece: ResponsePiece | None = None) -> None:
         super().__init__(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -78,6 +79,50 @@ def test_rows_name_their_models_and_prompts_are_answered_too(api: Api) -> None:
     assert [body["model"] for body in bodies] == ["other", "tiny"]
     assert {body["object"] for body in bodies} == {"text_completion"}
     assert bodies[0]["choices"][0]["text"] == bodies[1]["choices"][0]["text"]
+
+
+def test_rows_of_responses_have_calls_schemas_and_ids_of_their_own(api: Api) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    asked = {"model": "tiny", "input": "row", "max_output_tokens": 300, "temperature": 1.0, "seed": 2}
+    forced = {"tools": [{"type": "function", "name": "f", "parameters": schema}], "tool_choice": "required"}
+    bodies = [
+        {**asked, **forced, "parallel_tool_calls": False},
+        {**asked, "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+        {**asked, "input": [{"role": "user", "content": "row"}], "max_output_tokens": 2, "ignore_eos": True},
+        {**asked, "store": True},
+    ]
+    rows = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/responses", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    ended = api.wait(api.create([*rows, row(5)], endpoint="/v1/responses")["id"])
+    answers = [line["response"]["body"] for line in api.lines(ended["output_file_id"])]
+    assert {answer["object"] for answer in answers} == {"response"} and all(answer["created_at"] for answer in answers)
+    assert len({answer["id"] for answer in answers}) == 3 and all(each["id"].startswith("resp_") for each in answers)
+    call, schemed, cut = (answer["output"][0] for answer in answers)
+    for text in (call["arguments"], schemed["content"][0]["text"]):
+        assert json.loads(text)["a"] in ("b", "c")
+    assert cut["status"] == "incomplete"
+    failed = [line["response"]["body"]["error"]["param"] for line in api.lines(ended["error_file_id"])]
+    assert failed == ["store", "url"]
+
+
+def test_rows_of_chats_have_calls_and_schemas(api: Api) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    forced = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    more: list[dict[str, Any]] = [{**forced, "tool_choice": "required", "parallel_tool_calls": False}, form]
+    ended = api.wait(
+        api.create([row(number, max_tokens=300, temperature=1.0, seed=2, **each) for number, each in enumerate(more)])[
+            "id"
+        ]
+    )
+    messages = [line["response"]["body"]["choices"][0]["message"] for line in api.lines(ended["output_file_id"])]
+    called, schemed = messages
+    for text in (called["tool_calls"][0]["function"]["arguments"], schemed["content"]):
+        assert json.loads(text)["a"] in ("b", "c")
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"logprobs": True, "top_logprobs": 2}])

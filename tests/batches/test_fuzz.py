@@ -17,7 +17,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.openai_request import decode_body
-from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
 from mlserver_torch_stream.protocol.values import printable
 from mlserver_torch_stream.server.rest.form_reader import FormReader, PartBegan, PartEnded, PartPiece
 from mlserver_torch_stream.types import ModelInfo

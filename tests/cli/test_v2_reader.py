@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import SequenceReply, read_reply
 
@@ -53,3 +54,15 @@ def test_an_error_is_found_beside_the_outputs_and_in_the_parameters(body: dict[s
 def test_what_is_no_reply_raises(body: Any) -> None:
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         read_reply(body)
+
+
+def test_reasoning_and_calls_are_read_whole_and_in_parts() -> None:
+    whole = '[{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}, {"id": "d", "function": '
+    whole += '{"name": "g", "arguments": "1"}}]'
+    outputs = _outputs(text_output=["", "x"], reasoning=["Hm.", ""], tool_calls=[whole, "[]"])
+    first, second = read_reply({"outputs": outputs}).sequences
+    assert first.reasoning == "Hm." and second.tool_calls == ()
+    assert first.tool_calls == (ToolCallDelta(0, "c", "f", "{}"), ToolCallDelta(1, "d", "g", "1"))
+    part = '[{"index": 1, "function": {"arguments": "23"}}]'
+    (only,) = read_reply({"outputs": _outputs(tool_calls=[part])}).sequences
+    assert only.tool_calls == (ToolCallDelta(1, None, None, "23"),)

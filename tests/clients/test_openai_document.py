@@ -52,7 +52,7 @@ def test_the_server_keeps_to_it(short: Server, python: Path, document: Path) -> 
     What the document accepts may still be refused, such as a prompt that is longer than the context.
     """
     described = json.loads(document.read_text())
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
+    for name in ("ChatCompletionRequest", "CompletionRequest", "ModelResponseRequest"):
         parameters = described["components"]["schemas"][name]["properties"]
         parameters["model"] = {"enum": ["tiny"]}
         del parameters["model_version"], parameters["timeout"]
@@ -71,8 +71,8 @@ def test_the_server_keeps_to_it(short: Server, python: Path, document: Path) -> 
 _GENERATED = """
 import sys
 from v1_client import Client
-from v1_client.api.default import create_chat_completion, create_completion, list_models
-from v1_client.models import ChatCompletionRequest, CompletionRequest
+from v1_client.api.default import create_chat_completion, create_completion, create_response, list_models
+from v1_client.models import ChatCompletionRequest, CompletionRequest, ModelResponseRequest
 
 client = Client(base_url=sys.argv[1], raise_on_unexpected_status=True)
 assert [model.id for model in list_models.sync(client=client).data] == ["tiny"]
@@ -81,6 +81,10 @@ answer = create_chat_completion.sync(client=client, body=ChatCompletionRequest.f
 assert answer.choices[0].message.content and answer.usage.completion_tokens == 3
 asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 3, "top_k": 5}
 assert create_completion.sync(client=client, body=CompletionRequest.from_dict(asked)).choices[0].text
+asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 3, "ignore_eos": True}
+answer = create_response.sync(client=client, body=ModelResponseRequest.from_dict(asked))
+assert answer.output[0].content[0].text and answer.usage.output_tokens == 3
+asked = {"model": "tiny", "prompt": "Hello"}
 refused = create_completion.sync(client=client, body=CompletionRequest.from_dict({**asked, "n": 10**9}))
 assert refused.error.param == "n"
 """

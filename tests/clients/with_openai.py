@@ -18,6 +18,7 @@ import openai
 from features import GIVEN, QUESTION, TOOLS, check_freed, check_refused, crowd, feature, main
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 
 _ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "seed": 5, "temperature": 0.8}
 _IGNORE_EOS = {"ignore_eos": True}
@@ -224,7 +225,6 @@ def what_is_not_implemented(url: str) -> None:
         asked = {"messages": QUESTION, **_ASKED, **more}
         error = check_refused(lambda asked=asked: _client(url).chat.completions.create(**asked), openai.BadRequestError)
         assert error.param == param, error
-    check_refused(lambda: _client(url).responses.create(model="tiny", input="Hello"), openai.NotFoundError, "responses")
 
 
 @feature("parameters")
@@ -232,20 +232,21 @@ def parameters(url: str) -> None:
     """Every parameter that the SDK has is in the server's own document, and every one of the document is the SDK's or
     one of the known extensions."""
     document = _client(url).get("/openapi.json", cast_to=dict[str, Any])
+    types = {
+        "ChatCompletionRequest": (chat_params.CompletionCreateParams, openai.resources.chat.completions.Completions),
+        "CompletionRequest": (text_params.CompletionCreateParams, openai.resources.completions.Completions),
+        "ModelResponseRequest": (response_create_params.ResponseCreateParams, openai.resources.responses.Responses),
+    }
     extensions = {
         "bad_words", "chat_template_kwargs", "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens",
         "model_version", "priority", "repetition_penalty", "skip_special_tokens", "stop_token_ids", "timeout", "top_k",
         "typical_p",
     }  # fmt: skip
-    for schema, module, method in (
-        ("ChatCompletionRequest", chat_params, openai.resources.chat.completions.Completions.create),
-        ("CompletionRequest", text_params, openai.resources.completions.Completions.create),
-    ):
+    for schema, (kinds, resource) in types.items():
         said = set(document["components"]["schemas"][schema]["properties"])
-        known = set(typing.get_type_hints(module.CompletionCreateParamsStreaming))
-        known |= set(typing.get_type_hints(module.CompletionCreateParamsNonStreaming))
+        known = {name for kind in typing.get_args(kinds) for name in typing.get_type_hints(kind)}
         own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-        assert known == set(inspect.signature(method).parameters) - own
+        assert known == set(inspect.signature(resource.create).parameters) - own
         assert known <= said, known - said
         assert said - known <= extensions, said - known - extensions
 

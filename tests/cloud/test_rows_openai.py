@@ -16,8 +16,8 @@ _TALK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 _TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 # Says what it was given, so that what a row asks of its template is in the number of prompt tokens.
 _TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{{ flavour }}{% for message in messages %}{{ message.content }}"
-    "{% endfor %}"
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{{ flavour }}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
 )
 
 
@@ -39,6 +39,7 @@ def _envelope(**changes: Any) -> dict[str, Any]:
 _REFUSED = {
     "method": (_envelope(method="GET"), "method", "must be POST, got 'GET'"),
     "a method of a wrong type": (_envelope(method=1), "method", "must be POST, got 1"),
+    "a response": ({"input": "x"}, None, "rows of /v1/responses are for the batches of a server"),
     "url": (_envelope(url="/v1/embeddings"), "url", "must be one of /v1/chat/completions, /v1/completions"),
     "a url of a wrong type": (_envelope(url=["x"]), "url", "must be one of"),
     "a url of another prompt": (_envelope(url="/v1/completions"), "url", "takes prompt"),
@@ -148,7 +149,7 @@ _ENGINE_REFUSES = {
     "priority": {**_TALK, "priority": "high"},
     "chat_template_kwargs": {**_TALK, "chat_template_kwargs": {"tokenize": False}},
     "tool_choice": {"prompt": "x", "tool_choice": "none"},
-    "tools": {**_TALK, "tools": [3]},
+    "tools[0]": {**_TALK, "tools": [3]},
     "return_token_ids": {**_TALK, "return_token_ids": True},
     "model": {**_TALK, "model": "gpt"},
     "echo": {**_TALK, "echo": True},

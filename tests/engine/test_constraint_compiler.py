@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint, ConstraintKind
 from tests.engine.random_answers import random_answer
@@ -31,7 +36,7 @@ def test_a_constraint_is_compiled_once_and_the_oldest_are_given_up() -> None:
     compiler = ConstraintCompiler(byte_tokenizer())
     first = compiler.compile(_regex("a+"))
     assert compiler.compile(_regex("a+")) is first
-    assert compiler.compile(_regex("a+"), "</t>") is not first
+    assert compiler.compile(_regex("a+"), ReasoningMarks("</t>")) is not first
     for number in range(40):
         compiler.compile(_regex(f"b{{{number + 1}}}"))
     assert compiler.compile(_regex("a+")) is not first
@@ -64,6 +69,15 @@ def test_thousands_of_choices_are_kept_to() -> None:
         ("json_schema", '{"type": ["x"]}', "x"),
         ("json_schema", '{"$ref": "https://example.com/schema.json"}', "example.com"),
         ("json_schema", '{"$ref": "file:///etc/hostname"}', "file:///etc/hostname"),
+        ("regex", r"[^\s\S]", "no answer matches it"),
+        (
+            "json_schema",
+            json.dumps({"type": "object", "properties": {str(number): {} for number in range(1000)}}),
+            "Current row has",
+        ),
+        ("grammar", 'start: "a" start', "Too many items"),
+        ("json_schema", '{"anyOf": [{"multipleOf": 9973}, {"multipleOf": 99.67}]}', "too many states"),
+        ("grammar", "root ::= root\n" * 1001, "at most 1000 rules"),
         ("grammar", "start: unknown", "unknown"),
         ("grammar", "root ::= unknown", "nknown"),
     ],
@@ -71,6 +85,63 @@ def test_thousands_of_choices_are_kept_to() -> None:
 def test_what_is_wrong_or_too_much_is_refused_with_a_short_reason(kind: str, source: str, said: str) -> None:
     error = _refused(ConstraintCompiler(byte_tokenizer()), Constraint(ConstraintKind(kind), source, "f"))
     assert said in error.message and len(error.message) < 400
+
+
+def test_multiples_that_people_write_are_kept_to() -> None:
+    schema = {"enum": [1], "anyOf": [{"multipleOf": each} for each in (0.01, 2.5, 12, 60, 86_400, 1e9, -7, 0.25)]}
+    assert ConstraintCompiler(byte_tokenizer()).compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), "f"))
+
+
+@pytest.mark.parametrize("char", ["\x00", "\n", "\x7f", "\u2028", '"', "\\", "/", "é", "🙂"], ids=ascii)
+def test_a_choice_may_hold_any_character(char: str) -> None:
+    tokenizer = byte_tokenizer()
+    source = json.dumps([f"x{char}"], ensure_ascii=False)
+    compiled = ConstraintCompiler(tokenizer).compile(Constraint(ConstraintKind.CHOICE, source, "f"))
+    tokens = random_answer(compiled, EOS, 0)
+    assert tokens is not None and tokenizer.decode(tokens) == f"x{char}"
+
+
+def _chain(link: str, end: str, count: int) -> str:
+    return "".join(link.format(number, number + 1) for number in range(count)) + end.format(count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("grammar", "start: a0\n" + _chain("a{}: a{}\n", 'a{}: "x"', 9000)),
+        ("grammar", "root ::= a0\n" + _chain("a{} ::= a{}\n", 'a{} ::= "x"', 998)),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/0", "$defs": {'
+            + _chain('"{}":{{"properties":{{"":{{"$ref":"#/$defs/{}"}}}}}},', '"{}":{{}}', 1500)
+            + "}}",
+        ),
+    ],
+    ids=["Lark", "GBNF", "schema"],
+)
+def test_thousands_of_parts_that_refer_to_each_other_do_not_end_the_process(kind: str, source: str) -> None:
+    """The library needs up to 64 MB of stack for them."""
+    compiled = ConstraintCompiler(byte_tokenizer()).compile(Constraint(ConstraintKind(kind), source, "f"))
+    assert compiled.matcher([EOS]).mask().any()
+
+
+def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> None:
+    threads: CompileThreads[int] = CompileThreads()
+    held = threading.Event()
+    began = []
+    first = [threads.submit(lambda: began.append(0) or int(held.wait(30))) for _ in range(2)]
+    later = [threads.submit(lambda number=number: began.append(number) or number) for number in (1, 2)]  # type: ignore[misc]
+    assert later[0].cancel()
+    held.set()
+    assert later[1].result(30) == 2 and [each.result(30) for each in first] == [1, 1]
+    assert sorted(began) == [0, 0, 2]
+    assert threads.submit(lambda: 3).result(30) == 3
+
+
+def test_a_process_ends_while_something_is_compiled() -> None:
+    module = CompileThreads.__module__
+    code = f"import time; from {module} import CompileThreads; CompileThreads().submit(lambda: time.sleep(60))"
+    subprocess.run([sys.executable, "-c", code], timeout=50, check=True)
 
 
 def test_without_the_library_it_is_refused_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

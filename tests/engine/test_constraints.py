@@ -15,6 +15,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason, SamplingParameters, TokenEvent
@@ -53,7 +54,7 @@ def codec() -> TextCodec:
     return TextCodec(byte_tokenizer())
 
 
-def _compiled(codec: TextCodec, kind: str, source: Any, behind: str | None = None) -> CompiledConstraint:
+def _compiled(codec: TextCodec, kind: str, source: Any, behind: ReasoningMarks | None = None) -> CompiledConstraint:
     text = source if isinstance(source, str) else json.dumps(source)
     return codec.compile(Constraint(ConstraintKind(kind), text, "field"), behind)
 
@@ -227,7 +228,7 @@ def test_bad_words_go_before_forced_tokens(model: PreTrainedModel, codec: TextCo
         requests = _asked(either, 2)
         banned = replace(requests[0].sampling, bad_words=("t",))
         failed, other = _answers(engine, [replace(requests[0], sampling=banned), requests[1]])
-    assert failed.finish_reason is FinishReason.ERROR and "excluded" in str(failed.error)
+    assert failed.finish_reason is FinishReason.ERROR and "the constraint allows" in str(failed.error)
     assert other.text in ("left", "right")
 
 
@@ -259,7 +260,7 @@ def test_a_client_that_leaves_frees_its_sequence(model: PreTrainedModel, schema:
 def test_a_constraint_behind_a_text_begins_with_the_end_of_that_text(
     model: PreTrainedModel, codec: TextCodec, behind: str
 ) -> None:
-    constraint = _compiled(codec, "choice", ["yes", "no"], behind)
+    constraint = _compiled(codec, "choice", ["yes", "no"], ReasoningMarks(behind))
     tokenizer = byte_tokenizer()
     ends = tokenizer.encode(behind, add_special_tokens=False)
     bias = {token_id: 4.0 for token_id in ends}  # so that it comes some time
@@ -272,3 +273,12 @@ def test_a_constraint_behind_a_text_begins_with_the_end_of_that_text(
                 assert said in ("yes", "no") and behind not in reasoning
                 found += 1
     assert found > 0
+
+
+@pytest.mark.parametrize("begin", ["<t>", "<s>", "<s>t>"], ids=["text", "a special token", "both"])
+def test_an_answer_that_does_not_begin_to_reason_matches_from_its_start(codec: TextCodec, begin: str) -> None:
+    constraint = _compiled(codec, "choice", ["yes", "no"], ReasoningMarks("/>", begin))
+    for text, whole in (("yes", True), ("no", True), (f"{begin}Hm, no/>yes", True), ("Hm/>yes", False), (begin, False)):
+        matcher = constraint.start.deep_copy()
+        ids = byte_tokenizer().encode(text, add_special_tokens=False)
+        assert (all(map(matcher.consume_token, ids)) and matcher.is_accepting()) == whole, text

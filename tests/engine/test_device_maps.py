@@ -13,8 +13,9 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.devices import input_device, plain_forward, weight_device
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, input_device, plain_forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -158,6 +159,13 @@ def test_an_embedding_on_disk_says_where_it_wants_its_ids(tiny_model: Path, tmp_
     )
     assert model.get_input_embeddings().weight.device.type == "meta"
     assert input_device(model) == torch.device("cpu")
+
+
+def test_the_first_gpu_is_a_device_of_an_offloaded_module() -> None:
+    """accelerate names it 0."""
+    embedding = torch.nn.Embedding(4, 2, device="meta")
+    embedding._hf_hook = AlignDevicesHook(execution_device=0)
+    assert weight_device(embedding, torch.device("cpu")) == torch.device("cuda:0")
 
 
 # transformers 5.17 takes the weights' place, `meta`, for the ids'; the hooks know better.

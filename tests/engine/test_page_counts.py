@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup, page_size_of
 from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, pages_on_host, size_cache
-from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, longest_sequence
 
 FULL = CacheSpec(16, (LayerGroup((0, 1), token_bytes=100),))
 MIXED = CacheSpec(16, (LayerGroup((0,), token_bytes=100), LayerGroup((1, 2), window=64, token_bytes=200)))
@@ -25,10 +25,11 @@ def test_windowed_layers_get_what_all_sequences_together_can_use() -> None:
 
 
 def test_a_sequence_of_full_length_comes_before_many_short_ones() -> None:
-    size = size_cache([(MIXED, 16 * (64 * 100 + 7 * 200))], **LIMITS)
-    assert size.pages == (64, 7), "a chunk of 32 needs 7 pages of 16 beside a window of 64"
-    assert size.longest(MIXED, 1024, 32) == 1024
-    assert size_cache([(MIXED, 16 * (64 * 100 + 7 * 200) - 1)], **LIMITS).longest(MIXED, 1024, 32) == 1008
+    room = 16 * (64 * 100 + 7 * 200)
+    assert size_cache([(MIXED, room)], **LIMITS).pages == (64, 7), "a chunk of 32 needs 7 pages of 16 beside a window"
+    for budget, longest in ((room, 1024), (room - 1, 1008)):
+        pages = size_cache([(MIXED, budget)], **LIMITS).pages
+        assert longest_sequence(MIXED, SchedulerLimits(8, 32, pages, budget), 1024) == longest
 
 
 def test_the_device_with_the_least_room_for_its_layers_decides() -> None:
@@ -57,8 +58,7 @@ def test_states_have_a_slot_for_each_sequence_that_may_run() -> None:
 
 
 def test_without_room_for_a_page_there_is_none() -> None:
-    size = size_cache([(FULL, 1599)], **LIMITS)
-    assert size == CacheSize((0,), 0) and size.longest(FULL, 1024, 32) == 0
+    assert size_cache([(FULL, 1599)], **LIMITS) == CacheSize((0,), 0)
 
 
 def test_a_sequences_bytes_are_its_pages_and_states() -> None:

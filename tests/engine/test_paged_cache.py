@@ -37,21 +37,23 @@ def test_pages_that_nobody_has_written_to_are_not_resident() -> None:
 def test_the_bytes_are_those_of_what_was_written() -> None:
     model = tiny_model("gemma3_text")  # a group of two windowed layers, a group of one
     cache = PagedCache(CacheLayout(model.config), 4, [8, 8], 0)
-    assert [group.token_bytes for group in cache.spec.groups] == [0, 0]
+    assert cache.specs == {}
     forward(model, cache, [1, 2, 3])
+    (spec,) = cache.specs.values()
     token = 2 * 2 * 8 * 4  # keys and values of two heads of 8 floats
-    assert {group.layers: group.token_bytes for group in cache.spec.groups} == {(0, 2): 2 * token, (1,): token}
-    assert cache.spec.state_bytes == 0
+    assert {group.layers: group.token_bytes for group in spec.groups} == {(0, 2): 2 * token, (1,): token}
+    assert spec.state_bytes == 0
 
 
 def test_the_bytes_of_states() -> None:
     model = tiny_model("falcon_h1")
     cache = PagedCache(CacheLayout(model.config), 4, [8], 5)
     forward(model, cache, [1, 2, 3], Way.ROWS)
+    (spec,) = cache.specs.values()
     conv, recurrent = 4 * (32 + 2 * 8), 4 * 8 * 8  # kernel * channels; heads * head_dim * state
-    assert cache.spec.state_bytes % (3 * 4) == 0
-    assert cache.spec.state_bytes >= 3 * 4 * recurrent and cache.spec.state_bytes <= 3 * 4 * (conv + recurrent) * 2
-    assert cache.spec.groups[0].token_bytes == 3 * 2 * 2 * 8 * 4
+    assert spec.state_bytes % (3 * 4) == 0
+    assert spec.state_bytes >= 3 * 4 * recurrent and spec.state_bytes <= 3 * 4 * (conv + recurrent) * 2
+    assert spec.groups[0].token_bytes == 3 * 2 * 2 * 8 * 4
 
 
 def test_no_memory_for_the_values_leaves_the_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +137,10 @@ def _refuse_two(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None
 def test_slots_hold_states_of_their_own() -> None:
     model = tiny_model("mamba2")
     cache = PagedCache(CacheLayout(model.config), 4, [], 4)
-    assert cache.states is not None and cache.states.bytes_per_slot == 0
+    assert cache.states is not None and cache.states.bytes_by_device() == {}
     forward(model, cache, [1, 2, 3], Way.ROWS, slot=1)
     forward(model, cache, [4, 5], Way.ROWS, slot=3)
-    assert cache.states.bytes_per_slot > 0
+    assert sum(cache.states.bytes_by_device().values()) > 0
     cache.prepare(Batch((), state_copies=((3, 0),)))
     taken = cache.states.take([0, 1, 3])
     for layer in taken.values():

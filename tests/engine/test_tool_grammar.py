@@ -12,7 +12,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tool_grammar import HERMES, tool_grammar
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
@@ -129,6 +131,15 @@ def test_strict_functions_bind_their_calls_alone(kind: str, special: bool | None
     assert not _takes(strict, special, _written(kind, "look", "{}"))
 
 
+def test_arguments_are_an_object_where_their_schema_does_not_say_so() -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    grammar = tool_grammar(HERMES, [function], ToolChoice(required=True), {})
+    assert grammar is not None
+    forced = Constraint(ConstraintKind.GRAMMAR, grammar, "tools")
+    assert _takes(forced, None, _written("hermes", "f", '{"a": 1}'))
+    assert not _takes(forced, None, _written("hermes", "f", "5"))
+
+
 def test_without_a_forced_or_a_strict_function_the_answer_is_free() -> None:
     assert _constraint("hermes", True, ToolChoice()) is None
 
@@ -151,8 +162,8 @@ def test_an_answer_is_json_or_a_call_where_both_were_asked_for(kind: str) -> Non
     [
         ("{{ messages }}", None, False),
         ("<tool_call>{{ tools }}", "hermes", False),
-        ("<tool_call>\n<function=", None, False),
-        ("<tool_call>{name}\n<arg_key>", None, False),
+        ("<tool_call>\n<function=", "qwen3_coder", False),
+        ("<tool_call>{name}\n<arg_key>", "glm45", False),
         ("<|python_tag|> {{ tools }}", "llama3", False),
         ("[TOOL_CALLS]", "mistral", False),
         ("{% if '</think>' in content %}", None, True),
@@ -179,6 +190,6 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it(ending: str, begun: bool | N
     tokenizer.chat_template = "</think>"
     answer = ChatFormat(tokenizer).answer(ChatPrompt(({"role": "user", "content": "hi"},)), ending)
     assert answer.divides == (begun is not None)
-    assert answer.behind == (None if begun is None else "</think>")
+    assert answer.behind == (None if begun is None else ReasoningMarks("</think>", None if begun else "<think>"))
     if begun is not None:
         assert answer.parser().reasons == begun

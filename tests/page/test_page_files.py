@@ -84,6 +84,7 @@ def test_a_browser_that_has_a_file_asks_each_time_and_gets_it_once(asking: _Aski
     assert first.headers["cache-control"] == "no-cache"
     again = asking.get(path, headers={"If-None-Match": first.headers["etag"]})
     assert again.status_code == 304 and not again.content
+    assert asking.get(path, headers={"If-None-Match": "*"}).status_code == 304
     assert asking.get(path, headers={"If-None-Match": '"another"'}).content == first.content
 
 

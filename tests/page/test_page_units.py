@@ -51,7 +51,7 @@ def test_the_modules_do_what_their_properties_say(folder: Path) -> None:
     metrics.add("a", None, lambda: EngineStats(running_sequences=4, waiting_requests=3, generation_tokens=50))
     metrics.add('b"}', "v1", lambda: EngineStats(running_sequences=1, generation_tokens=20))
     (folder / "metrics.txt").write_bytes(generate_latest(registry))
-    assert "# pass 12\n" in _node(folder, "--test-reporter=tap", "units.mjs")
+    assert "# pass 13\n" in _node(folder, "--test-reporter=tap", "units.mjs")
 
 
 def _snippets(folder: Path, request: Mapping[str, Any], keyed: bool) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
+import { createServer } from "node:http";
 import test from "node:test";
 
 import { Answer, tokensOf } from "./files/answer.js";
+import { key, listModels, whenKeyIsNeeded } from "./files/api.js";
 import { failure, messageOf } from "./files/errors.js";
 import { blocksOf } from "./files/markdown.js";
 import { loadOf, rateBetween } from "./files/metrics.js";
@@ -209,6 +211,35 @@ test("errors are said in plain words, with what the server says of a wrong reque
   assert.equal(failure(503, "", "Wed, 21 Oct 2026 07:28:00 GMT").retryAfter, null);
   assert.equal(messageOf({ error: { message: "a" } }) + messageOf({ error: "b" }) + messageOf(null), "ab");
 });
+
+test("a key that fits into no header is asked for again, as one that the server does not take", async (t) => {
+  const server = createServer((asked, answer) => {
+    const allowed = asked.headers.authorization === "Bearer right";
+    answer.writeHead(allowed ? 200 : 401).end(JSON.stringify(allowed ? { data: [] } : { error: "a key" }));
+  });
+  await new Promise((listens) => server.listen(0, "127.0.0.1", listens));
+  t.after(() => (server.closeAllConnections(), server.close()));
+  const kept = new Map();
+  t.mock.method(globalThis, "fetch", fetchFrom(`http://127.0.0.1:${server.address().port}/`));
+  globalThis.sessionStorage = { getItem: (name) => kept.get(name), setItem: (name, text) => kept.set(name, text) };
+  for (const wrong of ["", "wrong", "r🙂ght", "rıght", "right\nand more"]) {
+    key.set(wrong);
+    const asked = [];
+    whenKeyIsNeeded(async (refused) => {
+      asked.push(refused);
+      key.set("right");
+      return true;
+    });
+    assert.deepEqual(await listModels(), []);
+    assert.deepEqual(asked, [wrong !== ""]);
+  }
+});
+
+/** Asks as a page at `base` does. */
+function fetchFrom(base) {
+  const asks = globalThis.fetch;
+  return (path, options) => asks(new URL(path, base), options);
+}
 
 test("the load is read out of the server's own metrics, and a counter that begins anew is no load", () => {
   assert.deepEqual(loadOf(readFileSync("metrics.txt", "utf8")), { running: 5, waiting: 3, tokens: 70 });

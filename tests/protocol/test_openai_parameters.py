@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -21,7 +22,13 @@ from mlserver_torch_stream.protocol.openai_parameters import (
     Treatment,
     taken_values,
 )
-from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_COMPLETIONS, OpenAISpelling
+from mlserver_torch_stream.protocol.openai_spelling import (
+    OPENAI_CHAT,
+    OPENAI_COMPLETIONS,
+    OPENAI_RESPONSES,
+    OpenAISpelling,
+)
+from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMETERS
 from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 from tests import markdown
@@ -38,9 +45,14 @@ _INFO = ModelInfo(
 _LEAST: dict[str, dict[str, Any]] = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "Hello"}]},
     "completions": {"model": "m", "prompt": "Hello"},
+    "responses": {"model": "m", "input": "Hello"},
 }
-_SPELLINGS: dict[str, OpenAISpelling] = {"chat": OPENAI_CHAT, "completions": OPENAI_COMPLETIONS}
-_SCHEMAS = {"chat": "ChatCompletionRequest", "completions": "CompletionRequest"}
+_SPELLINGS: dict[str, OpenAISpelling] = {
+    "chat": OPENAI_CHAT,
+    "completions": OPENAI_COMPLETIONS,
+    "responses": OPENAI_RESPONSES,
+}
+_SCHEMAS = {"chat": "ChatCompletionRequest", "completions": "CompletionRequest", "responses": "ModelResponseRequest"}
 _endpoints = pytest.mark.parametrize("endpoint", _SPELLINGS)
 
 # Every kind of value at least near what some parameter takes.
@@ -186,6 +198,9 @@ _MANY = 200_000
         ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * _MANY}]}),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * (_MANY // 100)}),
         ("chat", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}] * _MANY}]}),
+        ("responses", {"input": [{"role": "user", "content": "a"}] * _MANY}),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * _MANY}]}),
+        ("responses", {"input": [{"type": "reasoning", "summary": [{}] * 100}] * (_MANY // 100)}),
         ("chat", {"stop_token_ids": [1] * _MANY}),
         ("chat", {"stop_token_ids": [1.0] * _MANY}),
         ("chat", {"logit_bias": {str(token): 1 for token in range(_MANY)}}),
@@ -258,6 +273,21 @@ def test_every_list_of_the_document_names_its_items() -> None:
 
     found = list(lists(openai_document()))
     assert found and all("items" in each for each in found)
+
+
+def test_a_response_is_one_answer_whatever_the_settings_say_of_chats() -> None:
+    info = replace(_INFO, default_sampling={"n": 3})
+    posted = PostedBody({**_LEAST["responses"], "metadata": {"a": "b"}, "temperature": 0.5})
+    request = OPENAI_RESPONSES.decode(posted, info, streaming=False, request_id="r")
+    assert request.sampling.n == 1
+    assert (request.reply.repeated["metadata"], request.reply.repeated["temperature"]) == ({"a": "b"}, 0.5)
+
+
+def test_the_page_has_a_row_for_every_parameter_of_a_response_and_no_other() -> None:
+    said = {}
+    for names, treatment, _ in markdown.table("docs/openai.md", "Parameters of a response"):
+        said.update(dict.fromkeys(markdown.code_spans(names), treatment))
+    assert said == {name: each.treatment.value for name, each in RESPONSE_PARAMETERS.items()}
 
 
 def test_the_page_has_a_row_for_every_parameter_and_no_other() -> None:

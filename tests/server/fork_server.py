@@ -154,6 +154,7 @@ def _become(command: list[str], folder: str, environment: dict[str, str], output
     os.closerange(3, 1024)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    importlib.import_module("numpy").random.seed()  # Python's own generator does so at a fork
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     theirs = environment.get("PYTHONPATH", "").split(os.pathsep)
     rest = [path for path in sys.path[1:] if path not in own]

@@ -67,6 +67,20 @@ def test_it_has_the_name_arguments_folder_variables_descriptors_and_status_of_a_
     assert forked == facts(tmp_path / "log")
 
 
+def test_no_two_of_them_draw_the_same_random_numbers(tmp_path: Path) -> None:
+    script = tmp_path / "draws"
+    script.write_text(
+        "import random, tempfile, numpy, uuid\n"
+        "print(random.random(), numpy.random.rand(), tempfile.mktemp(), uuid.uuid4())\n"
+    )
+    drawn = []
+    for _ in range(2):
+        with (tmp_path / "log").open("wb") as log:
+            assert fork_server().start([str(script)], tmp_path, os.environ, log).wait(30) == 0
+        drawn.append((tmp_path / "log").read_text().split())
+    assert len(drawn[0]) == 4 and not set(drawn[0]) & set(drawn[1])
+
+
 def test_it_takes_signals_and_is_waited_for_as_any_process(script: Path) -> None:
     process = started(script, "wait")
     with pytest.raises(subprocess.TimeoutExpired):

@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import pytest
 
-from mlserver_torch_stream.engine.kv_cache.page_size import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE
 from tests.server import openai
 from tests.server.harness import Server
 from tests.server.openai import CHAT, TEXT, joined, post, prompt, refused, stream, talk, texts, whole

@@ -218,6 +218,25 @@ def test_conversations_of_all_shapes_are_understood(proxy: str) -> None:
     assert min(sizes) > 0
 
 
+def test_calls_and_schemas_come_through(proxy: str) -> None:
+    """Seldon's proxy hands the tools on as tensors, and the format among the other parameters."""
+    schema = {"type": "object", "properties": {"at": {"enum": ["home", "work"]}}, "required": ["at"]}
+    schema["additionalProperties"] = False
+    look = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    forced = {"tools": [look], "tool_choice": "required", "parallel_tool_calls": False}
+    usual = {"max_tokens": 300, "temperature": 1.0, "seed": 3}
+    message = _whole(proxy, **usual, **forced)["choices"][0]["message"]
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments)["at"] in ("home", "work") and message["content"] is None
+    streamed = _stream(proxy, **usual, **forced)
+    deltas = [each for chunk in streamed.chunks for each in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(each["function"]["arguments"] for each in deltas) == arguments
+    assert streamed.reason() == "tool_calls"
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    text = _whole(proxy, **usual, **form)["choices"][0]["message"]["content"]
+    assert json.loads(text)["at"] in ("home", "work")
+
+
 # --- errors before the first token ---
 
 _IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]

@@ -29,7 +29,7 @@ def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: A
     app = Starlette()
     server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
     metrics = TokenMetrics(EngineMetrics(), RequestMetrics())
-    telemetry.install(server, ServerOptions(**options), metrics, sinks or RequestSinks())
+    telemetry.install(server, ServerOptions(**options), metrics, sinks=sinks or RequestSinks())
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(app)

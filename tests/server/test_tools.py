@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from mlserver.grpc import dataplane_pb2 as pb
+from transformers import AutoTokenizer
 
-from tests.server import v2
+from mlserver_torch_stream.client import Client
+from mlserver_torch_stream.tool_calls import join_calls
+from tests.server import triton_wire, v2
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, serve
 from tests.server.openai import CHAT, post, refused, stream, talk, whole
@@ -23,6 +28,17 @@ _TOOLS = (
     "{% endfor %}{% endfor %}"
 )
 _REASONING = _TOOLS + "<|assistant|>{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}<think>\n{# </think> #}"
+_CALLS = {
+    "open": "<tool_call>",
+    "close": "</tool_call>",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+_DECLARED = {
+    "start_anchor": "<|assistant|>",
+    "fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": _CALLS, "content": {}},
+}
 _LOOK = {
     "type": "function",
     "function": {
@@ -39,19 +55,30 @@ _LOOK = {
 }
 _GO = {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "additionalProperties": False}}}
 _BAD = {"name": "f", "parameters": {"type": "nothing"}}
+_ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 _NAMED = {"type": "function", "function": {"name": "look"}}
 _ASKED: dict[str, Any] = {"tools": [_LOOK, _GO], "max_tokens": 200, "temperature": 1.0, "seed": 3}
 
 
+def _declaring(model: Path, folder: Path) -> Path:
+    """The model's tokenizer, which declares how answers are divided."""
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "response_template": _DECLARED}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    declaring = _declaring(tiny_model, tmp_path_factory.mktemp("declaring"))
     models = [
         Model("tiny", str(tiny_model), extra={"chat_template": _TOOLS}),
         Model("thinks", str(tiny_model), extra={"chat_template": _REASONING}),
         Model("unknown", str(tiny_model)),
         Model("llama", str(tiny_model), extra={"tool_parser": "llama3"}),
+        Model("declares", str(tiny_model), extra={"chat_template": _REASONING, "tokenizer": str(declaring)}),
     ]
-    with serve(tmp_path_factory.mktemp("tools"), models, settings=QUIET) as server:
+    with serve(tmp_path_factory.mktemp("tools"), models, settings=QUIET, triton=True) as server:
         yield server
 
 
@@ -132,6 +159,14 @@ def test_without_a_choice_the_answer_may_be_text(tools: Server) -> None:
         ({"model": "unknown", "tools": [_LOOK]}, "tools"),
         ({"model": "llama", "tools": [_GO]}, "tools"),
         ({"tools": [{"type": "function", "function": {**_BAD, "strict": True}}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters.type",
+        ),
+        (
+            {"tools": [_GO, {"type": "function", "function": {"name": "f", "parameters": _ENDLESS, "strict": True}}]},
+            "tools[1].function.parameters",
+        ),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"model": "thinks", "reasoning_effort": "much"}, "reasoning_effort"),
     ],
@@ -142,9 +177,10 @@ def test_what_cannot_be_asked_for_is_refused_by_name(tools: Server, more: dict[s
     assert refused(response)["param"] == param
 
 
-def test_reasoning_has_two_names_and_is_counted(tools: Server) -> None:
+@pytest.mark.parametrize("model", ["thinks", "declares"])
+def test_reasoning_has_two_names_and_is_counted(tools: Server, model: str) -> None:
     """The prompt begins the reasoning, which a random model never ends."""
-    asked = talk(model="thinks", max_tokens=12, ignore_eos=True, temperature=1.0, seed=1)
+    asked = talk(model=model, max_tokens=12, ignore_eos=True, temperature=1.0, seed=1)
     answer = whole(tools, CHAT, asked)
     message = answer["choices"][0]["message"]
     assert message["content"] == "" and message["reasoning"] == message["reasoning_content"] != ""
@@ -179,9 +215,12 @@ def test_v2_replies_have_tensors_of_calls_and_reasoning(tools: Server) -> None:
     assert v2.rest_unary(tools.url, "/v2/models/thinks/infer", asked).outputs == {"tool_calls": ["[]"]}
 
 
-def test_seldons_chunks_have_the_calls(tools: Server) -> None:
+_SELDONS = [v2.bytes_tensor(*each) for each in (("role", "user"), ("content", "Hello"), ("type", "text"))]
+
+
+def test_seldons_chunks_have_the_calls_and_the_reasoning(tools: Server) -> None:
     inputs = [
-        *(v2.bytes_tensor(name, each) for name, each in (("role", "user"), ("content", "Hello"), ("type", "text"))),
+        *_SELDONS,
         v2.bytes_tensor("tools", json.dumps(_LOOK)),
         v2.bytes_tensor("tool_choice", json.dumps(_NAMED)),
     ]
@@ -189,3 +228,56 @@ def test_seldons_chunks_have_the_calls(tools: Server) -> None:
     (choice,) = json.loads(reply.outputs["output_all"][0])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     _arguments(choice["message"]["tool_calls"][0])
+    deltas = _seldons_deltas(tools, "tiny", {"inputs": inputs, "parameters": {"max_tokens": 200}})
+    streamed = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(streamed) == choice["message"]["tool_calls"][0]["function"]["arguments"]
+    thinks = {"inputs": _SELDONS, "parameters": {"max_tokens": 8, "ignore_eos": True}}
+    reply = v2.rest_unary(tools.url, "/v2/models/thinks/infer", thinks)
+    message = json.loads(reply.outputs["output_all"][0])["choices"][0]["message"]
+    assert message["reasoning"] and message["content"] == ""
+    thoughts = [delta.get("reasoning", "") for delta in _seldons_deltas(tools, "thinks", thinks)]
+    assert "".join(thoughts) == message["reasoning"]
+
+
+def _seldons_deltas(server: Server, model: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    replies = v2.rest_stream(server.url, f"/v2/models/{model}/infer_stream", body)
+    chunks = [json.loads(each.outputs["output_all"][0]) for each in replies]
+    return [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+
+
+def test_tritons_replies_have_tensors_of_calls_and_reasoning(tools: Server) -> None:
+    messages = json.dumps([{"role": "user", "content": "Hello"}])
+
+    def request(model: str, more: dict[str, str], **parameters: Any) -> pb.ModelInferRequest:
+        made = v2.grpc_request(model, id="a", raw=True, **parameters)
+        for name, text in {"messages": messages, **more}.items():
+            made.inputs.add(name=name, datatype="BYTES", shape=[1])
+            made.raw_input_contents.append(len(text.encode()).to_bytes(4, "little") + text.encode())
+        return made
+
+    called = request("tiny", {"tools": json.dumps([_LOOK]), "tool_choice": json.dumps(_NAMED)}, max_tokens=200)
+    thinks = request("thinks", {}, max_tokens=8, ignore_eos=True)
+    with grpc.insecure_channel(tools.triton_target) as channel:
+        reply, thought = triton_wire.infer(channel, called), triton_wire.infer(channel, thinks)
+        found, thoughts = triton_wire.replies(channel, called), triton_wire.replies(channel, thinks)
+    ((call,),) = (json.loads(each) for each in reply.outputs["tool_calls"])
+    _arguments(call)
+    parts = [json.loads(text) for each in found for text in each.reply.outputs.get("tool_calls", ())]
+    assert "".join(delta["function"]["arguments"] for part in parts for delta in part) == call["function"]["arguments"]
+    (reasoning,) = thought.outputs["reasoning"]
+    assert reasoning and reasoning == "".join(
+        text for each in thoughts for text in each.reply.outputs.get("reasoning", ())
+    )
+
+
+@pytest.mark.parametrize("transport", ["rest", "grpc", "openai"])
+def test_the_clients_deltas_have_calls_and_reasoning(tools: Server, transport: str) -> None:
+    url = f"grpc://{tools.grpc_target}" if transport == "grpc" else tools.url
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "seed": 3, "temperature": 1.0}
+    with Client(url, api="openai" if transport == "openai" else "v2") as client:
+        deltas = list(client.stream("tiny", **asked, max_tokens=200, tools=[_LOOK], tool_choice=_NAMED))
+        thoughts = list(client.stream("thinks", **asked, max_tokens=8, ignore_eos=True))
+    (call,) = join_calls(part for delta in deltas for part in delta.tool_calls)
+    assert call.name == "look" and call.id and json.loads(call.arguments).keys() == {"at", "far"}
+    assert deltas[-1].finish_reason == "tool_calls" and not any(delta.text for delta in deltas)
+    assert "".join(delta.reasoning for delta in thoughts) and not any(delta.text for delta in thoughts)

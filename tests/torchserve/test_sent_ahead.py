@@ -208,6 +208,30 @@ def test_a_sequence_that_was_only_sent_ahead_outlives_the_worker_and_one_with_a_
     run(scenario())
 
 
+def test_no_request_is_answered_before_an_earlier_one(tmp_path: Path, notes: Path) -> None:
+    """Of 64 clients, each of which asks again as soon as it is answered."""
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, NOTING)) as pool:
+            slot = await _quick(pool)
+            asked, ahead = iter(range(960)), 0
+            answered: list[int] = []
+
+            async def client() -> None:
+                nonlocal ahead
+                for number in asked:
+                    job = pool.submit(request(f"n{number}", f"{number}"))
+                    ahead = max(ahead, len(slot.ahead))
+                    await texts(job)
+                    answered.append(number)
+
+            await asyncio.gather(*(client() for _ in range(64)))
+            assert ahead and answered == list(range(960))
+            assert notes.read_text().split()[-960:] == [f"n{number}" for number in range(960)]
+
+    run(scenario())
+
+
 def test_what_is_taken_back_waits_where_it_did() -> None:
     queue = BatchQueue(read_config({}, {"batchSize": 2}))
     jobs = [HandlerJob(HandlerRequest(name, []), name, 0.0, lambda job: None) for name in "abcd"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.torch_attention import weigh
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 
@@ -66,10 +67,8 @@ def _attend(
     # The heads of a group are queries beside each other: keys and values are not repeated.
     folded = query.transpose(1, 2).unflatten(1, (-1, groups)).flatten(2, 3)  # [rows, kv_heads, groups * count, dim]
     mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)  # [rows, 1, groups * count, keys]
-    if options.softcap is None and options.sinks is None:
-        found = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, mask, scale=options.scale)
-    else:
-        found = _scored(folded, keys, values, mask, options)
+    sinks = None if options.sinks is None else options.sinks.repeat_interleave(count).reshape(1, keys.shape[1], -1, 1)
+    found = weigh(folded, keys, values, mask, options, sinks)
     return found.unflatten(2, (groups, count)).flatten(1, 2).transpose(1, 2)
 
 
@@ -92,20 +91,3 @@ def _gather(pool: torch.Tensor | None, tables: torch.Tensor) -> torch.Tensor:
     """Returns ``[rows, kv_heads, keys, dim]``."""
     assert pool is not None
     return pool[tables].transpose(1, 2).reshape(len(tables), pool.shape[1], -1, pool.shape[3])
-
-
-def _scored(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if options.sinks is None:
-        chances = scores.softmax(-1)
-    else:
-        kv_heads = keys.shape[1]
-        sinks = options.sinks.float().reshape(1, kv_heads, -1, 1).expand(len(scores), -1, -1, -1)
-        sinks = sinks.repeat_interleave(scores.shape[2] // sinks.shape[2], 2)  # once for each query of a head
-        chances = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return torch.matmul(chances.to(values.dtype), values)

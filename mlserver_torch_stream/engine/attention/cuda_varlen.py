@@ -14,7 +14,7 @@ import torch
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
-PAGE_MULTIPLE = 256  # of FlashAttention 2
+_PAGE_MULTIPLE = 256  # of FlashAttention 2
 _MOST_DIM = 256
 _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
 
@@ -42,8 +42,8 @@ class VarlenAttention:
             return f"torch {torch.__version__} has no varlen attention with block tables"
         if options.softcap is not None or options.sinks is not None or options.chunk is not None:
             return "varlen attention has no softcap, sinks or chunks"
-        if layer.page_size % PAGE_MULTIPLE:
-            return f"varlen attention takes pages of a multiple of {PAGE_MULTIPLE} tokens, not {layer.page_size}"
+        if layer.page_size % _PAGE_MULTIPLE:
+            return f"varlen attention takes pages of a multiple of {_PAGE_MULTIPLE} tokens, not {layer.page_size}"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"varlen attention takes no {query.dtype}"
         if query.shape[-1] != layer.values.shape[-1] or query.shape[-1] > _MOST_DIM or query.shape[-1] % 8:

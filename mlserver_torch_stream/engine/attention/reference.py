@@ -1,14 +1,23 @@
-"""Computes paged attention in plain torch, one sequence after the other: what the others are compared with.
+"""Computes paged attention in plain torch, one sequence after the other, and how far another attention is from it.
 
 Knows nothing of speed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
-from mlserver_torch_stream.engine.batch import BatchSequence
+from mlserver_torch_stream.engine.attention.paged_attention import (
+    AttentionOptions,
+    BatchTensors,
+    PagedAttention,
+    batch_tensors,
+)
+from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 
@@ -39,3 +48,98 @@ def _attend(query: torch.Tensor, layer: LayerPages, sequence: BatchSequence, opt
     else:
         chances = torch.softmax(scores, -1)
     return torch.einsum("hqk,hkd->qhd", chances, values).to(query.dtype)
+
+
+# Tokens in the cache and new ones of the sequences that are compared: short and long, one new token, some, a chunk.
+_SEQUENCES = ((0, 1), (15, 1), (16, 2), (612, 1), (299, 7), (550, 70))
+_FAR = 300  # a window or chunk that those sequences reach beyond
+_CAP = 3.0  # a softcap that the random scores are near
+
+
+class AttentionShape(NamedTuple):
+    """What an attention of a model is called with."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @classmethod
+    def of(cls, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> AttentionShape:
+        assert layer.keys is not None and layer.values is not None
+        dims = (query.shape[1], layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        sight = (options.window, options.chunk, options.softcap)
+        return cls(*dims, query.dtype, options.scale, *sight, options.sinks is not None)
+
+    @property
+    def narrowed(self) -> AttentionShape:
+        """The shape with bounds that short sequences and random scores come to feel."""
+        return self._replace(
+            window=None if self.window is None else min(self.window, _FAR),
+            chunk=None if self.chunk is None else min(self.chunk, _FAR),
+            softcap=None if self.softcap is None else min(self.softcap, _CAP),
+        )
+
+
+def farthest(
+    attention: PagedAttention,
+    shape: AttentionShape,
+    page_size: int = 16,
+    sequences: Sequence[tuple[int, int]] = _SEQUENCES,
+    device: torch.device | None = None,
+    tokens_first: bool | None = None,
+) -> float:
+    """Returns how far an attention is from the exact results on random values, of a query's and head's output at most.
+
+    The difference is a part of that output's size. What no query sees is NaN, so that a read of it shows.
+    ``tokens_first`` is that of ``LayerPages``.
+    """
+    device, random = device or torch.device("cpu"), torch.Generator().manual_seed(0)
+
+    def numbers(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=random).to(device, shape.dtype)
+
+    batch, pages = _batch(sequences, page_size)
+    layer = LayerPages(0, pages, page_size, tokens_first=tokens_first)
+    _fill(layer, batch, shape, numbers)
+    tensors = batch_tensors(batch, page_size, 1, device)
+    sinks = numbers(shape.heads) if shape.has_sinks else None
+    options = AttentionOptions(shape.scale, shape.window, shape.chunk, shape.softcap, sinks)
+    query = numbers(batch.tokens, shape.heads, shape.key_dim) / (shape.scale * shape.key_dim**0.5)
+    ours = attention(query, layer, tensors, options).float()
+    assert layer.keys is not None and layer.values is not None
+    wide = replace(layer, keys=layer.keys.float(), values=layer.values.float())
+    exact = reference_attention(query.float(), wide, tensors, options)
+    error = (ours - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return float(error.nan_to_num(torch.inf, torch.inf).max())
+
+
+def _batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int]:
+    """Returns sequences with these starts and new tokens, on pages in no order, and the number of the pages."""
+    counts = [-(-(start + count) // page_size) for start, count in parts]
+    order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist())
+    tables = [tuple(next(order) for _ in range(count)) for count in counts]
+    sequences = (
+        BatchSequence((0,) * count, start, (table,)) for (start, count), table in zip(parts, tables, strict=True)
+    )
+    return Batch(tuple(sequences)), sum(counts)
+
+
+def _fill(layer: LayerPages, batch: Batch, shape: AttentionShape, numbers: Callable[..., torch.Tensor]) -> None:
+    """Writes random keys and values of all tokens of the sequences, and NaN behind them."""
+    layer.reserve(numbers(shape.kv_heads, 1, shape.key_dim), numbers(shape.kv_heads, 1, shape.value_dim))
+    for pool in (layer.keys, layer.values):
+        assert pool is not None
+        pool.fill_(torch.nan)
+        pool[layer.spare] = 0
+    size = layer.page_size
+    for each in batch.sequences:
+        slots = [each.tables[0][position // size] * size + position % size for position in range(each.length)]
+        keys, values = (numbers(each.length, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+        layer.write(keys, values, torch.tensor(slots, device=keys.device))

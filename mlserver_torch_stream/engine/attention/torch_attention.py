@@ -22,6 +22,7 @@ def torch_attention(
     assert layer.values is not None
     rows, chunks = _parts(batch, options)
     output = query.new_empty((*query.shape[:2], layer.values.shape[-1]))
+    query = query if _is_plain(options) else query.float()
     for sequences, places in rows:
         output[places] = _attend_rows(query[places], layer, batch, options, sequences)
     for sequence, first, stop in chunks:
@@ -71,10 +72,10 @@ def _attend_rows(
         places = torch.minimum(places, last[:, None])
         batch.memo[key] = _slots(batch, layer, sequences, places), valid[:, None, None]
     slots, valid = batch.memo[key]
-    keys, values = layer.gather(slots)
+    keys, values = (part.to(query.dtype) for part in layer.gather(slots))
     grouped = query.unflatten(1, (keys.shape[1], -1))  # [rows, kv_heads, heads of each, head_dim]
     sinks = None if options.sinks is None else options.sinks.reshape(1, keys.shape[1], -1, 1)
-    return _weigh(grouped, keys, values, valid, options, sinks).flatten(1, 2)
+    return weigh(grouped, keys, values, valid, options, sinks).flatten(1, 2)
 
 
 def _attend_chunk(
@@ -90,14 +91,14 @@ def _attend_chunk(
         slots = _slots(batch, layer, torch.tensor([sequence], device=query.device), places[None])
         batch.memo[key] = slots, (places <= seen) & (places >= oldest)
     slots, valid = batch.memo[key]
-    keys, values = (part.squeeze(0).unsqueeze(1) for part in layer.gather(slots))
+    keys, values = (part.to(query.dtype).squeeze(0).unsqueeze(1) for part in layer.gather(slots))
     grouped = query.transpose(0, 1).unflatten(0, (keys.shape[0], -1))  # [kv_heads, heads of each, tokens, head_dim]
     keys, values = (part.expand(-1, grouped.shape[1], -1, -1) for part in (keys, values))
-    if options.softcap is None and options.sinks is None:
-        return _weigh(grouped, keys, values, valid, options, None).flatten(0, 1).transpose(0, 1)
+    if _is_plain(options):
+        return weigh(grouped, keys, values, valid, options, None).flatten(0, 1).transpose(0, 1)
     sinks = None if options.sinks is None else options.sinks.reshape(*grouped.shape[:2], 1, 1)
     pairs = zip(grouped.split(_QUERIES, 2), valid.split(_QUERIES), strict=True)
-    parts = [_weigh(part, keys, values, shown, options, sinks) for part, shown in pairs]
+    parts = [weigh(part, keys, values, shown, options, sinks) for part, shown in pairs]
     return torch.cat(parts, 2).flatten(0, 1).transpose(0, 1)
 
 
@@ -107,7 +108,11 @@ def _slots(batch: BatchTensors, layer: LayerPages, sequences: torch.Tensor, plac
     return table.gather(1, places // batch.page_size).long() * batch.page_size + places % batch.page_size
 
 
-def _weigh(
+def _is_plain(options: AttentionOptions) -> bool:
+    return options.softcap is None and options.sinks is None
+
+
+def weigh(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -115,15 +120,18 @@ def _weigh(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``."""
-    if options.softcap is None and sinks is None:
+    """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``.
+
+    The ``sinks`` are those of the options, ``[..., queries or 1, 1]``. Products have the dtype of what is given.
+    """
+    if _is_plain(options):
         output: torch.Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=valid, scale=options.scale)
         return output
-    scores = (query.float() @ keys.float().transpose(-1, -2)) * options.scale
+    scores = (query @ keys.transpose(-1, -2)).float() * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~valid, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
     chances = torch.softmax(scores, -1)[..., : keys.shape[-2]]
-    return (chances @ values.float()).to(query.dtype)
+    return chances.to(values.dtype) @ values

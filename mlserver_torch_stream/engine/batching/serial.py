@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
 from mlserver_torch_stream.engine.client_messages import in_short
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler

@@ -1,27 +1,32 @@
 """Compiles the constraints of requests for the tokenizer of a model, and keeps the latest of them.
 
-Knows nothing of engines. Compiling takes up to seconds: it belongs in a thread beside the event loop's.
+Knows nothing of engines. Compiling takes up to seconds, and has threads of its own.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from fractions import Fraction
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +36,12 @@ _MOST_CHARACTERS = 2**17  # of a constraint's source; to compile that many takes
 # A matcher holds 1 to 2 kB for each state of its lexer, so some 40 MB at most. Schemas of 100 fields have some hundred.
 _MOST_LEXER_STATES = 20_000
 _MOST_GRAMMAR = 100_000  # symbols
+_MULTIPLE_OF = re.compile(r'"multipleOf":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![0-9])')
+_MOST_MULTIPLE = 10_000  # takes some 0.1 s; 100,000 takes seconds
 _WORKERS = 2  # threads; most masks take less than 0.1 ms
 _MOST_REASON = 300  # characters
 
-_Key = tuple[Constraint, str | None]
+_Key = tuple[Constraint, ReasoningMarks | None]
 
 
 class ConstraintCompiler:
@@ -46,6 +53,7 @@ class ConstraintCompiler:
         self._kept: OrderedDict[_Key, CompiledConstraint] = OrderedDict()
         self._lock = Lock()
         self._workers = ThreadPoolExecutor(_WORKERS, "token-masks")  # its threads end with it
+        self._threads: CompileThreads[CompiledConstraint] = CompileThreads()
 
     def prepare(self) -> LLTokenizer | str:
         """Reads the vocabulary, which holds all threads up for 0.3 to 1 s: so it is done while the model loads."""
@@ -54,11 +62,18 @@ class ConstraintCompiler:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
 
-    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
-        """Compiles what an answer must match; after any text up to and including ``behind``, where that is given.
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what an answer must match; after a reasoning with the marks ``behind``, where given.
 
-        Raises InvalidInput, which names the constraint's field.
+        The future may raise InvalidInput, which names the constraint's field.
         """
+        return self._threads.submit(lambda: self._known(constraint, behind))
+
+    def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
+        """Blocks until it is compiled. Raises InvalidInput."""
+        return self.submit(constraint, behind).result()
+
+    def _known(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
         key = (constraint, behind)
         with self._lock:
             if key in self._kept:
@@ -71,12 +86,14 @@ class ConstraintCompiler:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, constraint: Constraint, behind: str | None) -> CompiledConstraint:
+    def _compile(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise InvalidInput(constraint.field, tokenizer)
         if len(constraint.source) > _MOST_CHARACTERS:
             raise InvalidInput(constraint.field, f"must have at most {_MOST_CHARACTERS} characters")
+        if _least_multiple(constraint.source) > _MOST_MULTIPLE:
+            raise InvalidInput(constraint.field, "is too complex: multipleOf with these numbers has too many states")
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -86,22 +103,32 @@ class ConstraintCompiler:
             grammar = self._grammar(constraint, behind, tokenizer)
         except ValueError as error:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask finds most of what is too complex
-        if matcher.is_error():
-            raise InvalidInput(constraint.field, _reason(matcher.get_error()))
-        return CompiledConstraint(matcher, tokenizer.vocab_size, tuple(tokenizer.eos_tokens), self._workers)
+        start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        forced = _checked(start, constraint.field)
+        behind_forced = start.deep_copy()
+        behind_forced.consume_tokens(forced)
+        _checked(behind_forced, constraint.field)  # this and the first mask find most of what is too complex
+        return CompiledConstraint(start, forced, tokenizer.vocab_size, tuple(tokenizer.eos_tokens), self._workers)
 
-    def _grammar(self, constraint: Constraint, behind: str | None, tokenizer: LLTokenizer) -> str:
+    def _grammar(self, constraint: Constraint, behind: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
         from mlserver_torch_stream.engine.constraints.grammar import behind_text, grammar_of
 
         grammars = [grammar_of(constraint)]
         if behind is not None:
-            ids = self._tokenizer(behind, add_special_tokens=False)["input_ids"]
-            special = ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
-            grammars = behind_text(grammars[0], behind, special)
+            end = self._pieces(behind.end, tokenizer)
+            end_id = end[0] if isinstance(end[0], int) and len(end) == 1 else None
+            begin = None if behind.begin is None else self._pieces(behind.begin, tokenizer)
+            grammars = behind_text(grammars[0], behind.end, end_id, begin)
         return json.dumps({"grammars": grammars})
+
+    def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
+        """The text, with the ids of its special tokens in their places."""
+        pieces: list[str | int] = []
+        for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if tokenizer.is_special_token(token_id):
+                before, _, text = text.partition(str(self._tokenizer.convert_ids_to_tokens(token_id)))
+                pieces += [before, token_id]
+        return [piece for piece in (*pieces, text) if piece != ""]
 
 
 def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
@@ -123,5 +150,33 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
         return f"is not possible with this model, whose tokenizer is of an unknown kind ({_reason(str(error))})"
 
 
+def _checked(matcher: LLMatcher, field: str) -> list[int]:
+    """Returns the tokens that must come next. Raises InvalidInput if nothing can, or if that is too complex."""
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise InvalidInput(field, _reason(matcher.get_error()))
+    return list(matcher.compute_ff_tokens())
+
+
+def _least_multiple(source: str) -> int:
+    """The least common multiple of all numbers after ``multipleOf``, their factors 2 and 5 aside.
+
+    The library's time and memory grow with it.
+    """
+    least = 1
+    for text in dict.fromkeys(_MULTIPLE_OF.findall(source)):
+        number = abs(Fraction(text).numerator) or 1
+        for factor in (2, 5):
+            while number % factor == 0:
+                number //= factor
+        least = math.lcm(least, number)
+        if least > _MOST_MULTIPLE:
+            break
+    return least
+
+
 def _reason(text: str) -> str:
-    return " ".join(text.split())[:_MOST_REASON]
+    if text.startswith("NoExtension"):
+        return "no answer matches it"
+    return " ".join(text.removesuffix("<non-verbose/>").split())[:_MOST_REASON]

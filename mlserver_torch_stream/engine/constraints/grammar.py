@@ -1,12 +1,13 @@
-"""Writes a constraint as a grammar of llguidance, alone or behind the end of a reasoning.
+"""Writes a constraint as a grammar of llguidance, alone or behind a reasoning.
 
-Knows nothing of tokens but the one id that may end a reasoning.
+Knows nothing of tokens but the ids of special ones that begin and end a reasoning.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher
@@ -26,6 +27,7 @@ _JSON: Any = {
 }
 _ANSWER = "answer"
 _TEXT = "(?s:.*)"
+_MOST_GBNF_RULES = 1000  # the time to translate them grows with their square: 6,000 take half a minute
 
 
 def grammar_of(constraint: Constraint) -> dict[str, Any]:
@@ -43,17 +45,21 @@ def grammar_of(constraint: Constraint) -> dict[str, Any]:
     return {"lark_grammar": _lark(source)}
 
 
-def behind_text(grammar: dict[str, Any], end: str, end_id: int | None) -> list[dict[str, Any]]:
+def behind_text(
+    grammar: dict[str, Any], end: str, end_id: int | None, begin: Sequence[str | int] | None
+) -> list[dict[str, Any]]:
     """Returns the grammars of any text up to and including ``end``, its first occurrence, and ``grammar`` behind it.
 
-    ``end_id`` is the special token that ``end`` is; None if it is made of tokens of text.
+    ``end_id`` is the special token that ``end`` is; None if it is made of tokens of text. With ``begin``, pieces of
+    text and ids of special tokens, the text before ``grammar`` begins with them, or there is none.
     """
     if end_id is None:
         reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"
     else:  # spelled with other tokens, it does not end the reasoning: so it is not written that way
         spelled = re.escape(end).replace("/", r"\/")
         reasoning = f"reasoning: TEXT <[{end_id}]>\nTEXT: /{_TEXT}/ & ~/{_TEXT}{spelled}{_TEXT}/"
-    return [{"lark_grammar": f"start: reasoning @{_ANSWER}\n{reasoning}\n"}, {**grammar, "name": _ANSWER}]
+    before = "reasoning" if begin is None else f"({' '.join(map(_piece, begin))} reasoning)?"
+    return [{"lark_grammar": f"start: {before} @{_ANSWER}\n{reasoning}\n"}, {**grammar, "name": _ANSWER}]
 
 
 def _only(grammars: str) -> dict[str, Any]:
@@ -66,12 +72,18 @@ def _json(source: str) -> str:
     return json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]})  # true and false are schemas too
 
 
+def _piece(piece: str | int) -> str:
+    return _literal(piece) if isinstance(piece, str) else f"<[{piece}]>"
+
+
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _lark(source: str) -> str:
     """The grammar itself, or, where it is written in GBNF, that of llama.cpp, the same in Lark's language."""
+    if source.count("::=") > _MOST_GBNF_RULES:
+        raise ValueError(f"must have at most {_MOST_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:
         return str(any_to_lark(source))
     except Exception as error:  # its parser raises errors of several kinds

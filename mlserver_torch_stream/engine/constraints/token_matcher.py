@@ -31,7 +31,13 @@ class TokenMatcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, eos_ids: Collection[int], end_ids: Collection[int], workers: Executor
+        self,
+        matcher: LLMatcher,
+        forced: Sequence[int],
+        vocab_size: int,
+        eos_ids: Collection[int],
+        end_ids: Collection[int],
+        workers: Executor,
     ) -> None:
         """``eos_ids`` are those that the matcher knows, ``end_ids`` those that end this sequence."""
         self._matcher = matcher
@@ -41,7 +47,7 @@ class TokenMatcher:
         self._workers = workers
         self._mask: Future[TokenMask] | None = None
         self.complete = False
-        self.forced: Sequence[int] = matcher.compute_ff_tokens()
+        self.forced = forced
 
     def accept(self, token_id: int) -> None:
         """Follows a token that was chosen. Raises GenerationFailed if the constraint became too complex to follow."""

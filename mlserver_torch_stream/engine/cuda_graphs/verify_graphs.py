@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.comparison import Comparison, in_deviations
+from mlserver_torch_stream.engine.loading.comparison import Comparison, in_a_line
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def verified(
         graphs = GraphForward(forward, cache, capture, max_sequences, widths, pipeline)
         problem = _compare(graphs) or (None if check is None else check(graphs))
     except Exception as error:  # a model's code can raise any error during a capture
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problem = in_a_line(error)
     if problem is None:
         return graphs
     logger.info("no CUDA graphs, the plain forward runs: %s", problem)
@@ -94,9 +94,8 @@ def _compare(graphs: GraphForward) -> str | None:
             comparison = Comparison()
             for expected, got in zip(graphs.forward(batch, graphs.cache), graphs(batch, graphs.cache), strict=True):
                 comparison.add(expected, got)
-            if (error := comparison.error) is not None:
-                by = f"by {in_deviations(error)}"
-                return f"logits of {rows} sequences, one at position {batch.sequences[0].start}, differ {by}"
+            if (by := comparison.difference) is not None:
+                return f"logits of {rows} sequences, one at position {batch.sequences[0].start}, differ by {by}"
     return None
 
 

@@ -29,7 +29,7 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
 from mlserver_torch_stream.engine.attention.registered import CannotPage, give_attention_back, paged, take_attention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.devices import from_host
+from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
 from mlserver_torch_stream.engine.forward.latent_pages import expanded, has_latents
 from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
@@ -77,7 +77,7 @@ class ModelForward:
         self._takes_rows = keep is not None and "Tensor" in str(keep.annotation)
         self.device = input_device(model)
         self._model = model
-        self._output_device = _device_of(model.get_output_embeddings(), self.device)
+        self._output_device = weight_device(model.get_output_embeddings(), self.device)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -307,36 +307,6 @@ def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tenso
         counts = [each.wanted for each in part.sequences]
         found.update((id(each), row) for each, row in zip(part.sequences, rows.split(counts), strict=True))
     return torch.cat([found[id(each)] for each in batch.sequences])
-
-
-def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    """Returns the model without accelerate's outermost hook, which copies the output to the device of the input.
-
-    Between GPUs that copy waits for all work that is queued on either of them, also for that of other batches.
-    """
-    hook = getattr(model, "_hf_hook", None)
-    fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
-    forward: Callable[..., Any] = model if hook is None or fetches else model._old_forward
-    return forward
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
-    return _device_of(model.get_input_embeddings(), _CPU)
-
-
-def device_types(model: PreTrainedModel) -> set[str]:
-    """Returns the types of the devices that hold a model's weights or take its token ids."""
-    return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
-
-
-def _device_of(module: torch.nn.Module | None, otherwise: torch.device) -> torch.device:
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return otherwise
-    if weight.device.type != "meta":
-        return weight.device
-    return torch.device(getattr(getattr(module, "_hf_hook", None), "execution_device", None) or otherwise)
 
 
 def give_contiguous_states(model: PreTrainedModel) -> None:

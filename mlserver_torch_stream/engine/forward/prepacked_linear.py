@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.loading.comparison import in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def pack_linears(model: PreTrainedModel) -> int:
         packed.release(model)
         error = ((_logits(model) - expected).pow(2).mean().sqrt() / expected.std()).item()
     except Exception as problem:  # private operators, and a model's code that may look at its weights
-        return _refused(packed, f"{type(problem).__name__}: {problem}".splitlines()[0])
+        return _refused(packed, in_a_line(problem))
     if not error <= _MODEL_TOLERANCE:
         return _refused(packed, f"logits differ by {error:.3g} standard deviations")
     return len(layers)

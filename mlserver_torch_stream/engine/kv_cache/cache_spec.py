@@ -1,11 +1,22 @@
-"""Describes a KV cache of pages: its groups of layers, and the bytes that tokens, pages and states take.
+"""Describes a KV cache of pages: their size, its groups of layers, and the bytes that tokens, pages and states take.
 
 Knows nothing of tensors, so that the scheduler can import it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+CPU_PAGE_SIZE = 16
+CUDA_PAGE_SIZE = 256  # torch's varlen kernels read block tables of pages that are multiples of it
+
+
+def page_size_of(kinds: Iterable[str]) -> int:
+    """Returns the tokens of a page of a cache on devices of these types, as ``torch.device.type`` names them."""
+    return CUDA_PAGE_SIZE if "cuda" in kinds else CPU_PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +58,19 @@ class CacheSpec:
     def page_bytes(self, group: int) -> int:
         return self.page_size * self.groups[group].token_bytes
 
-    def most_pages(self, group: int, tokens: int, step: int) -> int:
-        """Returns the most pages that a sequence of ``tokens`` holds at once, with ``step`` new tokens at a time."""
-        span = self.groups[group].span
-        if span is None or tokens <= span + step:
-            return self.pages(tokens)
-        return min(self.pages(tokens), self.pages(span + step - 1) + 1)
+    def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
+        """Returns the most pages of each group that a sequence of ``tokens`` holds, ``step`` new ones at a time."""
+        pages = self.pages(tokens)
+        spans = (group.span for group in self.groups)
+        return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
+
+    def bytes_of(self, pages: Sequence[int], states: int) -> int:
+        """Returns the bytes of so many pages of each group, and of the states of so many sequences."""
+        return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
 
     def sequence_bytes(self, tokens: int, step: int = 1) -> int:
         """Returns the most bytes of a sequence of ``tokens``: its pages and its states."""
-        pages = (self.most_pages(group, tokens, step) * self.page_bytes(group) for group in range(len(self.groups)))
-        return sum(pages) + self.state_bytes
+        return self.bytes_of(self.most_pages(tokens, step), 1)
 
     def live_bytes(self, tokens: int) -> int:
         """Returns the bytes that the next token of a sequence of ``tokens`` sees, states included."""
@@ -76,3 +89,8 @@ class CacheSpec:
             for mine, theirs in zip(self.groups, other.groups, strict=True)
         )
         return CacheSpec(self.page_size, tuple(groups), self.state_bytes + other.state_bytes)
+
+
+def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
+    """Returns the spec of all devices together. There must be one."""
+    return reduce(add, specs)

@@ -52,10 +52,6 @@ class CacheLayout:
         return any(True for _ in self.state_layers())
 
     @property
-    def has_attention(self) -> bool:
-        return any(isinstance(layer, DynamicLayer) for layer in self._layers)
-
-    @property
     def windows(self) -> list[int | None]:
         """The window or chunk of each attention layer in tokens; None: the layer sees all."""
         layers = (layer for layer in self._layers if isinstance(layer, DynamicLayer))

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, in_all
 from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, size_cache
 from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.process_resources import ProcessResources
@@ -65,7 +64,7 @@ def cache_budget(
 
 def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
     """Returns the bytes of the pages of nobody in a device's pools. On a host nobody writes to them: they take none."""
-    return 0 if device.type == "cpu" else sum(spec.page_bytes(group) for group in range(len(spec.groups)))
+    return 0 if device.type == "cpu" else spec.bytes_of([1] * len(spec.groups), 0)
 
 
 def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:

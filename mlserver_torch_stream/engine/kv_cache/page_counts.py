@@ -22,20 +22,14 @@ class CacheSize:
     state_slots: int
 
     def bytes_of(self, spec: CacheSpec) -> int:
-        pages = sum(count * spec.page_bytes(group) for group, count in enumerate(self.pages))
-        return pages + self.state_slots * spec.state_bytes
+        return spec.bytes_of(self.pages, self.state_slots)
 
     def holds(self, spec: CacheSpec, sequences: int, tokens: int) -> bool:
         """Whether so many sequences of ``tokens`` have room at the same time, as they decode."""
         if spec.state_bytes and self.state_slots < sequences:
             return False
-        return _covers(self.pages, [sequences * pages for pages in _pages(spec, tokens, 1)])
-
-    def longest(self, spec: CacheSpec, tokens: int, step: int) -> int:
-        """Returns the most tokens, up to ``tokens``, of a sequence alone that takes ``step`` new tokens at a time."""
-        if spec.state_bytes and not self.state_slots:
-            return 0
-        return _largest(tokens, lambda length: _covers(self.pages, _pages(spec, length, step)))
+        needed = spec.most_pages(tokens, 1)
+        return all(held >= sequences * pages for held, pages in zip(self.pages, needed, strict=True))
 
 
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
@@ -52,18 +46,18 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
         return all(size.bytes_of(each) <= room for each, room in rooms)
 
     def of(count: int, length: int) -> CacheSize:
-        pages = (count * number for number in _pages(spec, length, 1))
+        pages = (count * number for number in spec.most_pages(length, 1))
         return CacheSize(tuple(map(max, pages, alone)), count * slot)
 
-    longest = _largest(tokens, lambda length: fits(CacheSize(_pages(spec, length, step), slot)))
+    longest = largest(tokens, lambda length: fits(CacheSize(spec.most_pages(length, step), slot)))
     if longest == 0:
         return CacheSize((0,) * len(spec.groups), 0)
-    alone = _pages(spec, longest, step)
-    count = max(1, _largest(sequences, lambda number: fits(of(number, 1))))
-    size = of(count, _largest(tokens, lambda length: fits(of(count, length))))
+    alone = spec.most_pages(longest, step)
+    count = max(1, largest(sequences, lambda number: fits(of(number, 1))))
+    size = of(count, largest(tokens, lambda length: fits(of(count, length))))
     if not size.pages:
         return size
-    more = _largest(_MOST, lambda pages: fits(_with_pages(size, pages)))
+    more = largest(_MOST, lambda pages: fits(_with_pages(size, pages)))
     return _with_pages(size, more)
 
 
@@ -76,18 +70,10 @@ def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 
 
-def _pages(spec: CacheSpec, tokens: int, step: int) -> tuple[int, ...]:
-    return tuple(spec.most_pages(group, tokens, step) for group in range(len(spec.groups)))
-
-
-def _covers(held: Sequence[int], needed: Sequence[int]) -> bool:
-    return all(have >= need for have, need in zip(held, needed, strict=True))
-
-
 def _with_pages(size: CacheSize, more: int) -> CacheSize:
     return CacheSize(tuple(count + more for count in size.pages), size.state_slots)
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
+def largest(most: int, fits: Callable[[int], bool]) -> int:
     """Returns the largest number from 1 to ``most`` that fits, as all below it do; 0: none does."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

@@ -137,10 +137,21 @@ class PagedCache:
                 self.states.copy(source, target)
 
     @property
-    def spec(self) -> CacheSpec:
-        """The groups with the bytes of what forwards have written so far."""
-        groups = (
-            replace(group, token_bytes=sum(self.layers[index].token_bytes for index in group.layers))
-            for group in self.groups
-        )
-        return CacheSpec(self.page_size, tuple(groups), 0 if self.states is None else self.states.bytes_per_slot)
+    def specs(self) -> dict[torch.device, CacheSpec]:
+        """A spec for each device with the bytes that forwards have written there so far."""
+        held = {index: pages.keys.device for index, pages in self.layers.items() if pages.keys is not None}
+        states = {} if self.states is None else self.states.bytes_by_device()
+        return {
+            device: CacheSpec(
+                self.page_size,
+                tuple(
+                    replace(
+                        group,
+                        token_bytes=sum(self.layers[i].token_bytes for i in group.layers if held.get(i) == device),
+                    )
+                    for group in self.groups
+                ),
+                states.get(device, 0),
+            )
+            for device in dict.fromkeys([*held.values(), *states])
+        }

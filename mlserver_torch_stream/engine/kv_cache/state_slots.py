@@ -69,10 +69,6 @@ class StateSlots:
         except RuntimeError as error:  # the CPU's allocator has no error of its own
             raise MemoryError(f"the states of {self._slots} sequences cannot be allocated on {state.device}") from error
 
-    @property
-    def bytes_per_slot(self) -> int:
-        return sum(self.bytes_by_device().values())
-
     def bytes_by_device(self) -> dict[torch.device, int]:
         """Returns the bytes of a slot on each device; none before the first forward."""
         found: dict[torch.device, int] = {}

@@ -5,8 +5,6 @@ Knows nothing of the forwards that computed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 # Largest error, in standard deviations of the reference logits. A wrong mask, position or state is off by about one;
@@ -32,11 +30,13 @@ class Comparison:
     """Collects pairs of logits ``[vocabulary]``: the expected ones and those to check.
 
     ``dtype`` is that of the model's weights, which rounds, or int8 if activations are rounded to it; None: the logits
-    have it.
+    have it. ``same_operations``: whether both come from the same operations. If not, in half precision their mean
+    errors count, and how many are off.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, *, same_operations: bool = True) -> None:
         self._dtype = dtype
+        self._same_operations = same_operations
         self._tolerance = _HALF_TOLERANCE
         self._worst = 0.0
         self._means: list[float] = []
@@ -58,15 +58,14 @@ class Comparison:
         return self._tolerance in _TOLERANCE.values()
 
     @property
-    def error(self) -> float | None:
-        """The largest error, if rounding in the same operations does not explain it; otherwise None."""
-        return None if self._worst <= self._tolerance else self._worst
+    def difference(self) -> str | None:
+        """Says how far the logits are apart, if rounding does not explain it; otherwise None."""
+        error = self._error()
+        return None if error is None else f"{error:.3g} standard deviations"
 
-    @property
-    def error_of_kernels(self) -> float | None:
-        """The same for logits of other operations. In half precision their mean errors count, and how many are off."""
-        if self.is_exact:
-            return self.error
+    def _error(self) -> float | None:
+        if self._same_operations or self.is_exact:
+            return None if self._worst <= self._tolerance else self._worst
         if max(self._means, default=0.0) > _SINGLE_MEAN_TOLERANCE:
             return max(self._means)
         if len(self._means) >= _FEW and self._off > _MOST_OFF * len(self._means):
@@ -75,8 +74,6 @@ class Comparison:
         return None if mean <= _HALF_MEAN_TOLERANCE else mean
 
 
-ErrorOf = Callable[[Comparison], float | None]
-
-
-def in_deviations(error: float) -> str:
-    return f"{error:.3g} standard deviations"
+def in_a_line(error: Exception) -> str:
+    """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -12,15 +12,11 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.cache_spec import LayerGroup, in_all
 from mlserver_torch_stream.engine.kv_cache.memory_budget import free_bytes
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.loading.comparison import Comparison
 from mlserver_torch_stream.engine.loading.config_fields import named_lengths
 from mlserver_torch_stream.engine.loading.context_length import comparable_context
 from mlserver_torch_stream.engine.loading.expected_logits import far_columns
@@ -36,21 +32,15 @@ _MIDDLE = 2  # pages that a long table names over and over
 _PART = 2
 
 
-def far_lengths(
-    model: PreTrainedModel,
-    layout: CacheLayout,
-    specs: Mapping[torch.device, CacheSpec],
-    near: int,
-    room: int | None,
-    more: Sequence[int] = (),
-) -> list[int]:
-    """Returns the lengths beyond ``near`` tokens and within the context whose caches are small enough to compare.
+def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
+    """Returns the lengths that the trial does not reach, within the context, whose caches are small enough to compare.
 
     ``room`` bytes are free for caches; None: as many as the devices have now. ``more``: short ones that are taken too.
     """
+    model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)
-    named = named_lengths(config) | {window for window in layout.windows if window is not None} | set(more)
-    wanted = [length for length in sorted(named) if near < length < comparable_context(model)]
+    named = named_lengths(config) | {window for window in trial.layout.windows if window is not None} | set(more)
+    wanted = [length for length in sorted(named) if trial.longest < length < comparable_context(model)]
     if not wanted or not specs:
         return []
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -62,11 +52,11 @@ def far_lengths(
     return lengths
 
 
-def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int) -> dict[int, Comparison]:
+def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int) -> str | None:
     """Compares the last token below the length, the first above it and, if the trial is chunked, a chunk above it.
 
     ``beside`` is a short sequence of the trial's cache. It is in the batches too, and its keys and values fill the far
-    cache. Returns a comparison for each position.
+    cache. Returns by how much logits differ and where; None if they do not.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
@@ -84,10 +74,13 @@ def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int
             (far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end))
         )
         got = trial.forward(batch, far.cache)
-        compared[first + end - 1] = comparison = Comparison(trial.expected.dtype)
+        compared[first + end - 1] = comparison = trial.new_comparison()
         comparison.add(expected[end - 1], got[0])
     comparison.add(alone[near_end - 1], got[1])
-    return compared
+    for position, each in compared.items():
+        if (difference := each.difference) is not None:
+            return f"{difference} at position {position}"
+    return None
 
 
 class _FarCache:

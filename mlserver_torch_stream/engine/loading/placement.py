@@ -16,8 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.devices import computing_device, device_name
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import computing_device, device_name, input_device
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize
 from mlserver_torch_stream.errors import LoadFailed

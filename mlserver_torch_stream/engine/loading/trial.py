@@ -16,13 +16,15 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.comparison import Comparison, ErrorOf
+from mlserver_torch_stream.engine.loading.comparison import Comparison
+from mlserver_torch_stream.engine.loading.context_length import comparable_context
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 
 # Kernels work in blocks of 12 and 64 queries, and of 16 and 32 keys: one sequence crosses all of them.
-LONGEST = 70
+_LONGEST = 70
+_SHORTEST = 9  # in a context that is smaller
 _LONGEST_CHUNK = 65
-AFTER = 12  # tokens that each sequence can take after its prompt
+_AFTER = 12  # tokens that each sequence can take after its prompt
 _SPARE_SLOT = 7
 _STALE = 1000.0  # finite: a kernel may multiply it with the chance 0 of a key that is not seen
 
@@ -38,14 +40,18 @@ class TrialSequence:
 
 @dataclass(slots=True)
 class Trial:
-    """``chunked``: prompts are cut, and sequences share pages; else each prompt is computed whole."""
+    """``chunked``: prompts are cut, and sequences share pages; else each prompt is computed whole.
+
+    ``same_operations`` is that of ``Comparison``.
+    """
 
     expected: ExpectedLogits
     layout: CacheLayout
     forward: Forward
     page_size: int
-    longest: int  # prompt
     chunked: bool
+    same_operations: bool = False
+    longest: int = field(init=False)  # prompt
     cache: PagedCache = field(init=False)
     comparison: Comparison = field(init=False)
     _free: list[list[int]] = field(init=False)
@@ -55,15 +61,23 @@ class Trial:
     _slots: int = 0
 
     def __post_init__(self) -> None:
+        context = comparable_context(self.expected.model)
+        self.longest = max(_SHORTEST, min(_LONGEST, context - _AFTER))
         groups = len(self.layout.spec(self.page_size).groups)
-        pages = 4 * (self.longest + AFTER) // self.page_size + 17
+        pages = 4 * (self.longest + _AFTER) // self.page_size + 17
         self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=_SPARE_SLOT + 1)
-        self.comparison = Comparison(self.expected.dtype)
+        self.comparison = self.new_comparison()
         self._free = [[*range(1, pages, 2), *range(0, pages, 2)] for _ in range(groups)]
         self._users = [Counter() for _ in range(groups)]
 
-    def run(self, error_of: ErrorOf) -> tuple[float | None, TrialSequence]:
-        """Returns the error, and a short sequence that is in the cache. The first error of full precision ends it."""
+    def new_comparison(self) -> Comparison:
+        return Comparison(self.expected.dtype, same_operations=self.same_operations)
+
+    def run(self) -> tuple[str | None, TrialSequence]:
+        """Returns by how much logits differ, None if they do not, and a short sequence that is in the cache.
+
+        The first difference in full precision ends it.
+        """
         a, b, c = self._new(6), self._new(self.longest), self._new(3)
         d = e = None
         for number, parts in enumerate(self._plan(a, b)):
@@ -76,12 +90,12 @@ class Trial:
                 e = self._forked(c)
             named = zip((a, b, c, d, e), parts, strict=True)
             self._step([(sequence, count) for sequence, count in named if count and sequence is not None])
-            if self.comparison.is_exact and (error := error_of(self.comparison)) is not None:
-                return error, c
+            if self.comparison.is_exact and self.comparison.difference is not None:
+                return self.comparison.difference, c
         hidden = None if self.comparison.is_exact else self._disturbed(b, c)
-        return error_of(self.comparison) or hidden, c
+        return self.comparison.difference or hidden, c
 
-    def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> float | None:
+    def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> str | None:
         """Returns how far the same step of a sequence is off after one of another; None where it is the same step.
 
         A state that a model hides in its modules can be too weak to show in logits of half precision otherwise.
@@ -90,7 +104,7 @@ class Trial:
         self._tried(other)
         comparison = Comparison(torch.float32)
         comparison.add(first, self._tried(sequence))
-        return comparison.error
+        return comparison.difference
 
     def _tried(self, sequence: TrialSequence) -> torch.Tensor:
         """Returns the logits of the next token of a sequence, alone; the sequence stays as it is."""
@@ -159,7 +173,7 @@ class Trial:
         return (seed * 7919 + 13) % self.expected.vocab_size
 
     def _new(self, prompt: int) -> TrialSequence:
-        ids = [self.token(100 * prompt + number) for number in range(prompt + AFTER)]
+        ids = [self.token(100 * prompt + number) for number in range(prompt + _AFTER)]
         return self._added(ids, prompt, [[] for _ in self._free])
 
     def _added(self, ids: list[int], prompt: int, tables: list[list[int]]) -> TrialSequence:
@@ -169,7 +183,7 @@ class Trial:
     def _sharing(self, other: TrialSequence) -> TrialSequence:
         """Returns a sequence with the first page of another one, which that has filled already."""
         size = self.page_size
-        ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + AFTER)]
+        ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + _AFTER)]
         tables = [table[:1] for table in other.tables]
         for users, table in zip(self._users, tables, strict=True):
             users.update(table)
@@ -179,7 +193,7 @@ class Trial:
 
     def _forked(self, other: TrialSequence) -> TrialSequence:
         """Returns a sequence that goes on from another one by other tokens. The page that it writes to is copied."""
-        ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(AFTER)]
+        ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(_AFTER)]
         tables = [list(table) for table in other.tables]
         fork = self._added(ids, other.prompt, tables)
         fork.computed = other.computed

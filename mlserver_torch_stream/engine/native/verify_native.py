@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.forward.model_forward import input_device
+from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, release_packed
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward, check_kernels
@@ -93,7 +94,7 @@ def _verified(
     except (NoKernels, UnsupportedLayout) as error:
         problem = str(error)
     except Exception as error:  # a model's code can raise any error
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problem = in_a_line(error)
     if problem is not None:
         return problem
     release_weights(model)

@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.device_sync import count_waits
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.comparison import Comparison, in_deviations
+from mlserver_torch_stream.engine.loading.comparison import Comparison, in_a_line
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
@@ -75,12 +75,10 @@ def check_pipeline(
     They overlap in ``cache``, which holds no sequences; None: in one that is made for it.
     """
     try:
-        error = _compare(model, StagedForward(forward, pipeline), pipeline, cache).error
-    except Exception as failure:  # a model's code can raise any error
-        return f"{type(failure).__name__}: {failure}".splitlines()[0]
-    return (
-        None if error is None else f"logits of forwards that overlap differ from single ones by {in_deviations(error)}"
-    )
+        by = _compare(model, StagedForward(forward, pipeline), pipeline, cache).difference
+    except Exception as error:  # a model's code can raise any error
+        return in_a_line(error)
+    return None if by is None else f"logits of forwards that overlap differ from single ones by {by}"
 
 
 def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline, cache: PagedCache | None) -> Comparison:

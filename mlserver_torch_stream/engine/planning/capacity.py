@@ -6,11 +6,10 @@ reaches.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.kv_cache.memory_budget import GPU_CACHE_SHARE
-from mlserver_torch_stream.engine.kv_cache.page_counts import size_cache
+from mlserver_torch_stream.engine.kv_cache.page_counts import largest, size_cache
 from mlserver_torch_stream.engine.loading.host_limits import KV_SHARE
 from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
 from mlserver_torch_stream.engine.planning.model_size import ModelSize
@@ -73,7 +72,7 @@ def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
         pages = size_cache(rooms, sequences=count, tokens=context, step=min(_CHUNK, context))
         return pages.holds(size.spec, count, context)
 
-    return bisect_left(range(1, _MOST_STREAMS + 1), True, key=lambda count: not holds(count))
+    return largest(_MOST_STREAMS, holds)
 
 
 def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, sequences: int) -> float:

@@ -18,10 +18,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import AttentionOpti
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
-from mlserver_torch_stream.engine.kv_cache.bytes_per_token import in_all, specs_by_device
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, in_all, page_size_of
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
-from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
@@ -126,7 +124,7 @@ def _spec(model: PreTrainedModel, page_size: int) -> CacheSpec:
                 forward = ModelForward(model, way, _shapes_only)
                 forward.device = _META
                 forward(batch, cache)
-            return in_all(specs_by_device(cache).values())
+            return in_all(cache.specs.values())
         except (RuntimeError, NotImplementedError, TypeError, CannotPage) as error:
             problem = error
     assert problem is not None

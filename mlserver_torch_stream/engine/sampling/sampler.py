@@ -41,12 +41,20 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[SampledToke
         token_ids = _choose(_adjusted(raw, rows), rows)
         logprobs = _logprobs(raw, rows, token_ids)
     return [
-        SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_NOTHING_TO_CHOOSE)
-        for token_id, logprob in zip(token_ids, logprobs, strict=True)
+        SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_nothing_to_choose(row))
+        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True)
     ]
 
 
 _NOTHING_TO_CHOOSE = "the logits of this sequence are not finite (NaN, infinity, or every token is excluded)"
+
+
+def _nothing_to_choose(row: RowSampler) -> str:
+    if row.matcher is None:
+        return _NOTHING_TO_CHOOSE
+    return (
+        f"no token can follow that the constraint allows: bad_words and the like exclude them, or {_NOTHING_TO_CHOOSE}"
+    )
 
 
 def _adjusted(raw: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:

@@ -5,19 +5,19 @@ Decides and returns the work; it imports no torch, runs nothing and reads no clo
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
-from mlserver_torch_stream.engine.kv_cache.page_pool import PagePool
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.scheduling.cached_sequences import Busy, CachedSequences
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone
-from mlserver_torch_stream.engine.scheduling.sequence_account import NO_SLOT, SequenceAccount
+from mlserver_torch_stream.engine.scheduling.sequence_account import Order, SequenceAccount
 from mlserver_torch_stream.engine.scheduling.step_draft import StepDraft
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 
@@ -29,10 +29,8 @@ Drafts = Callable[[SequenceState, int], Sequence[int]]
 # in 245.
 _SOON = 8
 
-Busy = Collection[SequenceState]
 
-
-class Scheduler:
+class Scheduler(CachedSequences):
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
@@ -50,23 +48,15 @@ class Scheduler:
         A model with states, or one that takes prompts whole, cannot go on from pages alone: it gets no drafts and has
         no prefix cache.
         """
-        self.limits = limits
-        self.spec = spec
+        goes_on = not spec.state_bytes and not limits.whole_prompts
+        finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
+        super().__init__(limits, spec, finds=finds)
         self.waiting = FairQueue()
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
-        goes_on = not spec.state_bytes and not limits.whole_prompts
-        finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
         self._drafts = drafts if goes_on else None
-        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=finds)
-        self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
-        self._state_copies: list[tuple[int, int]] = []
-        self._accounts: dict[SequenceState, SequenceAccount] = {}
         self._admitted: list[SequenceAccount] = []  # in their order
         self._open: list[RequestState] = []
-        # Prompts that hold pages and are not admitted; the one that grew least recently is first.
-        self._ahead: dict[SequenceAccount, None] = {}
-        self._given_up: set[SequenceAccount] = set()  # otherwise they would be prefilled and given up again and again
         self._admissions = count()
 
     # --- gauges ---
@@ -85,16 +75,6 @@ class Scheduler:
     def open_prompts(self) -> int:
         """Requests whose prompts are not whole yet."""
         return len(self._open)
-
-    @property
-    def used_bytes(self) -> int:
-        """Of the pages and states of sequences; a page that several share counts once."""
-        return self._pool.used_bytes
-
-    @property
-    def cached_bytes(self) -> int:
-        """Of the pages that only the prefix cache holds."""
-        return self._pool.cached_bytes
 
     # --- what comes and goes ---
 
@@ -134,97 +114,12 @@ class Scheduler:
     def _remove(self, account: SequenceAccount) -> None:
         request = account.sequence.request
         self._given_up.discard(account)
-        if account in self._admitted:
+        if account.admitted:
             self._admitted.remove(account)
         elif request in self.waiting:
             self.waiting.remove(request)
         elif request in self._open:
             self._open.remove(request)
-
-    def isolate(self, parts: Iterable[ScheduledSequence]) -> list[SequenceState]:
-        """Prepares parts whose forward failed for being tried again, each alone.
-
-        Returns the sequences that are computed again instead: the result of their part, in this batch or in one behind
-        it, is void. They share pages that were not written, or the batch had a copy for them, which may be made or not.
-        """
-        void = self._void([self._accounts[part.sequence] for part in parts if part.sequence in self._accounts])
-        return [*void, *self.recompute(())]
-
-    def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-        """Computes sequences again whose forward failed. Returns them, and the others whose parts are void by that."""
-        given = set(sequences)
-        accounts = [account for each, account in self._accounts.items() if each in given or account.copied]
-        void = self._void(accounts)
-        for account in accounts:
-            self._restart(account)
-        return [*(account.sequence for account in accounts), *void]
-
-    def _void(self, failed: Sequence[SequenceAccount]) -> list[SequenceState]:
-        """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
-
-        Those may have named pages of their own meanwhile, which others share in turn.
-        """
-        found = [account for account in failed if account.part is not None]
-        sharing: dict[SequenceAccount, None] = {}
-        while found:
-            pages = {page: account for account in found for page in account.pages.forget_unwritten()}
-            others = [account for account in self._accounts.values() if account not in sharing] if pages else []
-            found = [other for other in others if any(pages.get(page, other) is not other for page in other.pages)]
-            sharing.update(dict.fromkeys(found))
-        for account in sharing:
-            self._restart(account)
-        return [account.sequence for account in sharing]
-
-    def doubt(
-        self, parts: Iterable[ScheduledSequence], spoiled: Collection[SequenceState]
-    ) -> Collection[SequenceState]:
-        """Computes sequences again that may have NaN from others of their step. ``spoiled`` have NaN in their logits.
-
-        Some forwards spoil the tokens before a NaN too, and with them pages that other sequences share at once. A
-        sequence is doubted that is spoiled and shares pages which another part of the step wrote, or that has no logits
-        yet and shares pages which a spoiled one wrote. So of those that share pages the first one ends.
-        """
-        size, writers = self.spec.page_size, dict[tuple[int, int], ScheduledSequence]()
-        sampled = set[SequenceState]()
-        for part in parts:
-            sampled.update(part.samples)
-            if part.sequence in self._accounts:
-                pages = self._accounts[part.sequence].pages.from_page(part.start // size)
-                writers.update(dict.fromkeys(pages, part))
-        doubted = [
-            account
-            for sequence, account in self._accounts.items()
-            if (sequence in spoiled or sequence not in sampled)
-            and any(
-                sequence is not writer.sequence
-                and sequence not in writer.samples
-                and (sequence in spoiled or writer.sequence in spoiled)
-                for writer in {writers[page] for page in account.pages if page in writers}
-            )
-        ]
-        for account in doubted:
-            account.pages.forget_all()
-        void = self._void(doubted)
-        for account in doubted:
-            self._restart(account)
-        return {*void, *(account.sequence for account in doubted)}
-
-    def _restart(self, account: SequenceAccount) -> None:
-        self._clear(account)
-        account.began_anew = True
-        account.restarts = account in self._admitted
-
-    def _clear(self, account: SequenceAccount) -> None:
-        account.part = None
-        account.copied = False
-        account.found = 0
-        account.pages.clear()
-        self._ahead.pop(account, None)
-        if account.slot != NO_SLOT:
-            self._state_copies = [each for each in self._state_copies if each[1] != account.slot]
-            heapq.heappush(self._slots, account.slot)
-            account.slot = NO_SLOT
-            self._pool.reserve(-self.spec.state_bytes)
 
     # --- the plan of a step ---
 
@@ -245,8 +140,7 @@ class Scheduler:
         self._admit_all(draft, busy)
         self._take_ahead(draft, busy)
         self._take_drafts(draft)
-        copies = self._state_copies
-        plan = draft.plan(copies)
+        plan = draft.plan(self._state_copies)
         if plan:
             self._state_copies = []
         return plan
@@ -270,8 +164,8 @@ class Scheduler:
             draft.add(account, 1, decodes=True)
             return
         account.pages.drop_passed()
-        tokens = self._fitting(account, tokens, busy) or self._preempting(account, tokens, draft, busy)
-        if tokens:
+        without_others = self._fitting(account, tokens, lambda pages: self._make_room(account, pages, busy))
+        if tokens := without_others or self._preempting(account, tokens, draft, busy):
             self._add(account, tokens, draft, decodes=decodes)
 
     def _add(self, account: SequenceAccount, tokens: int, draft: StepDraft, *, decodes: bool) -> None:
@@ -284,11 +178,6 @@ class Scheduler:
         draft.copies += copies
         account.pages.name(end)
         account.restarts = False
-
-    def _take_slot(self, account: SequenceAccount) -> None:
-        if self.spec.state_bytes and account.slot == NO_SLOT:
-            account.slot = heapq.heappop(self._slots)
-            self._pool.reserve(self.spec.state_bytes)
 
     def _take_chunk(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> None:
         if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
@@ -308,14 +197,13 @@ class Scheduler:
 
     def _take_drafts(self, draft: StepDraft) -> None:
         """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
-        for part in draft.decoding if self._drafts is not None else ():
+        if self._drafts is None:
+            return
+        decoding = draft.decoding
+        for part in decoding:
             sequence, pages = part.account.sequence, part.account.pages
             most = int(min(draft.left, sequence.request.max_tokens - len(sequence.tokens) - 1))
-            drafts = (
-                list(self._drafts(sequence, len(draft.decoding))[:most])
-                if most > 0 and self._drafts is not None
-                else []
-            )
+            drafts = self._drafts(sequence, len(decoding))[:most] if most > 0 else ()
             end = part.start + part.count + len(drafts)
             if drafts and self._pool.fits(pages.lacking(end)):
                 pages.grow(end)
@@ -329,7 +217,7 @@ class Scheduler:
         while admitted and draft.takes_prompts:
             admitted = self._admit(draft, busy, before)
 
-    def _admit(self, draft: StepDraft, busy: Busy, before: float = math.inf) -> bool:
+    def _admit(self, draft: StepDraft, busy: Busy, before: float) -> bool:
         """Admits the next request of the queue, of a priority ``before`` a number, and adds its first chunk.
 
         Returns False if none can be admitted.
@@ -351,12 +239,15 @@ class Scheduler:
         if admitted is None:
             return False
         request, account = admitted
-        account.order = (request.priority, next(self._admissions), 0)
         self._ahead.pop(account, None)
         self._given_up.discard(account)
-        insort(self._admitted, account, key=lambda each: each.order)
+        self._insert(account, (request.priority, next(self._admissions), 0))
         self._take_chunk(account, draft, busy)
         return True
+
+    def _insert(self, account: SequenceAccount, order: Order) -> None:
+        account.order, account.admitted = order, True
+        insort(self._admitted, account, key=lambda each: each.order)
 
     def _place(self, account: SequenceAccount, reserved: Sequence[int], busy: Busy) -> SequenceAccount | None:
         """Returns the account if the pages of its whole prompt are there, less those that it shares."""
@@ -371,10 +262,8 @@ class Scheduler:
 
     def _needed(self, account: SequenceAccount, tokens: int) -> list[int]:
         """Returns how many more pages of each group a sequence needs until ``tokens`` of it are computed."""
-        step = self.limits.chunk(tokens)
-        return [
-            max(0, self.spec.most_pages(group, tokens, step) - held) for group, held in enumerate(account.pages.held)
-        ]
+        most = self.spec.most_pages(tokens, self.limits.chunk(tokens))
+        return [max(0, pages - held) for pages, held in zip(most, account.pages.held, strict=True)]
 
     def _margin(self) -> list[int]:
         """Returns the pages that sequences which decode will need soon: they are not preempted for a newcomer."""
@@ -396,21 +285,13 @@ class Scheduler:
 
     # --- pages ---
 
-    def _fits(self, account: SequenceAccount, needed: Sequence[int], sequences: int = 1) -> bool:
-        """Whether so many pages can be had, and the state slots of so many sequences."""
-        if not self.spec.state_bytes:
-            return self._pool.fits(needed)
-        slots = sequences - (account.slot != NO_SLOT)
-        return slots <= len(self._slots) and self._pool.fits(needed, slots * self.spec.state_bytes)
-
-    def _fitting(self, account: SequenceAccount, tokens: int, busy: Busy) -> int:
-        """Returns how many of the next ``tokens`` there are pages for, without those of other admitted sequences."""
+    def _fitting(self, account: SequenceAccount, tokens: int, fits: Callable[[Sequence[int]], bool]) -> int:
+        """Returns how many of the next ``tokens`` have pages: ``fits`` says whether so many pages can be had."""
         size, start = self.spec.page_size, account.computed
         while tokens > 0:
-            if self._make_room(account, account.pages.missing(start + tokens), busy):
+            if fits(account.pages.missing(start + tokens)):
                 return tokens
-            whole = self.limits.whole_prompts
-            tokens = 0 if whole else (start + tokens - 1) // size * size - start
+            tokens = 0 if self.limits.whole_prompts else (start + tokens - 1) // size * size - start
         return 0
 
     def _preempting(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> int:
@@ -445,45 +326,18 @@ class Scheduler:
                 continue
             account.look_up(account.sequence.length - 1)
             account.pages.drop_passed()
-            if (tokens := self._fitting_ahead(account, draft)) > 0:
+            reserved = self._plus(self._margin(), self._promised())
+            tokens = draft.chunk(account.computed, account.left) if account.left > 0 else 0
+            if tokens := self._fitting(account, tokens, partial(self._fits_beside, account, reserved)):
                 self._add(account, tokens, draft, decodes=False)
             if account.holds_something:
                 self._ahead.pop(account, None)
                 self._ahead[account] = None
 
-    def _fitting_ahead(self, account: SequenceAccount, draft: StepDraft) -> int:
-        reserved = self._plus(self._margin(), self._promised())
-        tokens = draft.chunk(account.computed, account.left) if account.left > 0 else 0
-        while tokens > 0:
-            missing = account.pages.missing(account.computed + tokens)
-            if self._fits(account, self._plus(missing, reserved)):
-                return tokens
-            size = self.spec.page_size
-            tokens = (account.computed + tokens - 1) // size * size - account.computed
-        return 0
-
-    def _make_room(self, account: SequenceAccount, needed: Sequence[int], busy: Busy, sequences: int = 1) -> bool:
-        """Whether so many pages can be had, when prompts that are not admitted give up theirs."""
-        if self._fits(account, needed, sequences):
-            return True
-        spare = [other for other in self._ahead if other is not account and other.sequence not in busy]
-        held = [sum(each) for each in zip(*(other.pages.held for other in spare), strict=True)]
-        if held and not self._pool.fits([most - least for most, least in zip(needed, held, strict=True)]):
-            return False
-        for other in spare:
-            self._clear(other)
-            other.began_anew = True
-            self._given_up.add(other)
-            if self._fits(account, needed, sequences):
-                return True
-        return False
+    def _fits_beside(self, account: SequenceAccount, reserved: Sequence[int], needed: Sequence[int]) -> bool:
+        return self._fits(account, self._plus(needed, reserved))
 
     # --- after the forward ---
-
-    def is_void(self, part: ScheduledSequence) -> bool:
-        """Whether the result of a part is ignored: its sequence has left, or is computed again."""
-        account = self._accounts.get(part.sequence)
-        return account is None or account.part is not part
 
     def advance(self, part: ScheduledSequence, tokens: int) -> bool:
         """Counts the first ``tokens`` of a part as computed: ``part.count``, or less where drafts were rejected.
@@ -509,22 +363,8 @@ class Scheduler:
 
     def _fork(self, account: SequenceAccount) -> None:
         forks, account.forks = account.forks, ()
+        priority, admission, _ = account.order
         for sequence in forks:
             if sequence.finish_reason is None:
-                self._accounts[sequence] = twin = self._twin(account, sequence)
-                insort(self._admitted, twin, key=lambda each: each.order)
-
-    def _twin(self, account: SequenceAccount, sequence: SequenceState) -> SequenceAccount:
-        twin = SequenceAccount(sequence, self.spec, self._pool)
-        priority, admission, _ = account.order
-        twin.order = (priority, admission, sequence.request.sequences.index(sequence))
-        twin.began_anew = True
-        if not self._fits(twin, [0] * len(self.spec.groups)):  # prompts that are not admitted hold the state slots
-            twin.restarts = True
-            return twin
-        twin.pages = account.pages.fork(twin.token_ids)
-        self._take_slot(twin)
-        if twin.slot != NO_SLOT:
-            self._state_copies.append((account.slot, twin.slot))
-            twin.copied = True
-        return twin
+                index = sequence.request.sequences.index(sequence)
+                self._insert(self._twin(account, sequence), (priority, admission, index))

@@ -6,10 +6,10 @@ Knows nothing of requests that run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.kv_cache.page_counts import largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +46,22 @@ class SchedulerLimits:
         return tokens if self.whole_prompts or self.token_budget is None else min(self.token_budget, tokens)
 
 
-def pages_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> list[int]:
-    """Returns the most pages of each group that the ``sequences`` of one request hold, of ``final`` tokens each.
+def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
+    """Whether a request of ``sequences`` of ``final`` tokens could run on an idle engine to its last token.
 
     The sequences share the full pages of the prompt.
     """
-    step, pages = limits.chunk(final), []
-    for group in range(len(spec.groups)):
-        one = spec.most_pages(group, final, step)
-        shared = min(one, prompt // spec.page_size) if spec.groups[group].span is None else 0
+    pages = []
+    for one, group in zip(spec.most_pages(final, limits.chunk(final)), spec.groups, strict=True):
+        shared = min(one, prompt // spec.page_size) if group.span is None else 0
         pages.append(one + (sequences - 1) * (one - shared))
-    return pages
-
-
-def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
-    """Whether a request could run on an idle engine to its last token."""
-    return sequences <= limits.max_num_seqs and _fit(
-        spec, limits, sequences, pages_alone(spec, limits, sequences, prompt, final)
+    return (
+        sequences <= limits.max_num_seqs
+        and spec.bytes_of(pages, sequences) <= limits.cache_bytes
+        and all(count <= most for count, most in zip(pages, limits.pages, strict=True))
     )
-
-
-def _fit(spec: CacheSpec, limits: SchedulerLimits, sequences: int, pages: Sequence[int]) -> bool:
-    held = sum(count * spec.page_bytes(group) for group, count in enumerate(pages)) + sequences * spec.state_bytes
-    return held <= limits.cache_bytes and all(count <= most for count, most in zip(pages, limits.pages, strict=True))
 
 
 def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: int) -> int:
     """Returns the most tokens, prompt included, of a single sequence that the cache can hold."""
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits_alone(spec, limits, 1, middle, middle) else (low, middle - 1)
-    return low
+    return largest(max_model_len, lambda length: fits_alone(spec, limits, 1, length, length))

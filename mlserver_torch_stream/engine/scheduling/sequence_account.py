@@ -29,6 +29,7 @@ class SequenceAccount:
         self.order: Order = (0, 0, 0)
         self.part: ScheduledSequence | None = None  # planned, and not back from its forward
         self.found = 0  # tokens of the prompt that the prefix cache had
+        self.admitted = False
         self.restarts = False  # it was admitted and has lost its pages
         self.began_anew = False
         self.copied = False  # a copy for it is not back from its forward: of a page, or of states

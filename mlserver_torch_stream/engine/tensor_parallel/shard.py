@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from mlserver_torch_stream.engine.devices import device_types, input_device
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, device_types, input_device
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import with_attention
-from mlserver_torch_stream.engine.kv_cache.page_size import page_size_of
+from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, locate

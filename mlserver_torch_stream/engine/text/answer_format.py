@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.text.answer_parts import CallParser, Part
 from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.types import Constraint
 
 
@@ -17,15 +18,16 @@ from mlserver_torch_stream.types import Constraint
 class AnswerFormat:
     """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
-    The parsers need to see the special tokens ``marks``. ``constraint`` is what the text and the calls must match,
-    behind ``behind``, the text that ends the reasoning.
+    Where a tokenizer declares how answers are divided, ``calls`` finds all the parts. The parsers need to see the
+    special tokens ``marks``. ``constraint`` is what the text and the calls must match, behind a reasoning with the
+    marks ``behind``.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None
     calls: Callable[[], CallParser] | None = None
     marks: frozenset[int] = frozenset()
     constraint: Constraint | None = None
-    behind: str | None = None
+    behind: ReasoningMarks | None = None
 
     @property
     def divides(self) -> bool:
@@ -48,6 +50,8 @@ class AnswerParser:
     @property
     def reasons(self) -> bool:
         """Whether the next token belongs to the reasoning."""
+        if self._calls is not None and self._calls.reasons:
+            return True
         return self._reasoning is not None and self._reasoning.reasons
 
     @property

@@ -26,9 +26,21 @@ Part = Reasoning | ToolCallDelta | str
 class CallParser(Protocol):
     """Finds the tool calls in an answer. The cuts between the pieces of its text change nothing but the pieces."""
 
-    called: int  # calls that have begun
-    broken: bool  # a call that had begun did not end
-    ended: bool  # no further text counts
+    @property
+    def called(self) -> int:
+        """The number of calls that have begun."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call that had begun did not end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further text counts."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the next text is reasoning."""
 
     def push(self, text: str) -> list[Part]: ...
 

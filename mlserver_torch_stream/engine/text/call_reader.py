@@ -8,14 +8,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE, JsonScanner
 
-_ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("name", *_ARGUMENTS, "id", "type")
+_OTHERS = ("id", "type", "tool_call_id")  # whose values are strings
 _NO_ARGUMENTS = "{}"
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """The keys of the function's name, and of its arguments."""
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
 
 
 class ArgumentsReader:
@@ -58,10 +66,11 @@ class CallReader:
     ``names``: of the functions that may be called; None: of any function.
     """
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
+    def __init__(self, names: Collection[str] | None = None, keys: CallKeys | None = None) -> None:
         self.name: str | None = None
         self.complete = False
         self._names = names
+        self._keys = keys or CallKeys()
         self._state: Callable[[str], bool] = self._open
         self._scanner = JsonScanner()
         self._raw = ""  # of a key, or of a value that is not the arguments
@@ -103,13 +112,13 @@ class CallReader:
         if not self._scanner.complete:
             return True
         self._key, self._state = str(json.loads(self._raw)), self._colon
-        kind = "arguments" if self._key in _ARGUMENTS else self._key
-        known = self._key in _KEYS and kind not in self._seen
+        kind = "arguments" if self._key in self._keys.arguments else self._key
+        known = kind in ("arguments", self._keys.name, *_OTHERS) and kind not in self._seen
         self._seen.add(kind)
         return known
 
     def _colon(self, char: str) -> bool:
-        if char == ":" and self._key in _ARGUMENTS:
+        if char == ":" and self._key in self._keys.arguments:
             self._arguments, self._state = ArgumentsReader(), self._in_arguments
         elif char == ":":
             self._begin(self._in_string)
@@ -132,7 +141,7 @@ class CallReader:
         if not self._scanner.complete:
             return True
         self._state = self._behind
-        return self._key != "name" or self._named(str(json.loads(self._raw)))
+        return self._key != self._keys.name or self._named(str(json.loads(self._raw)))
 
     def _named(self, name: str) -> bool:
         self.name = name

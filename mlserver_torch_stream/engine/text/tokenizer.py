@@ -6,6 +6,7 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlserver_torch_stream.engine.constraints.compiled_constraint import Compile
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, Constraint, Prompt, TextPrompt, TokensPrompt
@@ -97,8 +99,15 @@ class TextCodec:
         """Does what would hold up the first request with a constraint, and all others meanwhile."""
         self._constraints.prepare()
 
-    def compile(self, constraint: Constraint, behind: str | None = None) -> CompiledConstraint:
-        """Compiles what an answer must match, behind a text that ends with ``behind``. Blocks. Raises InvalidInput."""
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what an answer must match, behind a reasoning of these marks.
+
+        The future may raise InvalidInput.
+        """
+        return self._constraints.submit(constraint, behind)
+
+    def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
+        """Blocks until it is compiled. Raises InvalidInput."""
         return self._constraints.compile(constraint, behind)
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:

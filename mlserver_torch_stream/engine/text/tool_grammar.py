@@ -100,7 +100,7 @@ def _calls(spelling: CallSpelling, tokens: Mapping[str, int], *, one: bool) -> s
 
 
 def _bodies(spelling: CallSpelling, tokens: Mapping[str, int], function: Mapping[str, Any], *, strict: bool) -> str:
-    arguments = _json(function.get("parameters") or _ANY, lenient=not strict)
+    arguments = _json({**_ANY, **(function.get("parameters") or {})}, lenient=not strict)
     begin = _literal(spelling.begin.replace(NAME, function["name"]), tokens)
     return f"{begin} {arguments} {_literal(spelling.end, tokens)}"
 

@@ -50,6 +50,7 @@ class MarkedCalls:
     """
 
     mark = ""
+    reasons = False
 
     def __init__(self, names: Collection[str], *, parallel: bool = True, new_id: Callable[[], str] = call_id) -> None:
         self.called = 0
@@ -229,7 +230,7 @@ class MistralCalls(MarkedCalls):
         if self._listed and char == "]":
             self._raw, self._state = "", self._text
             return True
-        return super()._behind(char)
+        return False
 
 
 class NamedReader:

@@ -20,28 +20,42 @@ from mlserver_torch_stream.server.observability.request_metrics import ModelRequ
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "running_sequences": ("Sequences that are being decoded", lambda now: now.running_sequences),
+    "running_sequences": (
+        "Sequences that decode, or wait to be computed again after a preemption",
+        lambda now: now.running_sequences,
+    ),
     "waiting_requests": ("Prompts in the queue", lambda now: now.waiting_requests),
     "waiting_tokens": ("Tokens of the prompts in the queue", lambda now: now.waiting_tokens),
-    "prefilling_requests": ("Prompts that are in prefill", lambda now: now.prefilling_requests),
-    "open_prompts": ("Prompts that are being sent in pieces", lambda now: now.open_prompts),
-    "kv_cache_bytes": ("Bytes of KV cache that running sequences and prefills hold", lambda now: now.kv_cache_bytes),
-    "kv_cache_budget_bytes": ("Bytes of KV cache that may be held", lambda now: now.kv_cache_budget),
-    "prefix_cache_bytes": ("Bytes of the prefix cache", lambda now: now.prefix_cache_bytes),
+    "prefilling_requests": ("Admitted prompts that are being computed", lambda now: now.prefilling_requests),
+    "open_prompts": (
+        "Prompts that are being sent in pieces; they do not count towards `max_num_seqs`",
+        lambda now: now.open_prompts,
+    ),
+    "kv_cache_bytes": (
+        "Bytes of the pages and states that sequences hold now; a page that several share counts once, and nothing is "
+        "set aside for `max_tokens`",
+        lambda now: now.kv_cache_bytes,
+    ),
+    "kv_cache_budget_bytes": ("Bytes that pages and states may take", lambda now: now.kv_cache_budget),
+    "prefix_cache_bytes": (
+        "Bytes of pages that no sequence holds and that are kept for later prompts",
+        lambda now: now.prefix_cache_bytes,
+    ),
     "kv_cache_usage_ratio": (
-        "Share of the KV cache's budget that is held, from 0 to 1",
+        "The share of the budget that sequences hold, from 0 to 1; near 1 sequences are preempted",
         lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
     ),
 }
 _ENGINE_COUNTERS = {
-    "decode_steps": "Decode steps of the batch",
-    "prefill_tokens": "Prompt tokens that were prefilled",
-    "prefix_cache_hit_tokens": "Prompt tokens that were found in the prefix cache instead",
+    "decode_steps": "Steps in which sequences decoded",
+    "prefill_tokens": "Tokens of prompts, and of preempted sequences, that were computed",
+    "prefix_cache_hit_tokens": "Prompt tokens that were found in pages of other sequences, and not computed",
     "generation_tokens": "Tokens that were generated, whether or not a client read them",
-    "num_preemptions": "Sequences that gave their KV cache to older ones, to be computed again",
-    "draft_tokens": "Tokens that prompt lookup drafted",
-    "accepted_draft_tokens": "Drafted tokens that were verified and taken",
-    "forced_tokens": "Tokens that a constraint forced, computed together with the token before them",
+    "num_preemptions": "Times that a sequence lost its pages to an older one and was computed again. If it grows "
+    "steadily, raise `kv_cache_memory` or lower `max_num_seqs`",
+    "draft_tokens": "Tokens that prompt lookup drafted (the setting `speculative`)",
+    "accepted_draft_tokens": "Drafted tokens that were right; divided by `draft_tokens`, the acceptance rate",
+    "forced_tokens": "Tokens that the form of an answer left no choice about, which took no step of their own",
     "cancelled_sequences": "Sequences whose client disconnected",
     "timed_out_sequences": "Sequences that timed out, in the queue or later",
     "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",

@@ -34,7 +34,7 @@ class _PageRoute(Route):
 
     async def _answer(self, request: Request) -> Response:
         """304 to a browser that has the file."""
-        known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
-        if self._file.headers["etag"] in known:
+        known = {each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")}
+        if known & {self._file.headers["etag"], "*"}:
             return Response(status_code=304, headers=self._file.headers)
         return Response(self._file.content, headers=self._file.headers)

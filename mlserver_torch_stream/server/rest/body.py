@@ -23,10 +23,14 @@ _CODINGS = ("identity", "gzip", "x-gzip")
 
 
 class BodyTooLarge(RequestError):
+    """The body, or what it unpacks to, is larger than the settings allow."""
+
     status = 413
 
 
 class UnknownCoding(RequestError):
+    """The body is packed otherwise than with gzip."""
+
     status = 415
 
 

@@ -257,13 +257,13 @@ class _EndpointRequest:
         """Raises an error as long as nothing has been sent; later the stream reports it."""
         try:
             async for body in reply.bodies():
-                await events.send(orjson.dumps(body))
+                await events.send(orjson.dumps(body), self._spelling.event_name(body))
         except Exception as error:
             if not events.started:
                 raise
             reply.error = as_refusal(error)
             for body in reply.failure(reply.error):
-                await events.send(orjson.dumps(body))
+                await events.send(orjson.dumps(body), self._spelling.event_name(body))
         end = reply.end()
         if end is not None:
             await events.send(end)

@@ -25,8 +25,10 @@ _MOST_PURPOSE = 64  # bytes
 
 
 class UploadStalled(RequestError):
-    """The client has sent nothing of its file for too long. Without a bound, some dead connections would take every
-    place of an upload for ever."""
+    """The client has sent nothing of its file for too long.
+
+    Without a bound, some dead connections would take every place of an upload for ever.
+    """
 
     status = 408
 

@@ -55,9 +55,10 @@ class EventStream(ChunkStream):
             self._pings.cancel()
             await asyncio.wait((self._pings,))
 
-    async def send(self, data: bytes) -> None:
-        """One event; ``data`` has no line break."""
-        await self.write(b"data: %b\n\n" % data)
+    async def send(self, data: bytes, name: str | None = None) -> None:
+        """One event; ``data`` has no line break, and neither has its ``name``."""
+        event = b"" if name is None else b"event: %b\n" % name.encode()
+        await self.write(b"%bdata: %b\n\n" % (event, data))
 
     async def end(self) -> None:
         await self.write(b"", more=False)

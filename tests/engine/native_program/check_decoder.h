@@ -26,7 +26,7 @@ template <class T> class TinyModel {
     static constexpr int64_t kHidden = 64, kInner = 96, kVocab = 70, kLayers = 2, kHeads = 6, kKvHeads = 2, kDim = 20;
     static constexpr int64_t kPages = 60, kQkv = (kHeads + 2 * kKvHeads) * kDim;
 
-    explicit TinyModel(int threads, int64_t page_size) : page_size_(page_size) {
+    TinyModel(native::Format format, int threads, int64_t page_size) : format_(format), page_size_(page_size) {
         for (auto& layer : layers_)
             layer = {matrix(kQkv, kHidden), matrix(kHidden, kHeads * kDim), matrix(2 * kInner, kHidden),
                      matrix(kHidden, kInner), {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr}, 1};
@@ -68,16 +68,22 @@ template <class T> class TinyModel {
 
   private:
     native::Matrix matrix(int64_t n, int64_t k) {
+        if (format_ != native::kPlain) {
+            grouped_.emplace_back(format_, n, k, (unsigned)grouped_.size());
+            return grouped_.back().matrix();
+        }
         held_.push_back(packed(random_values<T>(n * k, (unsigned)held_.size()), n, k));
         return {reinterpret_cast<const native::Word*>(held_.back().data()), n, k, nullptr, native::kPlain};
     }
 
     std::vector<float> norm_ = std::vector<float>(96, 0.2f), angles_ = std::vector<float>(400 * kDim, 0.5f);
     std::vector<std::vector<T>> held_, pools_;
+    std::vector<GroupedWeights> grouped_;
     native::Layer layers_[kLayers];
     native::Shape shape_;
     native::Weights weights_;
     native::Pages pages_[kLayers];
+    native::Format format_;
     int64_t page_size_;
     void* handle_;
 };
@@ -89,8 +95,9 @@ inline std::vector<int64_t> tokens(int64_t count, int64_t first) {
 }
 
 // The prompt in chunks of so many tokens, among as many other sequences.
-template <class T> std::vector<float> logits_of(int64_t chunk, int64_t others, int threads, int64_t page_size) {
-    TinyModel<T> model(threads, page_size);
+template <class T>
+std::vector<float> logits_of(native::Format format, int64_t chunk, int64_t others, int threads, int64_t page_size) {
+    TinyModel<T> model(format, threads, page_size);
     std::vector<float> logits;
     constexpr int64_t kLength = 90;
     for (int64_t start = 0; start < kLength; start += chunk) {
@@ -102,22 +109,22 @@ template <class T> std::vector<float> logits_of(int64_t chunk, int64_t others, i
     return logits;
 }
 
-template <class T> void check_bits() {
-    const std::vector<float> alone = logits_of<T>(90, 0, 1, 16);
+template <class T> void check_bits(native::Format format) {
+    const std::vector<float> alone = logits_of<T>(format, 90, 0, 1, 16);
     for (float logit : alone) expect(std::isfinite(logit), "finite logits");
-    expect(logits_of<T>(90, 5, 3, 16) == alone, "bits beside five others");
-    expect(logits_of<T>(37, 2, 2, 16) == alone, "bits of a prompt in chunks");
-    expect(logits_of<T>(90, 1, 2, 5) == alone, "bits of pages of another size");
+    expect(logits_of<T>(format, 90, 5, 3, 16) == alone, "bits beside five others");
+    expect(logits_of<T>(format, 37, 2, 2, 16) == alone, "bits of a prompt in chunks");
+    expect(logits_of<T>(format, 90, 1, 2, 5) == alone, "bits of pages of another size");
 }
 
 // Whichever allocation of a step fails, the step says so or does without, and is right when it is done again.
-template <class T> void check_short_memory(int64_t page_size) {
+template <class T> void check_short_memory(native::Format format, int64_t page_size) {
     const std::vector<std::vector<int64_t>> ids{tokens(70, 1), tokens(1, 2), tokens(33, 3)};
     std::vector<float> expected, found;
-    TinyModel<T>(2, page_size).step(ids, 0, expected);
+    TinyModel<T>(format, 2, page_size).step(ids, 0, expected);
     int64_t failures = 0;
     for (int64_t allocation = 0;; allocation++) {
-        TinyModel<T> model(2, page_size);
+        TinyModel<T> model(format, 2, page_size);
         allocations_left = allocation;
         const int status = model.step(ids, 0, found);
         const bool failed = allocations_left < 0;
@@ -131,11 +138,13 @@ template <class T> void check_short_memory(int64_t page_size) {
 }
 
 inline void check_decoder() {
-    check_bits<float>();
-    check_bits<native::Bf16>();
-    for (int64_t page_size : {16, 5}) {
-        check_short_memory<float>(page_size);
-        check_short_memory<native::Bf16>(page_size);
+    for (native::Format format : {native::kPlain, native::kFourMin, native::kEight}) {
+        check_bits<float>(format);
+        check_bits<native::Bf16>(format);
+        check_short_memory<float>(format, 16);
+        check_short_memory<native::Bf16>(format, 5);
     }
+    check_short_memory<float>(native::kPlain, 5);
+    check_short_memory<native::Bf16>(native::kPlain, 16);
     std::puts("steps are right, also without memory");
 }

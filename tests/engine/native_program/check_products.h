@@ -1,6 +1,6 @@
 // Products of any number of rows, by any number of threads: right, and each row with the bits that it has alone.
 #pragma once
-#include "expectations.h"
+#include "grouped_weights.h"
 
 // [outputs][inputs] as panels of words, in memory that ends with them.
 template <class T> std::vector<T> packed(const std::vector<T>& weights, int64_t n, int64_t k) {
@@ -24,6 +24,16 @@ std::vector<float> product(const native::Matrix& w, const std::vector<native::Fa
     return out;
 }
 
+// Some rows, by another number of threads, get the bits that they have among all.
+template <class T>
+void check_company(const native::Matrix& w, const std::vector<native::Factor<T>>& all, const std::vector<float>& whole) {
+    for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 24, 25, 32, 33, 64, 257}) {
+        const std::vector<native::Factor<T>> some(all.begin(), all.begin() + rows * w.k);
+        const std::vector<float> found = product<T>(w, some, rows, rows % 3 + 1);
+        expect(std::equal(found.begin(), found.end(), whole.begin()), "bits of a row in another company", w.n, w.k, rows);
+    }
+}
+
 template <class T> void check_product(int64_t n, int64_t k) {
     constexpr int64_t kMost = 300;
     const std::vector<T> weights = random_values<T>(n * k, 1), panels = packed(weights, n, k);
@@ -39,14 +49,44 @@ template <class T> void check_product(int64_t n, int64_t k) {
             for (int64_t i = 0; i < k; i++) sum += (double)as_float(weights[output * k + i]) * as_float(all[row * k + i]);
             expect(close_to(whole[row * width + output], sum, 1e-5 * std::sqrt((double)k)), "product", n, k, output);
         }
-    for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 24, 25, 32, 33, 64, 257}) {
-        const std::vector<native::Factor<T>> some(all.begin(), all.begin() + rows * k);
-        const std::vector<float> found = product<T>(w, some, rows, rows % 3 + 1);
-        expect(std::equal(found.begin(), found.end(), whole.begin()), "bits of a row in another company", n, k, rows);
-    }
+    check_company<T>(w, all, whole);
+}
+
+// Activations that are the same as int8: whole numbers, of each group the first at the end of the range.
+template <class T> void check_grouped(native::Format format, int64_t n, int64_t k) {
+    constexpr int64_t kMost = 300;
+    const GroupedWeights weights(format, n, k, 6);
+    const native::Matrix w = weights.matrix();
+    const int64_t width = native::panels_of(n) * native::kPanel;
+    std::mt19937 generator(7);
+    std::vector<native::Factor<T>> all(kMost * k);
+    for (int64_t i = 0; i < kMost * k; i++)
+        native::assign(&all[i], i % k % 32 == 0 ? 127.0f : (float)(int)(generator() % 255) - 127.0f);
+    const std::vector<float> whole = product<T>(w, all, kMost, 3);
+    for (int64_t row : {int64_t(0), kMost / 2, kMost - 1})
+        for (int64_t output = 0; output < n; output++) {
+            double sum = 0, size = 0;
+            for (int64_t i = 0; i < k; i++) {
+                const double part = weights.at(output, i) * as_float(all[row * k + i]);
+                sum += part, size += std::abs(part);
+            }
+            expect(std::abs(whole[row * width + output] - sum) <= 1e-5 * size, "product of integers", format, k, output);
+        }
+    for (int64_t output = 0; output < n; output += 3)
+        for (int64_t i = 0; i < k; i += 5) {
+            const uint8_t* panel = w.panel(output / native::kPanel);
+            const float weight = native::grouped_format(format).weight(panel, output % native::kPanel, i);
+            expect(close_to(weight, weights.at(output, i), 1e-6), "weight of a group", format, output, i);
+        }
+    check_company<T>(w, all, whole);
 }
 
 inline void check_products() {
+    for (int64_t format = native::kFour; format <= native::kEightMinHalves; format++)
+        for (int64_t k : {2, 60, 320}) {
+            check_grouped<float>((native::Format)format, 70, k);
+            check_grouped<native::Bf16>((native::Format)format, 33, k);
+        }
     for (int64_t n : {1, 32, 70})
         for (int64_t k : {2, 30, 64, 576, 1602}) {
             check_product<float>(n, k);

@@ -88,7 +88,8 @@ template <class T> class Decoder {
         if (job.wanted > 0) head(me, job);
     }
 
-    void embed(int64_t t) {
+    // Apart, as others below: each is compiled once, and a call costs nothing beside a row.
+    __attribute__((noinline)) void embed(int64_t t) {
         const int64_t id = step_.ids[t];
         const T* row = static_cast<const T*>(weights_.embedding);
         float* to = &stream_[t * hidden_];
@@ -116,7 +117,7 @@ template <class T> class Decoder {
             for (int64_t t = first; t < last; t++) norm_row(&stream_[t * hidden_], norm, &normed_[t * hidden_]);
         });
     }
-    void norm_row(const float* x, const float* norm, A* to) {
+    __attribute__((noinline)) void norm_row(const float* x, const float* norm, A* to) {
         const float scale = norm == nullptr ? 1.0f : inverse_rms(x, shape_.hidden, shape_.eps);
         for (int64_t i = 0; i < hidden_; i += 16)
             store_as(to + i, norm == nullptr ? load_f(x + i) : load_f(x + i) * scale * load_f(norm + i));
@@ -129,7 +130,7 @@ template <class T> class Decoder {
         }
     }
 
-    void gate(A* to, const float* c, const float* bias, int64_t panel) {
+    __attribute__((noinline)) void gate(A* to, const float* c, const float* bias, int64_t panel) {
         F16 gates = load_f(c), ups = load_f(c + 16);
         if (bias != nullptr) {
             gates += load_f(bias + panel * kPanel);
@@ -164,7 +165,7 @@ template <class T> class Decoder {
             }
         });
     }
-    void onto(float* to, const float* x, int64_t count) {
+    __attribute__((noinline)) void onto(float* to, const float* x, int64_t count) {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
     }
 
@@ -193,7 +194,7 @@ template <class T> class Decoder {
     int64_t own(int64_t kv_head) const { return kv_head * group_ * shape_.head_dim; }
 
     // Norms and rotates the group's queries and its key, and puts key and value into their page.
-    void finish(int64_t layer, int64_t t, int64_t kv_head) {
+    __attribute__((noinline)) void finish(int64_t layer, int64_t t, int64_t kv_head) {
         const Layer& weights = layers_[layer];
         const int dim = (int)shape_.head_dim;
         const int half = weights.rotates ? (int)shape_.rotated_half : 0;
@@ -234,7 +235,7 @@ template <class T> class Decoder {
     }
 
     // Task i is a token that attends alone and a key head; `more`: the next one will be this thread's too.
-    void attend_single(int64_t layer, Scratch& scratch, int64_t i, bool more) {
+    __attribute__((noinline)) void attend_single(int64_t layer, Scratch& scratch, int64_t i, bool more) {
         const int64_t kv_head = i % shape_.kv_heads;
         const Single& single = packed_.singles[i / shape_.kv_heads];
         if (!single.written) finish(layer, single.token, kv_head);
@@ -248,7 +249,7 @@ template <class T> class Decoder {
     }
 
     // Task i is a block of a prompt's tokens and a key head. All blocks pack keys: so no row depends on a block's size.
-    void attend_block(int64_t layer, Scratch& scratch, int64_t i) {
+    __attribute__((noinline)) void attend_block(int64_t layer, Scratch& scratch, int64_t i) {
         const Block& block = packed_.blocks[i / shape_.kv_heads];
         scratch.attention.run(task(layer, block.sequence, i % shape_.kv_heads, block.token, block.count), false);
     }

@@ -33,6 +33,13 @@ inline H16 load_halves(const void* from, Lanes some) {
 inline F16 widened_halves(H16 halves) {
 #if defined(__AVX512F__)
     return (F16)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+    __m128i half[2];
+    memcpy(half, &halves, sizeof half);
+    const __m256 wide[2] = {_mm256_cvtph_ps(half[0]), _mm256_cvtph_ps(half[1])};
+    F16 x;
+    memcpy(&x, wide, sizeof x);
+    return x;
 #else
     const U16 bits = __builtin_convertvector(halves, U16);
     const U16 magnitude = (bits & 0x7fffu) << 13;
@@ -65,6 +72,14 @@ inline uint16_t round_fp16(float x) {
 inline H16 rounded_halves(F16 v) {
 #if defined(__AVX512F__)
     return (H16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    __m256 wide[2];
+    memcpy(wide, &v, sizeof wide);
+    const __m128i half[2] = {_mm256_cvtps_ph(wide[0], _MM_FROUND_TO_NEAREST_INT),
+                             _mm256_cvtps_ph(wide[1], _MM_FROUND_TO_NEAREST_INT)};
+    H16 halves;
+    memcpy(&halves, half, sizeof halves);
+    return halves;
 #else
     H16 halves;
     for (int i = 0; i < 16; i++) halves[i] = round_fp16(v[i]);

@@ -87,6 +87,22 @@ struct alignas(64) ProductScratch {
     std::vector<RoundedBlock> rounded;  // few rows, as integers
 };
 
+// What becomes of 32 products, of a row and a panel: done(row, panel, sums[32]). It refers to the caller's function, so
+// that a product is compiled once for all of them; it must not outlive it.
+class Done {
+  public:
+    template <class F> Done(const F& function)
+        : function_(&function), call_([](const void* function, int64_t row, int64_t p, float* sums) {
+              (*static_cast<const F*>(function))(row, p, sums);
+          }) {}
+
+    void operator()(int64_t row, int64_t p, float* sums) const { call_(function_, row, p, sums); }
+
+  private:
+    const void* function_;
+    void (*call_)(const void*, int64_t, int64_t, float*);
+};
+
 // A weight format is a class that knows how panels are stored: DensePanels.
 //   Stored: the type of the words of a panel, where tiles can read them in place; else void.
 //   at: where the inputs from `first` on lie.
@@ -111,9 +127,10 @@ template <class T> class DensePanels {
 };
 
 // A thread's part of a product: rows [inputs], panels in a format, and what is done with their products.
-template <class A, class Panels, class Done> class Product {
+template <class A, class Panels> class Product {
   public:
-    Product(const A* a, int64_t lda, int64_t inputs, const Panels& panels, ProductScratch& scratch, Done& done)
+    Product(const A* a, int64_t lda, int64_t inputs, const Panels& panels, ProductScratch& scratch,
+            const Done& done)
         : a_(a), lda_(lda), inputs_(inputs), panels_(panels), scratch_(scratch), done_(done) {}
 
     // Up to kBlockRows rows times panel p. One tile reads the panel as a stream, where it can. Several tiles go through
@@ -179,18 +196,18 @@ template <class A, class Panels, class Done> class Product {
     const int64_t lda_, inputs_;
     const Panels& panels_;
     ProductScratch& scratch_;
-    Done& done_;
+    const Done& done_;
     Tiles<A> tiles_;
 };
 
-// done(row, panel, sums[32]) for every row of a [rows][k] and every panel of w.
-template <class A, class Panels, class Done>
+// For every row of a [rows][k] and every panel of w.
+template <class A, class Panels>
 void multiply_as(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, const Panels& panels,
-                 ProductScratch& scratch, Done&& done) {
+                 ProductScratch& scratch, const Done& done) {
     const int64_t count = panels_of(w.n);
     const Tiling blocks(rows, kBlockRows);
     me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
-        Product<A, Panels, Done> product(a, lda, w.k, panels, scratch, done);
+        Product<A, Panels> product(a, lda, w.k, panels, scratch, done);
         for (int64_t p = first; p < last; p++)
             for (int64_t b = 0; b < blocks.count; b++)
                 product.run(p, blocks.first(b), blocks.first(b + 1) - blocks.first(b));
@@ -208,7 +225,7 @@ template <class T> class RoundedRows {
     bool many() const { return rows_ > kFew; }
     int64_t stride() const { return groups_of(k_); }
     int64_t rows() const { return rows_; }
-    void round(int64_t first, int64_t last, RoundedBlock* to) const {
+    __attribute__((noinline)) void round(int64_t first, int64_t last, RoundedBlock* to) const {
         for (int64_t r = first; r < last; r++) round_row(a_ + r * lda_, k_, to + r * stride());
     }
 
@@ -227,10 +244,10 @@ inline void multiply_grouped_panel(const GroupedFormat& format, const RoundedBlo
     }
 }
 
-// done(row, panel, sums[32]) of integers times integers.
-template <class T, class Done>
+// Integers times integers.
+template <class T>
 void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, ProductScratch& scratch,
-                      RoundedBlock* shared, Done&& done) {
+                      RoundedBlock* shared, const Done& done) {
     const int64_t groups = given.stride(), count = panels_of(w.n), rows = given.rows();
     if (given.many()) me.each(rows, 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
     const GroupedFormat& format = grouped_format(w.format);
@@ -251,9 +268,9 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
 }
 
 // The same in the format of w, in a model of type T. `shared` has room for all rows as int8, the scratch for kFew.
-template <class T, class Done>
+template <class T>
 void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
-              RoundedBlock* shared, Done&& done) {
+              RoundedBlock* shared, const Done& done) {
     if (w.format == kPlain) return multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
     multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
 }

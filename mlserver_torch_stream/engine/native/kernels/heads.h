@@ -9,7 +9,7 @@ namespace native {
 constexpr int kMaxHead = 512;
 
 // 1 / sqrt(mean(x^2) + eps); any count.
-inline float inverse_rms(const float* x, int64_t count, float eps) {
+__attribute__((noinline)) inline float inverse_rms(const float* x, int64_t count, float eps) {
     F16 squares{};
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) squares += load_f(x + i) * load_f(x + i);
@@ -26,7 +26,7 @@ template <class T> void convert(const float* x, int count, T* to) {
 
 // x * scale * weight (null: unscaled), its first 2 * half lanes rotated by cos and sin, as T.
 template <class T>
-void finish_head(const float* x, float scale, const float* weight, const float* cos, const float* sin, int half,
+__attribute__((noinline)) void finish_head(const float* x, float scale, const float* weight, const float* cos, const float* sin, int half,
                  int head_dim, T* to) {
     float scaled[kMaxHead], turned[kMaxHead];
     if (weight != nullptr) {
@@ -88,7 +88,8 @@ inline F16 soft_cap(F16 x, float cap) {
 }
 
 // Scores to unnormalised probabilities in T: returns their sum. `most` is at or above every score.
-template <class T> float exponentials(const float* scores, int64_t count, float most, T* to) {
+template <class T>
+__attribute__((noinline)) float exponentials(const float* scores, int64_t count, float most, T* to) {
     F16 total{};
     for (int64_t i = 0; i < count; i += 16) {
         const F16 p = exp(load_f(scores + i) - most);
@@ -99,7 +100,7 @@ template <class T> float exponentials(const float* scores, int64_t count, float 
 }
 
 // Scales and caps scores in place, and returns the largest; count is a multiple of 16.
-inline float scale_scores(float* scores, int64_t count, float scale, float cap) {
+__attribute__((noinline)) inline float scale_scores(float* scores, int64_t count, float scale, float cap) {
     F16 most = broadcast_f(-1e30f);
     for (int64_t i = 0; i < count; i += 16) {
         const F16 s = soft_cap(load_f(scores + i) * scale, cap);

@@ -5,6 +5,7 @@ import { EventReader } from "./sse.js";
 import { brokenOff, CallFailed, failure, messageOf, unreachable } from "./errors.js";
 
 const KEY = "torch-stream-key";
+const SENDABLE = /^[^\0\r\n\u0100-\uffff]+$/; // other characters fit into no header
 let askForKey = async () => false;
 
 /** `ask`: called with true after a key was refused; resolves to true when there is a new key. */
@@ -64,7 +65,7 @@ async function call(path, { body, signal, ask = true } = {}) {
 }
 
 async function request(path, body, signal, sent) {
-  const headers = sent ? { Authorization: `Bearer ${sent}` } : {};
+  const headers = SENDABLE.test(sent) ? { Authorization: `Bearer ${sent}` } : {};
   const options = { signal, headers, cache: "no-store" };
   if (body !== undefined) {
     Object.assign(options, { method: "POST", body: JSON.stringify(body) });

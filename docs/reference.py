@@ -1,0 +1,299 @@
+"""Writes the reference into the pages, from the code: settings, parameters, endpoints, metrics, errors and commands.
+
+Knows no meanings: each stands where the code declares the thing. ``make docs-reference`` runs this; with ``--check`` it
+names the pages that differ from the code, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_DOCS = Path(__file__).parent
+_PACKAGE = "mlserver_torch_stream"
+_MADE = "`make docs-reference` writes this page from the code."
+Rows = list[tuple[str, ...]]
+
+
+def model_settings() -> Rows:
+    from mlserver_torch_stream.settings import EngineSettings
+
+    rows = _fields(EngineSettings)
+    return [("key", "default", "meaning"), *((_code(name), _default(field), text) for name, field, text in rows)]
+
+
+def server_settings() -> Rows:
+    from mlserver_torch_stream.server.options import PREFIX, ServerOptions
+
+    rows = [(_code(f"{PREFIX}{name.upper()}"), _default(field), text) for name, field, text in _fields(ServerOptions)]
+    return [("variable", "default", "meaning"), *rows]
+
+
+def request_parameters() -> Rows:
+    from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
+
+    rows = [(_code(each.name), _codes(each.aliases), "T" if each.tensor else "", each.meaning) for each in PARAMETERS]
+    return [("parameter", "aliases", "T", "meaning"), *rows]
+
+
+def metrics() -> Rows:
+    from mlserver_torch_stream.engine.process_resources import ProcessResources
+    from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics
+    from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
+    from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
+
+    families = [
+        *WeightsMetrics(ProcessResources()).collect(),
+        *TokenMetrics(EngineMetrics(), RequestMetrics()).collect(),
+    ]
+    rows = []
+    for each in families:
+        name = f"{each.name}_total" if each.type == "counter" else each.name
+        rows.append((_code(name), each.type, _codes(getattr(each, "_labelnames", ())), each.documentation))
+    return [("metric", "type", "labels", "meaning"), *rows]
+
+
+# The modules whose errors an endpoint may answer, and whether gRPC has such endpoints. What only TorchServe's endpoints
+# answer is in docs/torchserve.md.
+_ERRORS = {
+    "errors": True,
+    "server.rest.body": True,
+    "torchserve.handler_request": True,
+    "server.rest.file_upload": False,
+    "batches.store_errors": False,
+}
+
+
+def errors() -> Rows:
+    """Each class of error with its REST status, and the gRPC code that MLServer finds for that, where it finds one."""
+    from mlserver_torch_stream.errors import RequestError
+
+    rows: Rows = []
+    for name, over_grpc in _ERRORS.items():
+        for each in vars(import_module(f"{_PACKAGE}.{name}")).values():
+            if not (inspect.isclass(each) and issubclass(each, RequestError) and each.__module__.endswith(name)):
+                continue
+            if each is not RequestError:
+                rest = f"{each.status}{' and `Retry-After`' if each.retry_after else ''}"
+                rows.append((rest, _summary(each), _grpc(each.status) if over_grpc else "", _codes([each.code])))
+    return [("REST", "error", "gRPC", "OpenAI's `code`"), *sorted(rows, key=lambda row: row[0])]
+
+
+def _grpc(status: int) -> str:
+    from mlserver.grpc.utils import STATUS_CODE_MAPPING
+
+    from mlserver_torch_stream.server.status import StreamStatus, extend_grpc_codes
+
+    if status == 401:
+        return "UNAUTHENTICATED"  # server/access/grpc_guard.py refuses the call before MLServer sees it
+    extend_grpc_codes()
+    unary, stream = (STATUS_CODE_MAPPING.get(kind(status)) for kind in (int, StreamStatus))
+    return f"{unary.name if unary else ''}{f'; {stream.name} on a stream' if stream else ''}"
+
+
+# The sections of docs/reference/endpoints.md; a path stands in the first one whose pattern it matches.
+_SECTIONS = (
+    (r"/v1/(files|batches).*", "Files and batches", "../batches.md"),
+    (r"/v1/models/.*:(predict|explain)|/(predictions|explanations)/.*|/(\{model_name\}|models)/.*|/ping|/api-.*",
+     "TorchServe's inference API", "../torchserve.md#torchserves-own-paths"),
+    (r"/v1/.*", "OpenAI's API", "../openai.md"),
+    (r"/v2/models(/[^/]+)?/(stats|config)", "Triton's configuration and statistics", "../triton.md#calls"),
+    (r"/v2/models/[^/]+/(infer|generate)(_stream)?", "V2 protocol and flat JSON", "../protocol.md"),
+    (r"/health|/v2/health/.*|/v2/models/[^/]+/ready", "Health", "../operations.md#health"),
+    (r"/metrics", "Metrics", "../operations.md#metrics"),
+    (r"/|/page/.*", "The page, and TorchServe's description of the server", "../page.md"),
+    (r"/v2.*|/openapi.json", "Metadata, documents and the repository of MLServer", "../protocol.md#endpoints"),
+)  # fmt: skip
+_VERSION, _OPENAI = "/versions/{model_version}", "/openai"
+
+
+def endpoints() -> str:
+    """The REST endpoints of a server on which everything is switched on."""
+    from mlserver_torch_stream.server.management.management_document import document
+
+    sections: dict[tuple[str, str], Rows] = {(title, page): [] for _, title, page in _SECTIONS}
+    for path, methods in sorted(_rest_paths().items()):
+        bare = path.removeprefix(_OPENAI).replace(_VERSION, "")
+        title, page = next((title, page) for pattern, title, page in _SECTIONS if re.fullmatch(pattern, bare))
+        sections[title, page].append((_code(path), ", ".join(sorted(methods)) or "any"))
+    management = [
+        (_code(path), ", ".join(sorted(each.upper() for each in methods if each != "parameters")))
+        for path, methods in document()["paths"].items()
+    ]
+    sections["TorchServe's management API, on a port of its own", "../torchserve.md#the-management-api"] = management
+    return "\n".join(
+        f"## {title}\n\nSee [{page.removeprefix('../')}]({page}).\n\n{_table([('path', 'methods'), *rows])}"
+        for (title, page), rows in sections.items()
+    )
+
+
+def _rest_paths() -> dict[str, set[str]]:
+    """Each path of the REST port with its methods; empty: any method."""
+    from mlserver.handlers import DataPlane, ModelRepositoryHandlers
+    from mlserver.registry import MultiModelRegistry
+    from mlserver.repository import ModelRepositoryFactory
+    from mlserver.rest.server import RESTServer
+    from mlserver.settings import Settings
+
+    from mlserver_torch_stream.protocol.spellings import REST_ROUTES
+    from mlserver_torch_stream.server.extension import add_routes
+    from mlserver_torch_stream.server.options import ServerOptions
+    from mlserver_torch_stream.server.rest import routes
+
+    settings, registry = Settings(parallel_workers=0), MultiModelRegistry()
+    repository = ModelRepositoryHandlers(ModelRepositoryFactory.resolve_model_repository(settings), registry)
+    server, options = RESTServer(settings, DataPlane(settings, registry), repository), ServerOptions(page=True)
+    add_routes(server, options)
+    routes.add(server, options, REST_ROUTES)
+    found: dict[str, set[str]] = {}
+    for route in server._app.router.routes:
+        path = re.sub(r"^/page/.*", "/page/{file}", re.sub(r":path\}", "}", route.path))
+        if path != "/v1/{rest}" and path != "/openai/v1/{rest}":
+            found.setdefault(path, set()).update(set(route.methods or ()) - {"HEAD"})
+    return found
+
+
+def commands() -> str:
+    """The options of each command, as its parser has them."""
+    from mlserver_torch_stream import cli
+    from mlserver_torch_stream.cli.cloud_options import parser as cloud
+
+    parsers = {name: import_module(f"{cli.__name__}.{module}") for name, (module, _) in cli._COMMANDS.items()}
+    made = {name: cloud() if name == "cloud" else module._parser() for name, module in parsers.items()}
+    parts: list[str] = []
+    for name, parser in made.items():
+        twin = parser.prog.removeprefix("mlserver-torch-stream ")
+        known = twin != name and twin in made
+        alike = [f"## {name}\n\nThe same as [{twin}](#{twin}).\n"]
+        parts += alike if known else _command(parser, cli._COMMANDS[name][1], name)
+    return "\n".join(parts)
+
+
+def _command(parser: argparse.ArgumentParser, line: str, name: str) -> Iterator[str]:
+    inner = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    about = parser.description or f"{line[0].upper()}{line[1:]}."
+    yield f"## {name}\n\n{about}{f' {parser.epilog}' if parser.epilog else ''}\n"
+    for each in inner:
+        lines = {choice.dest: choice.help or "" for choice in each._choices_actions}
+        for word, command in each.choices.items():
+            yield from _command(command, lines[word], f"{name} {word}")
+    rows = [_option(parser, each) for each in parser._actions if each not in inner and each.dest != "help"]
+    if rows:
+        yield _table([("argument", "meaning"), *rows])
+
+
+def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, ...]:
+    formatter = parser._get_formatter()
+    values = (
+        formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+        if action.option_strings
+        else ""
+    )
+    if action.nargs == 0:
+        values = ""
+    names = [f"{name} {values}".strip() for name in action.option_strings] or [str(action.metavar or action.dest)]
+    return _codes(names), formatter._expand_help(action)
+
+
+# The tables within pages: each stands behind a comment with its name.
+_TABLES: Mapping[str, tuple[str, Callable[[], Rows]]] = {
+    "model settings": ("settings.md", model_settings),
+    "server settings": ("settings.md", server_settings),
+    "request parameters": ("settings.md", request_parameters),
+    "metrics": ("operations.md", metrics),
+    "errors": ("protocol.md", errors),
+}
+_PAGES: Mapping[str, tuple[str, Callable[[], str]]] = {
+    "reference/endpoints.md": (
+        "# REST endpoints\n\nThe paths of the REST port, with everything switched on, and of TorchServe's management "
+        'API. Where the methods are "any", the endpoint itself refuses a wrong one. gRPC\'s services are in '
+        f"[protocol.md](../protocol.md#endpoints). {_MADE}\n",
+        endpoints,
+    ),
+    "reference/commands.md": (f"# Commands\n\nThe commands of `mlserver-torch-stream`. {_MADE}\n", commands),
+}
+
+
+def pages() -> dict[str, str]:
+    """Each page of docs/ that has something of the reference, as the code wants it. Raises ValueError for a page that
+    lacks the place of a table."""
+    made = {page: f"{head}\n{body()}" for page, (head, body) in _PAGES.items()}
+    for name, (page, rows) in _TABLES.items():
+        text = made.get(page) or (_DOCS / page).read_text(encoding="utf-8")
+        comment = f"<!-- make docs-reference: {name} -->\n"
+        before, found, after = text.partition(comment)
+        if not found:
+            raise ValueError(f"{page}: has no line {comment!r}")
+        made[page] = before + found + _table(rows()) + re.sub(r"\A(\|.*\n)*", "", after)
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    """0, or 1 if a page differs and ``--check`` is given."""
+    differing = [
+        (_DOCS / page, text)
+        for page, text in pages().items()
+        if not (_DOCS / page).is_file() or (_DOCS / page).read_text(encoding="utf-8") != text
+    ]
+    if "--check" in arguments:
+        for path, _ in differing:
+            print(f"docs/{path.relative_to(_DOCS)} differs from the code: run `make docs-reference`")
+        return 1 if differing else 0
+    for path, text in differing:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
+    """The fields with the docstrings under them. Raises ValueError for a field that has none."""
+    (tree,) = [
+        each for each in ast.parse(textwrap.dedent(inspect.getsource(model))).body if isinstance(each, ast.ClassDef)
+    ]
+    texts: dict[str, str] = {}
+    for line, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
+            texts[line.target.id] = " ".join(ast.literal_eval(below.value).split())
+    for name, field in model.model_fields.items():
+        if name not in texts:
+            raise ValueError(f"{model.__name__}.{name}: has no docstring under it")
+        yield name, field, texts[name]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "" if value is None else _code(json.dumps(value))
+
+
+def _summary(thing: type[Any]) -> str:
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _codes(names: Iterable[str | None]) -> str:
+    return ", ".join(_code(name) for name in names if name)
+
+
+def _table(rows: Rows) -> str:
+    head, *body = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""Reads the tool calls in the regions of a ``response_template``: JSON as it comes, other spellings when it is whole.
+
+Knows nothing of where regions begin and end. What is no call is given as text, with the marks around it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import parse_response
+
+from mlserver_torch_stream.engine.text.answer_parts import Part
+from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, ArgumentsReader, CallKeys, CallReader
+from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE
+from mlserver_torch_stream.engine.text.tool_parsers import MarkedCalls, call_id
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+
+_FIELD = "tool_calls"
+_CAPTURED = re.compile(r"\{(\w+)\}")
+_INSIDE = re.compile(r"\{content\.(\w+)\}")
+_CONTENT = "{content}"
+_TAG = re.compile(r"</?\w+>")
+_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a region that is no call
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpelling:
+    """How the calls stand in a region. ``keys``: as JSON objects with these, in a list if they are ``listed``.
+
+    ``capture``: as the arguments alone; the group of this name in the pattern that begins the region is the
+    function's name. Neither: ``template`` alone can tell.
+    """
+
+    template: Mapping[str, Any]
+    capture: str | None = None
+    keys: CallKeys | None = None
+    listed: bool = False
+    tags: re.Pattern[str] | None = field(default=None, compare=False)
+
+    def parse(self, raw: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Returns name and arguments of each call in a whole region; nothing if it has anything else too."""
+        if self.tags is not None and _TAG.sub("", self.tags.sub("", raw[_head(self, raw) :])).strip():
+            return []
+        try:
+            message = parse_response(raw, dict(self.template), prefix="", tools=list(tools))
+            calls = [_call(each) for each in message[_FIELD]]
+        except _ERRORS:
+            return []
+        return calls if all(FUNCTION_NAME.fullmatch(name) for name, _ in calls) else []
+
+
+def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
+    """Returns None if the template has no calls."""
+    if _FIELD not in template["fields"]:
+        return None
+    region = template["fields"][_FIELD]
+    content, each = region.get("content", "text"), bool(region.get("transform_each"))
+    if content == "xml-inline":
+        return RegionSpelling(template, tags=re.compile(region["content_args"]["tag_pattern"], re.DOTALL))
+    if content != "json" or region.get("content_args"):
+        return RegionSpelling(template)
+    function = (region.get("transform") or {}).get("function")
+    if function == _CONTENT and not each:
+        return RegionSpelling(template, keys=CallKeys())
+    if not isinstance(function, dict) or function.keys() != {"name", "arguments"}:
+        return RegionSpelling(template)
+    name, arguments = str(function["name"]), str(function["arguments"])
+    if arguments == _CONTENT and not each and (captured := _CAPTURED.fullmatch(name)):
+        return RegionSpelling(template, capture=captured[1])
+    pattern = _CAPTURED if each else _INSIDE
+    if (first := pattern.fullmatch(name)) and (second := pattern.fullmatch(arguments)):
+        return RegionSpelling(template, keys=CallKeys(first[1], (second[1],)), listed=each)
+    return RegionSpelling(template)
+
+
+class RegionCalls(MarkedCalls):
+    """The regions of one answer, one after the other: ``open``, ``push`` its text, ``close``."""
+
+    def __init__(
+        self,
+        spelling: RegionSpelling,
+        tools: Sequence[Mapping[str, Any]],
+        names: Collection[str] = (),
+        *,
+        parallel: bool = True,
+        new_id: Callable[[], str] = call_id,
+    ) -> None:
+        super().__init__(names, parallel=parallel, new_id=new_id)
+        self._spelling = spelling
+        self._tools = tools
+        self._captures: Mapping[str, str] = {}
+        self._listed = False  # in a list that has not ended
+
+    def open(self, raw: str, captures: Mapping[str, str]) -> None:
+        self._captures, self._listed = captures, False
+        self._raw, self._state = raw, self._first
+
+    def close(self, raw: str) -> list[Part]:
+        """``raw`` ends the region; without it the answer ends, which cuts off a call that has begun."""
+        self._raw += raw
+        if self._state == self._whole:
+            self._parse()
+        elif self._state == self._text:
+            self._say(raw)
+        elif self._begun and not raw:
+            self.broken = True
+        elif self._state != self._behind or self._listed:
+            self._give_up(self._raw)
+        self._begun, self._raw, self._state = False, "", self._text
+        return self._take()
+
+    def _text(self, char: str) -> bool:
+        self._say(char)
+        return True
+
+    def _first(self, char: str) -> bool:
+        spelling = self._spelling
+        if spelling.capture is None and spelling.keys is None:
+            self._state = self._whole
+            return True
+        if char in WHITESPACE:
+            return True
+        if spelling.listed and not self._listed:
+            self._listed = char == "["
+            return self._listed
+        return self._next(char)
+
+    def _next(self, char: str) -> bool:
+        if self._spelling.capture is None:
+            self._read(CallReader(keys=self._spelling.keys), self._call)
+            return self._call(char)
+        name = self._captures.get(self._spelling.capture, "")
+        self._read(NamelessReader(name), self._call)
+        return FUNCTION_NAME.fullmatch(name) is not None and self._call(char)
+
+    def _whole(self, char: str) -> bool:
+        return True
+
+    def _behind(self, char: str) -> bool:
+        if char in WHITESPACE:
+            return True
+        if self._listed and char == ",":
+            self._state = self._first
+            return True
+        if self._listed and char == "]":
+            self._listed, self._raw = False, ""
+            return True
+        return False
+
+    def _parse(self) -> None:
+        calls = self._spelling.parse(self._raw, self._tools)
+        if not calls:
+            self._give_up(self._raw)
+        for name, arguments in calls if self._parallel else calls[:1]:
+            self._parts += [ToolCallDelta(self.called, self._new_id(), name)]
+            self._parts += [ToolCallDelta(self.called, arguments=arguments)]
+            self.called += 1
+            self._complete()
+
+
+class NamelessReader(ArgumentsReader):
+    """Reads the arguments of a function whose name stands before them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def _head(spelling: RegionSpelling, raw: str) -> int:
+    """The length of what begins the region."""
+    region = spelling.template["fields"][_FIELD]
+    if "open_pattern" in region and (found := re.match(region["open_pattern"], raw, re.DOTALL)):
+        return found.end()
+    return 0
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call["function"]
+    if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+        raise TypeError("is no call")
+    return function["name"], json.dumps(function["arguments"], ensure_ascii=False)

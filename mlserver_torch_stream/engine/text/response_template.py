@@ -1,0 +1,161 @@
+"""Divides answers as the ``response_template`` of a tokenizer declares: into reasoning, text and tool calls.
+
+Knows nothing of chat templates. The text of a region that means none of these, and that between regions, is the
+answer's text: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, joined
+from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
+from mlserver_torch_stream.engine.text.region_calls import RegionCalls, spelling_of
+from mlserver_torch_stream.engine.text.response_regions import RegionReader
+
+_REASONING, _CONTENT, _CALLS = "reasoning", "content", "tool_calls"
+_MEANINGS = {"thinking": _REASONING, _REASONING: _REASONING, "reasoning_content": _REASONING, _CALLS: _CALLS}
+_BETWEEN = "text between regions"
+
+
+class AnswerTemplate:
+    """A ``response_template``. Raises ValueError if transformers cannot read it."""
+
+    def __init__(self, declared: Mapping[str, Any]) -> None:
+        load_response_template(dict(declared))  # so that its errors are of what is declared
+        self.fields: Mapping[str, Mapping[str, Any]] = declared["fields"]
+        self.spec = load_response_template(_with_text_between(declared))
+        self.calls = spelling_of(declared)
+        self.meanings = {name: _MEANINGS.get(name, name) for name in self.fields}
+        self.meanings[str(self.spec.implicit)] = self.meanings.get(str(self.spec.implicit), _CONTENT)
+        self._written = json.dumps(declared, ensure_ascii=False).replace("\\", "")
+
+    @property
+    def reasons(self) -> bool:
+        return _REASONING in self.meanings.values()
+
+    @property
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        """None if the answer's text has a mark too, or those of the reasoning are patterns or several."""
+        regions = {self.meanings[name]: region for name, region in self.fields.items()}
+        region = regions.get(_REASONING, {})
+        begin, end = region.get("open"), region.get("close")
+        implied = _CONTENT not in regions or self.spec.implicit in self.fields
+        if not implied or not isinstance(begin, str) or not isinstance(end, str):
+            return None
+        return ReasoningMarks(end, begin)
+
+    def marks(self, tokens: Mapping[str, int]) -> frozenset[int]:
+        """Returns the ids of those of the tokens of which the template's marks consist."""
+        return frozenset(token_id for token, token_id in tokens.items() if token in self._written)
+
+
+class TemplateParser:
+    """Parses the text of one answer, of which the prompt has written ``prefix``.
+
+    ``tools`` are those that may be called. Without them, calls stay text; so does the reasoning if it is not wanted.
+    """
+
+    def __init__(
+        self,
+        template: AnswerTemplate,
+        prefix: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        parallel: bool = True,
+        reasoning: bool = True,
+    ) -> None:
+        calls = None if tools is None or template.calls is None else template.calls
+        self._template = template
+        self._calls = None if calls is None else RegionCalls(calls, tools or (), parallel=parallel)
+        self._divided = {_CONTENT, *([_REASONING] if reasoning else ()), *([] if calls is None else [_CALLS])}
+        self._parts: list[Part] = []
+        self._space = ""  # whitespace that is given if more text comes in its region
+        self._any = False  # text in the region that is not whitespace
+        self._regions = RegionReader(template.spec, prefix, self)
+        self._parts, self._space = [], ""
+
+    @property
+    def called(self) -> int:
+        return 0 if self._calls is None else self._calls.called
+
+    @property
+    def broken(self) -> bool:
+        return self._calls is not None and self._calls.broken
+
+    @property
+    def ended(self) -> bool:
+        return self._calls is not None and self._calls.ended
+
+    @property
+    def reasons(self) -> bool:
+        return self._meaning(self._regions.field) == _REASONING
+
+    def push(self, text: str) -> list[Part]:
+        self._regions.push(text)
+        return self._take()
+
+    def flush(self) -> list[Part]:
+        self._regions.flush()
+        return self._take()
+
+    def opened(self, field: str, raw: str, captures: Mapping[str, str]) -> None:
+        self._space, self._any = "", False
+        meaning = self._meaning(field)
+        if meaning == _CALLS and self._calls is not None:
+            self._calls.open(raw, captures)
+        elif meaning is None:
+            self._add(raw)
+
+    def said(self, field: str, text: str) -> None:
+        meaning = self._meaning(field)
+        if meaning == _CALLS and self._calls is not None:
+            self._add(*self._calls.push(text))
+        elif meaning is None:
+            self._add(text)
+        elif text := self._stripped(field, text):
+            self._add(Reasoning(text) if meaning == _REASONING else text)
+
+    def closed(self, field: str, raw: str) -> None:
+        meaning = self._meaning(field)
+        if meaning == _CALLS and self._calls is not None:
+            self._add(*self._calls.close(raw))
+        elif meaning is None:
+            self._add(raw)
+        self._space, self._any = "", False
+
+    def _meaning(self, field: str) -> str | None:
+        """None: its text is the answer's, with what begins and ends it."""
+        meaning = self._template.meanings.get(field)
+        return meaning if meaning in self._divided else None
+
+    def _stripped(self, field: str, text: str) -> str:
+        """The text without the whitespace at both ends of a region, as transformers has it."""
+        if not self._template.spec.fields[field].content_args.get("strip", True):
+            return text
+        text = self._space + text if self._any else text.lstrip()
+        kept = text.rstrip()
+        self._space, self._any = text[len(kept) :], self._any or bool(kept)
+        return kept
+
+    def _add(self, *parts: Part) -> None:
+        self._parts += parts
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return joined(parts)
+
+
+def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
+    """With a field for the text between regions, where it has none. The start of a message does not belong to it."""
+    fields = dict(declared["fields"])
+    if all("open" in region or "open_pattern" in region for region in fields.values()):
+        anchor = {"close": declared["start_anchor"]} if "start_anchor" in declared else {}
+        if not anchor:
+            anchor = {"close_pattern": declared["start_anchor_pattern"]}
+        fields[_BETWEEN] = anchor
+    return {**declared, "fields": fields}

@@ -1,0 +1,164 @@
+"""Writes token events as the messages of OpenAI's Responses API: its events of a stream, or one whole response.
+
+Knows nothing of how a request was read. The messages that repeat a whole text or a whole response are as long as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from mlserver_torch_stream.errors import as_request_error
+from mlserver_torch_stream.protocol.chat_completion import logprob_entries
+from mlserver_torch_stream.protocol.openai_error import describe
+from mlserver_torch_stream.protocol.openai_stream import raise_failure
+from mlserver_torch_stream.protocol.reply_values import shortened
+from mlserver_torch_stream.protocol.response_items import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    CallItem,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+)
+from mlserver_torch_stream.protocol.response_object import ResponseObject
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.usage import UsageCounter
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, TokenEvent
+
+_TOO_LONG = "max_output_tokens"
+_Textual = TypeVar("_Textual", MessageItem, ReasoningItem)
+
+
+class ResponsesStream:
+    """The events of one streamed response, numbered from 0."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        repeated = request.reply.repeated
+        self._id = request.request_id
+        self._response = ResponseObject(self._id, context.model_name, context.created, repeated)
+        self._usage = UsageCounter(request)
+        self._told_logprobs = request.sampling.logprobs
+        self._logprobs: list[JsonObject] = []  # of tokens that no message has shown
+        self._output: list[JsonObject] = []  # the items that are whole
+        self._open: OutputItem | None = None
+        self._call = -1  # the index of the open item among the calls
+        self._number = 0
+
+    def event(self, event: TokenEvent) -> Sequence[JsonObject]:
+        """Raises RequestError where the event says that its sequence has failed."""
+        raise_failure(event)
+        messages = [*self._begin(), *self._grow(event)]
+        if self._usage.note(event):
+            messages += self._finish(event.finish_reason)
+        return self._numbered(messages)
+
+    def fail(self, error: Exception) -> Sequence[JsonObject]:
+        """A response that has failed with what was generated before; behind it the error, at which SDKs raise."""
+        if not self._usage.unfinished:
+            return ()
+        _, described = describe(as_request_error(error))
+        described["message"] = shortened(described["message"])
+        told = {"code": described["code"] or described["type"], "message": described["message"]}
+        output = [*self._output, *([self._open.shown(INCOMPLETE)] if self._open is not None else [])]
+        failed = self._response.state("failed", output, error=told)
+        return self._numbered(
+            [
+                *self._begin(),
+                {"type": "response.failed", "response": failed},
+                {"type": "error", **told, "param": described["param"], "error": described},
+            ]
+        )
+
+    def end(self) -> bytes | None:
+        return None
+
+    def _begin(self) -> list[JsonObject]:
+        if self._number:
+            return []
+        begun = self._response.state(IN_PROGRESS)
+        return [{"type": f"response.{state}", "response": begun} for state in ("created", IN_PROGRESS)]
+
+    def _grow(self, event: TokenEvent) -> Iterable[JsonObject]:
+        """An event says its reasoning before its text, and its text before its calls."""
+        if self._told_logprobs:
+            self._logprobs += logprob_entries(event.logprobs)
+        if event.reasoning:
+            reasoning, opened = self._opened(ReasoningItem)
+            yield from opened
+            yield reasoning.delta(event.reasoning)
+        if event.text:
+            yield from self._say(event.text)
+        for call in event.tool_calls:
+            yield from self._part_of(call)
+
+    def _say(self, text: str) -> list[JsonObject]:
+        message, opened = self._opened(MessageItem)
+        logprobs, self._logprobs = self._logprobs, []
+        return [*opened, message.say(text, logprobs)]
+
+    def _part_of(self, delta: ToolCallDelta) -> list[JsonObject]:
+        messages: list[JsonObject] = []
+        if not isinstance(self._open, CallItem) or self._call != delta.index:
+            self._call = delta.index
+            item = CallItem(self._id, self._next(), delta.id or "", delta.name or "")
+            messages += self._switch(item)
+        assert isinstance(self._open, CallItem)
+        return [*messages, self._open.delta(delta.arguments)] if delta.arguments else messages
+
+    def _opened(self, kind: type[_Textual]) -> tuple[_Textual, list[JsonObject]]:
+        """The open item, which is of this kind now, and the messages that have opened it."""
+        if isinstance(self._open, kind):
+            return self._open, []
+        item = kind(self._id, self._next())
+        return item, self._switch(item)
+
+    def _switch(self, item: OutputItem) -> list[JsonObject]:
+        closed = self._close(COMPLETED)
+        self._open = item
+        return [*closed, *item.begin()]
+
+    def _close(self, status: str) -> list[JsonObject]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        self._output.append(item.shown(status))
+        return item.end(status)
+
+    def _next(self) -> int:
+        """The place of the next item in the output."""
+        return len(self._output) + (self._open is not None)
+
+    def _finish(self, reason: FinishReason | None) -> list[JsonObject]:
+        """An answer of nothing at all is a message without text."""
+        messages = [] if self._next() else self._opened(MessageItem)[1]
+        cut = reason is FinishReason.LENGTH
+        status = INCOMPLETE if cut else COMPLETED
+        messages += self._close(status)
+        why = _TOO_LONG if cut else None
+        ended = self._response.state(status, self._output, usage=self._usage, incomplete=why)
+        return [*messages, {"type": f"response.{status}", "response": ended}]
+
+    def _numbered(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
+        numbered = [{**message, "sequence_number": self._number + at} for at, message in enumerate(messages)]
+        self._number += len(numbered)
+        return numbered
+
+
+class ResponsesWhole:
+    """The one response of a request that is not streamed: the last that its stream would have shown."""
+
+    def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
+        self._stream = ResponsesStream(request, context)
+        self._last: JsonObject = {}
+
+    def add(self, event: TokenEvent) -> None:
+        """Raises RequestError where the event says that its sequence has failed."""
+        for message in self._stream.event(event):
+            self._last = message
+
+    def body(self) -> JsonObject:
+        response: JsonObject = self._last["response"]
+        return response

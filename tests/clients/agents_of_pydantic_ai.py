@@ -1,0 +1,94 @@
+"""Agents of pydantic-ai, over chat completions and over responses: typed output, and a tool before it.
+
+Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import sys
+from typing import Any
+
+import openai
+import pydantic
+from pydantic_ai import Agent, NativeOutput, Tool
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+
+class Place(enum.Enum):
+    HOME = "home"
+    WORK = "work"
+
+
+class Look(pydantic.BaseModel):
+    """Looks at a place."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    place: Place
+    far: bool
+
+
+_MOST_TRIES = 20
+
+
+def main(url: str) -> None:
+    for kind in (OpenAIChatModel, OpenAIResponsesModel):
+        asyncio.run(_agents(url, kind))
+
+
+async def _agents(url: str, kind: Any) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        model = kind("tiny", provider=OpenAIProvider(openai_client=client))
+        await typed(model)
+        await streamed(model)
+        await with_a_tool(model)
+
+
+def _agent(model: Any, seed: int, temperature: float = 1.0, **more: Any) -> Any:
+    settings: dict[str, Any] = {"max_tokens": 300, "temperature": temperature, "parallel_tool_calls": False}
+    settings["extra_body"] = {"seed": seed}
+    return Agent(model, model_settings=settings, instructions="Be short.", **more)
+
+
+async def typed(model: Any) -> None:
+    for output in (Look, NativeOutput(Look)):
+        result = await _agent(model, 4, output_type=output).run("Where is it?")
+        assert isinstance(result.output, Look) and result.usage.output_tokens
+
+
+async def streamed(model: Any) -> None:
+    async with _agent(model, 4, output_type=Look).run_stream("Where is it?") as result:
+        assert isinstance(await result.get_output(), Look)
+    async with _agent(model, 4).run_stream("Where is it?") as result:
+        assert "".join([piece async for piece in result.stream_text(delta=True, debounce_by=None)])
+
+
+def _clock(called: list[Place]) -> Tool:
+    """Offered until it was called."""
+
+    async def once(context: Any, definition: Any) -> Any:
+        return None if called else definition
+
+    def clock(place: Place) -> str:
+        called.append(place)
+        return f"noon at {place.value}"
+
+    return Tool(clock, prepare=once)
+
+
+async def with_a_tool(model: Any) -> None:
+    """The model takes either function: with some seed it takes the tool first, which is then offered no longer."""
+    for seed in range(_MOST_TRIES):
+        called: list[Place] = []
+        tools = [_clock(called)]
+        result = await _agent(model, seed, 20.0, output_type=Look, tools=tools).run("Where is it?")
+        assert isinstance(result.output, Look)
+        if called:
+            return
+    raise AssertionError("the tool was never called")
+
+
+main(sys.argv[1])
