@@ -39,7 +39,7 @@ _PARAMETERS = {
     "transformers.utils.chat_parsing.ResponseParser._process": ["self", "events", "eos"],
 }
 # What is named with an underscore and is public, or ours under the same spelling as a library's.
-_PUBLIC = {"_exit", "_NamedFuncPointer", "_C", "_error", "_tensors", "_digests", "_first"}
+_PUBLIC = {"_exit", "_NamedFuncPointer", "_C", "_error", "_tensors", "_digests", "_first", "_behind"}
 
 _ROWS = [row for library in _LIBRARIES for row in markdown.table(_PAGE, library)]
 _HOOKS = {markdown.code_spans(row[0])[0]: row for row in _ROWS}
