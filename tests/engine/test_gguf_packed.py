@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
@@ -17,6 +19,7 @@ from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer, locate_packed
+from mlserver_torch_stream.engine.native import grouped_matrix, packed_rows
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.verify_native import take_packed
@@ -116,6 +119,33 @@ with torch.inference_mode():
 """
 
 
+class LargestFloats(TorchDispatchMode):
+    """How many numbers the largest matrix of floats in memory has that an operator has returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not tensor.is_meta:
+                in_memory = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.largest = max(self.largest, in_memory if tensor.dim() == 2 else 0)
+        return out
+
+
+def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels' panels are made, and in the forward that they are compared with."""
+    write_packed(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256), tmp_path)
+    monkeypatch.setattr(packed_rows, "_AT_ONCE", 1 << 13)
+    monkeypatch.setattr(grouped_matrix, "BLOCK", 32)
+    model = load_packed(tmp_path).model
+    with torch.inference_mode(), LargestFloats() as floats:
+        forward, _ = take_packed(model, 1, folder)
+    assert 0 < floats.largest < 256 * 256 / 2, "half of the smallest matrix"
+    assert forward._weights.size < 0.25 * 4 * 2 * 10 * 256 * 256
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_copy_is_dequantised_in_memory(tmp_path: Path, folder: Path) -> None:
     """The peak of a process that loads a larger model after a tiny one, which has imported and touched the rest."""

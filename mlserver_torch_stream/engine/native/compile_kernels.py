@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "kernels"
 THIS_CPU = ("-march=native",)
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
-_SECONDS = 600.0  # a compilation takes 6 s on a quiet core
+_SECONDS = 600.0  # a compilation takes about 10 s on a quiet core
 
 T = TypeVar("T")
 

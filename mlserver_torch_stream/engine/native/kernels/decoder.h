@@ -130,7 +130,7 @@ template <class T> class Decoder {
         }
     }
 
-    __attribute__((noinline)) void gate(A* to, const float* c, const float* bias, int64_t panel) {
+    void gate(A* to, const float* c, const float* bias, int64_t panel) {
         F16 gates = load_f(c), ups = load_f(c + 16);
         if (bias != nullptr) {
             gates += load_f(bias + panel * kPanel);
@@ -165,7 +165,7 @@ template <class T> class Decoder {
             }
         });
     }
-    __attribute__((noinline)) void onto(float* to, const float* x, int64_t count) {
+    void onto(float* to, const float* x, int64_t count) {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
     }
 

@@ -87,20 +87,23 @@ struct alignas(64) ProductScratch {
     std::vector<RoundedBlock> rounded;  // few rows, as integers
 };
 
-// What becomes of 32 products, of a row and a panel: done(row, panel, sums[32]). It refers to the caller's function, so
-// that a product is compiled once for all of them; it must not outlive it.
+// What becomes of the products of some rows and a panel: a function of (row, panel, sums[32]). Refers to the caller's
+// function and must not outlive it; so a product is compiled once for all of them.
 class Done {
   public:
     template <class F> Done(const F& function)
-        : function_(&function), call_([](const void* function, int64_t row, int64_t p, float* sums) {
-              (*static_cast<const F*>(function))(row, p, sums);
+        : function_(&function), call_([](const void* function, int64_t first, int64_t rows, int64_t p, float* sums) {
+              for (int64_t r = 0; r < rows; r++)
+                  (*static_cast<const F*>(function))(first + r, p, sums + r * kPanel);
           }) {}
 
-    void operator()(int64_t row, int64_t p, float* sums) const { call_(function_, row, p, sums); }
+    void operator()(int64_t first, int64_t rows, int64_t p, float* sums) const {
+        call_(function_, first, rows, p, sums);
+    }
 
   private:
     const void* function_;
-    void (*call_)(const void*, int64_t, int64_t, float*);
+    void (*call_)(const void*, int64_t, int64_t, int64_t, float*);
 };
 
 // A weight format is a class that knows how panels are stored: DensePanels.
@@ -186,10 +189,8 @@ template <class A, class Panels> class Product {
     }
 
     void finish(int64_t p, int64_t row, int64_t rows, float* sums) {
-        for (int64_t r = 0; r < rows; r++) {
-            panels_.finish(p, sums + r * kPanel);
-            done_(row + r, p, sums + r * kPanel);
-        }
+        for (int64_t r = 0; r < rows; r++) panels_.finish(p, sums + r * kPanel);
+        done_(row, rows, p, sums);
     }
 
     const A* const a_;
@@ -262,7 +263,7 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
             for (int64_t b = 0; b < blocks.count; b++) {
                 const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
                 multiply_grouped_panel(format, rounded + row * groups, stop - row, groups, w.panel(p), scratch.sums);
-                for (int64_t r = row; r < stop; r++) done(r, p, scratch.sums[r - row]);
+                done(row, stop - row, p, scratch.sums[0]);
             }
     });
 }
