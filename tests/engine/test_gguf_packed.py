@@ -120,16 +120,21 @@ with torch.inference_mode():
 
 
 class LargestFloats(TorchDispatchMode):
-    """How many numbers the largest matrix of floats in memory has that an operator has returned."""
+    """How many numbers the largest matrix of floats in memory has that an operator has returned.
+
+    Those with fewer columns than the model's are no weights, such as the angles of a rope.
+    """
 
     largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not tensor.is_meta:
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+                continue
+            if tensor.dim() == 2 and tensor.shape[1] >= 256:
                 in_memory = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
-                self.largest = max(self.largest, in_memory if tensor.dim() == 2 else 0)
+                self.largest = max(self.largest, in_memory)
         return out
 
 
