@@ -92,7 +92,10 @@ def main() -> None:
         for name, rounded in (("bfloat16", None), *ROUNDED.items()):
             forward = NativeForward(loaded.model, options.threads, settings.cache_dir, rounded)
             show(f"our kernels, {name}", perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows))
-        if (packed_files := locate_packed(settings)) is not None:
+        if settings.source.kind in ("embedded", "gguf"):
+            asked = parse_settings(options.model, {"dtype": "bfloat16", "weights": "packed"})
+            packed_files = locate_packed(asked)
+            assert packed_files is not None
             packed = load_packed(Path(packed_files.location))
             forward = NativeForward(packed.model, options.threads, settings.cache_dir)
             show("our kernels, packed", perplexity_of_forward(forward, CacheLayout(packed.model.config), rows))

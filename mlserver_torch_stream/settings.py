@@ -148,10 +148,10 @@ class EngineSettings(BaseModel):
     fast_path: Literal["auto", "off"] = "auto"
     """`off` runs transformers' forward as it is: without our own kernels, without linear layers repacked for the CPU,
     and without CUDA graphs."""
-    weights: Literal["auto", "int8", "int4", "dense"] = "auto"
-    """`auto` keeps weights as the files have them, a GGUF file's packed where our own kernels run it on a CPU
-    ([below](#small-weights)). `dense` dequantises a GGUF file. `int8` and `int4` round a bfloat16 model's projections
-    at load; only our own kernels run them, and where those cannot run, the load fails."""
+    weights: Literal["auto", "packed", "int8", "int4"] = "auto"
+    """`auto` takes a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file's blocks
+    as they are ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. Only our own
+    kernels run these three, on CPUs, and where those cannot run, the load fails."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt and its answer together; default: the model's own limit. Models with "longrope" positions
     (Phi-3.5) change them at a length that the config names, and the default ends there; with a larger value such a
@@ -203,12 +203,10 @@ class EngineSettings(BaseModel):
     @field_validator("weights")
     @classmethod
     def _no_way_round_our_kernels(cls, weights: str, info: ValidationInfo) -> str:
-        if weights in ("int8", "int4"):
+        if weights != "auto":
             for key, allowed in _ROUNDING_NEEDS.items():
                 if info.data.get(key, allowed[0]) not in allowed:
-                    raise ValueError(
-                        f"{weights} needs our own kernels on a bfloat16 model, not {key}: {info.data[key]!r}"
-                    )
+                    raise ValueError(f"{weights} needs our own kernels in bfloat16, not {key}: {info.data[key]!r}")
         return weights
 
 

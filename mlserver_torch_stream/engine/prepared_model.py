@@ -19,7 +19,13 @@ from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.loader import LoadedWeights, ModelFiles, describe, load_weights, locate
+from mlserver_torch_stream.engine.loading.loader import (
+    LoadedWeights,
+    ModelFiles,
+    describe,
+    load_weights,
+    no_packed_weights,
+)
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
     describe_moves,
@@ -66,11 +72,7 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
     """Raises LoadFailed."""
     settings = resolved.settings
     if files.packed:
-        try:
-            return _prepare_packed(files, resolved, threads, resources)
-        except NotPacked as error:
-            logger.warning("The weights of %s are dequantised: %s", resolved.source.name, error)
-            files = locate(resolved)
+        return _prepare_packed(files, resolved, threads, resources)
     if settings.tensor_parallel_size > 1:
         return _prepare_ranks(files, resolved, resources)
     if launched(os.environ):
@@ -107,13 +109,16 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
 def _prepare_packed(
     files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources
 ) -> PreparedModel:
-    """Raises NotPacked or LoadFailed."""
+    """Raises LoadFailed."""
     name = resolved.source.name
     with torch.inference_mode():
-        packed = load_packed(Path(files.location))
-        placement = read_placement(packed.model)
-        description = describe(name, packed.model, packed.description)
-        forward, findings = take_packed(packed.model, threads, resolved.cache_dir)
+        try:
+            packed = load_packed(Path(files.location))
+            placement = read_placement(packed.model)
+            description = describe(name, packed.model, packed.description)
+            forward, findings = take_packed(packed.model, threads, resolved.cache_dir)
+        except NotPacked as error:
+            raise no_packed_weights(str(error)) from error
     trim_heap()
     logger.info("Loaded the weights of %s", name)
     weights = LoadedWeights(packed.model, packed.model.generation_config, description)

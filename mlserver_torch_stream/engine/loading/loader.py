@@ -100,20 +100,27 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
 
 
 def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
-    """Finds a GGUF file whose weights can stay packed; None if there is none, or if the settings leave no room for it.
-
-    Raises LoadFailed.
-    """
+    """Finds a GGUF file whose weights are to stay packed; None if the settings do not ask for it. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
-    if source.kind not in ("embedded", "gguf") or settings.weights != "auto" or not _on_our_kernels(settings):
+    if settings.weights != "packed":
         return None
+    if source.kind not in ("embedded", "gguf"):
+        raise no_packed_weights(f"{source.name} is no GGUF file")
+    if not _on_our_kernels(settings):
+        raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     try:
         folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True))
     except NotPacked as error:
-        logger.info("The weights of %s are dequantised: %s", file.name, error)
-        return None
-    return None if folder is None else ModelFiles(str(folder), None, packed=True)
+        raise no_packed_weights(str(error)) from error
+    if folder is None:
+        raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
+    return ModelFiles(str(folder), None, packed=True)
+
+
+def no_packed_weights(why: str) -> LoadFailed:
+    """The error of a model whose weights were to stay packed."""
+    return LoadFailed(f"parameters.extra.weights: packed is not to be had here: {why}")
 
 
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
