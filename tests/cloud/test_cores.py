@@ -129,9 +129,9 @@ def test_a_line_that_is_too_long_is_no_line_and_those_behind_it_are() -> None:
         (None, "line 7: is longer than"),
         (
             b'{"prompt": "a", "messages": []}',
-            "prompt: exactly one of messages, prompt, text_input is needed, got messages and",
+            "prompt: exactly one of messages, prompt, input, text_input is needed, got messages and",
         ),
-        (b'{"custom_id": "x"}', "messages: exactly one of messages, prompt, text_input is needed, got none"),
+        (b'{"custom_id": "x"}', "messages: exactly one of messages, prompt, input, text_input is needed, got none"),
         (b'{"custom_id": 3, "prompt": "a"}', "custom_id: must be a string"),
         (b'{"prompt": 3}', "prompt: must be a string"),
         (b'{"messages": "hi"}', "messages: must be a list"),

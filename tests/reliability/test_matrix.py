@@ -103,17 +103,27 @@ def _is_part(text: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def faulty(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One model, and one engine, for each endpoint: its thirtieth decode step fails."""
-    environment = {"MLSERVER_TORCH_STREAM_FAULTS": f"decode:{_FAULTY_STEP}:raise,decode:1:slow=0.01"}
-    models = [Model(endpoint.value, str(recite)) for endpoint in _ALL_ENDPOINTS]
-    folder = tmp_path_factory.mktemp("faulty") / "models"
-    with serve(folder, models, settings=QUIET, environment=environment, triton=True) as running:
-        yield running
+def faulty_servers(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Server]]:
+    """One model, and one engine, for each endpoint: its thirtieth decode step fails.
+
+    By the number of requests that share the step: the tries of each of several fail too.
+    """
+    found = {}
+    with ExitStack() as stack:
+        for count in {endpoint.requests for endpoint in _ALL_ENDPOINTS}:
+            calls = range(_FAULTY_STEP, _FAULTY_STEP + (1 if count == 1 else 1 + count))
+            faults = [*(f"decode:{call}:raise" for call in calls), "decode:1:slow=0.01"]
+            environment = {"MLSERVER_TORCH_STREAM_FAULTS": ",".join(faults)}
+            models = [Model(each.value, str(recite)) for each in _ALL_ENDPOINTS if each.requests == count]
+            folder = tmp_path_factory.mktemp("faulty") / "models"
+            serving = serve(folder, models, settings=QUIET, environment=environment, triton=True)
+            found[count] = stack.enter_context(serving)
+        yield found
 
 
 @each_endpoint
-def test_error(faulty: Server, endpoint: Endpoint) -> None:
+def test_error(faulty_servers: dict[int, Server], endpoint: Endpoint) -> None:
+    faulty = faulty_servers[endpoint.requests]
     before = counts(faulty, endpoint.value)
     result = ask(endpoint, faulty, endpoint.value, **_LONG)
     if endpoint.streams:

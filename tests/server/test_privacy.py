@@ -43,6 +43,10 @@ def _chat(**more: Any) -> dict[str, Any]:
     return {**openai.talk(_CANARY), "max_tokens": 2, **more}
 
 
+def _responses(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "input": _CANARY, "max_output_tokens": 2, **more}
+
+
 def _text(**more: Any) -> dict[str, Any]:
     return {**openai.prompt(_CANARY), "max_tokens": 2, **more}
 
@@ -54,6 +58,7 @@ _BODIES = {
     "SeldonChat": _seldon,
     "OpenAIChat": _chat,
     "OpenAICompletions": _text,
+    "OpenAIResponses": _responses,
 }
 
 
