@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -104,6 +105,11 @@ class ForkServer:
     def close(self) -> None:
         self._socket.close()
         self._process.wait(30)
+
+
+def can_fork() -> bool:
+    """Whether what servers import is installed: some rooms are tested without torch. Only Linux has ``pidfd_open``."""
+    return importlib.util.find_spec("torch") is not None and hasattr(os, "pidfd_open")
 
 
 @cache

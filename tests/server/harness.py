@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from tests import plain_http
-from tests.server.fork_server import ForkedProcess, fork_server
+from tests.server.fork_server import ForkedProcess, can_fork, fork_server
 
 HOST = "127.0.0.1"
 PACKAGE_SPELLING = "mlserver_torch_stream.TorchStreamRuntime"
@@ -153,7 +153,7 @@ def serve(
     variables = {**_clean_environment(), **server_environment, **(environment or {})}
     with log_path.open("wb") as log:
         process: subprocess.Popen[bytes] | ForkedProcess
-        if forked and fork_server().suits(variables):
+        if forked and can_fork() and fork_server().suits(variables):
             process = fork_server().start(script, folder, variables, log)
         else:
             process = subprocess.Popen(script, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=variables)
