@@ -161,7 +161,7 @@ class ContinuousBatcher(Batcher):
         deliver(sequences)
 
     def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
-        """Ends the sequences whose logits hold NaN, but for those that may have it from another one of the step."""
+        """Ends the sequences whose logits hold NaN, unless pages that another sequence wrote may have brought it."""
         if not chosen.spoiled:
             return
         doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)

@@ -39,7 +39,7 @@ class TokenMatcher:
         end_ids: Collection[int],
         workers: Executor,
     ) -> None:
-        """``eos_ids`` are those that the matcher knows, ``end_ids`` those that end this sequence."""
+        """``eos_ids``: the end tokens of the matcher's tokenizer. ``end_ids``: the tokens that end this sequence."""
         self._matcher = matcher
         self._bytes = (vocab_size + 31) // 32 * 4
         self._eos_ids = [token_id for token_id in eos_ids if token_id not in end_ids]
@@ -63,7 +63,7 @@ class TokenMatcher:
             self.forced = self._matcher.compute_ff_tokens()
 
     def prefix(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Returns the first of the drafts, those that the constraint allows one after the other."""
+        """Returns the drafts up to the first one that the constraint does not allow."""
         self._settle()
         return drafts[: self._matcher.validate_tokens(list(drafts))]
 

@@ -37,7 +37,7 @@ class StageSegment:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """``run`` replays the step. ``logits`` are those of all rows of its shape."""
+    """``run`` replays the step. ``logits``: ``[rows, vocab]``, a row for each sequence that the shape has room for."""
 
     shape: StepShape
     segments: Sequence[StageSegment]

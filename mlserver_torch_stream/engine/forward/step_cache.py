@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Writes the keys and values of the new tokens, and returns those that a model's attention gets."""
+"""Writes the keys and values of the new tokens, and returns the keys and values that a model's attention gets."""
 
 
 class PagesLayer(CacheLayerMixin):  # type: ignore[misc]

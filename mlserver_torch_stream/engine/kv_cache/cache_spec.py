@@ -46,7 +46,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """``state_bytes`` are those of a sequence's states; 0: the model keeps none."""
+    """``state_bytes``: the size of one sequence's states; 0: the model keeps none."""
 
     page_size: int  # tokens
     groups: tuple[LayerGroup, ...]

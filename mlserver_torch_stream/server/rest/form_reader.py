@@ -32,7 +32,7 @@ class PartPiece:
 
 @dataclass(frozen=True, slots=True)
 class PartEnded:
-    pass
+    """The part is complete."""
 
 
 FormEvent = PartBegan | PartPiece | PartEnded
