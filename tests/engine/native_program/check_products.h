@@ -52,7 +52,8 @@ template <class T> void check_product(int64_t n, int64_t k) {
     check_company<T>(w, all, whole);
 }
 
-// Activations that are the same as int8: whole numbers, of each group the first at the end of the range.
+// Activations that are the same as int8: whole numbers, of each group the first at the end of the range. Of every other
+// row all are: the largest sums there are.
 template <class T> void check_grouped(native::Format format, int64_t n, int64_t k) {
     constexpr int64_t kMost = 300;
     const GroupedWeights weights(format, n, k, 6);
@@ -60,10 +61,12 @@ template <class T> void check_grouped(native::Format format, int64_t n, int64_t 
     const int64_t width = native::panels_of(n) * native::kPanel;
     std::mt19937 generator(7);
     std::vector<native::Factor<T>> all(kMost * k);
-    for (int64_t i = 0; i < kMost * k; i++)
-        native::assign(&all[i], i % k % 32 == 0 ? 127.0f : (float)(int)(generator() % 255) - 127.0f);
+    for (int64_t i = 0; i < kMost * k; i++) {
+        const float most = i / k % 4 == 3 ? -127.0f : 127.0f;
+        native::assign(&all[i], i % k % 32 == 0 || i / k % 2 == 1 ? most : (float)(int)(generator() % 255) - 127.0f);
+    }
     const std::vector<float> whole = product<T>(w, all, kMost, 3);
-    for (int64_t row : {int64_t(0), kMost / 2, kMost - 1})
+    for (int64_t row : {int64_t(0), int64_t(1), kMost / 2, kMost - 1})
         for (int64_t output = 0; output < n; output++) {
             double sum = 0, size = 0;
             for (int64_t i = 0; i < k; i++) {

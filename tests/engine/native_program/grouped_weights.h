@@ -1,4 +1,5 @@
-// Random weights in groups of integers, laid out as grouped.h says, and what each of them is.
+// Random weights in groups of integers, laid out as grouped.h says, and what each of them is. In every third block all
+// codes are at the end of their range.
 #pragma once
 #include "expectations.h"
 
@@ -8,11 +9,13 @@ class GroupedWeights {
         : format_(format), n_(n), k_(k), bytes_(native::panels_of(n) * native::groups_of(k) * block()) {
         std::mt19937 generator(seed);
         for (uint8_t& byte : bytes_) byte = (uint8_t)generator();
-        for (size_t first = 0; first < bytes_.size(); first += (size_t)block())
+        for (size_t first = 0; first < bytes_.size(); first += (size_t)block()) {
             for (int64_t i = codes(); i < block(); i += 2) {
                 const native::Fp16 half = from_float((float)(int)(generator() % 201 - 100) / 512.0f, native::Fp16{});
                 memcpy(&bytes_[first + (size_t)i], &half, sizeof half);
             }
+            if (first / (size_t)block() % 3 == 0) memset(&bytes_[first], 0xff, (size_t)codes());
+        }
     }
 
     native::Matrix matrix() const {

@@ -30,6 +30,15 @@ inline H16 load_halves(const void* from, Lanes some) {
 #endif
 }
 
+// fp16 by operations on integers alone.
+template <class Floats, class Words, class Halves> Floats widened_by_bits(Halves halves) {
+    const Words bits = __builtin_convertvector(halves, Words);
+    const Words magnitude = (bits & 0x7fffu) << 13;
+    const Words finite = (Words)((Floats)magnitude * 0x1p112f);  // also of subnormal ones
+    const Words special = (Words)(magnitude >= 0x0f800000u);
+    return (Floats)((special & (magnitude | 0x7f800000u)) | (~special & finite) | (bits & 0x8000u) << 16);
+}
+
 inline F16 widened_halves(H16 halves) {
 #if defined(__AVX512F__)
     return (F16)_mm512_cvtph_ps((__m256i)halves);
@@ -41,12 +50,20 @@ inline F16 widened_halves(H16 halves) {
     memcpy(&x, wide, sizeof x);
     return x;
 #else
-    const U16 bits = __builtin_convertvector(halves, U16);
-    const U16 magnitude = (bits & 0x7fffu) << 13;
-    const F16 finite = (F16)magnitude * 0x1p112f;  // also of subnormal ones
-    const I16 special = (I16)(magnitude >= 0x0f800000u);
-    const F16 x = select(special, (F16)(magnitude | 0x7f800000u), finite);
-    return (F16)((U16)x | ((bits & 0x8000u) << 16));
+    return widened_by_bits<F16, U16>(halves);
+#endif
+}
+
+// A register of fp16.
+inline FloatRegister load_widened(const void* from) {
+    uint16_t halves __attribute__((vector_size(kRegisterBytes / 2)));
+    memcpy(&halves, from, sizeof halves);
+#if defined(__AVX512F__)
+    return (FloatRegister)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+    return (FloatRegister)_mm256_cvtph_ps((__m128i)halves);
+#else
+    return widened_by_bits<FloatRegister, WordRegister>(halves);
 #endif
 }
 

@@ -12,6 +12,7 @@ namespace native {
 // codes, [8 quads of inputs][32 outputs][4 inputs] in bytes; of 4 bits, one byte holds a code of output i and, above
 // it, that of output 16 + i. Then scales [kScales][32] and minima [32] in fp16.
 template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
+    using Products = ByteProducts<kBits>;
     static constexpr bool kMinimum = kHasMinimum, kBytewise = kBits == 8;
     static constexpr int kScales = kScalesPerGroup;
     static constexpr int kOffset = kBits == 8 ? 128 : kMinimum ? 0 : 8;
@@ -20,19 +21,24 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     static constexpr int64_t kCodeBytes = kBits * 128, kHalves = 64;
     static constexpr int64_t kBlock = kCodeBytes + kHalves * (kScales + kMinimum);
 
-    static void quad(const uint8_t* block, int q, U16& w0, U16& w1) {
+    // A part of quad q of kLanes outputs from `lane` on, and of those 16 further.
+    static void quad(const uint8_t* block, int q, int part, int lane, WordRegister (&w)[2]) {
         if constexpr (kBytewise) {
-            const U16 turn = broadcast(kSigned ? 0x80808080u : 0);
-            w0 = load(block + 128 * q) ^ turn, w1 = load(block + 128 * q + 64) ^ turn;
+            const WordRegister turn = (kSigned ? 0x80808080u : 0) - WordRegister{};
+            w[0] = Products::part(load_register(block + 128 * q + 4 * lane) ^ turn, part);
+            w[1] = Products::part(load_register(block + 128 * q + 4 * lane + 64) ^ turn, part);
         } else {
-            const U16 both = load(block + 64 * q), low = broadcast(0x0f0f0f0fu);
-            w0 = both & low, w1 = both >> 4 & low;
+            const WordRegister both = load_register(block + 64 * q + 4 * lane);
+            w[0] = both & 0x0f0f0f0fu, w[1] = both >> 4 & 0x0f0f0f0fu;
         }
     }
-    static F16 halves(const uint8_t* block, int which, int half) {
-        H16 h;
-        memcpy(&h, block + kCodeBytes + kHalves * which + 32 * half, sizeof h);
-        return widened_halves(h);
+    // kLanes of the scales, or of what follows them.
+    static FloatRegister halves(const uint8_t* block, int which, int lane) {
+        return load_widened(block + kCodeBytes + kHalves * which + 2 * lane);
+    }
+    static WordRegister activations(const RoundedBlock& x, int q, int part) {
+        if constexpr (Products::kParts == 2) return x.pair(q, part) - WordRegister{};
+        return x.quad(q) - WordRegister{};
     }
 };
 
@@ -45,73 +51,76 @@ using EightMinHalves = Codes<8, true, 2>;
 
 enum Format : int64_t { kPlain, kFour, kFourMin, kEight, kEightMin, kEightHalves, kEightMinHalves };
 
-#if defined(__AVX512F__)
-constexpr int kGroupedRows = 6;  // 6 x 4 accumulators, 2 weights and 1 activation fill 27 of 32 registers
-#else
-constexpr int kGroupedRows = 2;
-#endif
+constexpr int kGroupedRows = 6;  // 6 x 2 sums of bytes, 2 weights, 1 activation and 1 product fill 16 registers
 
-// out[M][32] = rows[M][blocks] x panel[blocks]. Integers are exact, and the order of the scaled sums is that of the
-// blocks for every M: a row's bits are the same in any company.
+// The products of a group with two registers of outputs, onto `sums`. Integers are exact.
+template <class C, int M>
+[[gnu::always_inline]] inline void add_group(const RoundedBlock* rows, int64_t stride, const uint8_t* block, int lane, FloatRegister (&sums)[M][2]) {
+    constexpr int kQuads = 8 / C::kScales;
+#pragma GCC unroll 2
+    for (int s = 0; s < C::kScales; s++) {
+        IntRegister dots[M][2] = {};
+#pragma GCC unroll 8
+        for (int q = 0; q < kQuads; q++) {
+#pragma GCC unroll 2
+            for (int part = 0; part < C::Products::kParts; part++) {
+                // Else GCC keeps the activations of all quads for the next outputs, which are more than there are registers.
+                if (kLanes < 16) asm volatile("" ::: "memory");
+                WordRegister w[2];
+                C::quad(block, s * kQuads + q, part, lane, w);
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++) {
+                    const WordRegister x = C::activations(rows[m * stride], s * kQuads + q, part);
+                    dots[m][0] = C::Products::add(dots[m][0], w[0], x);
+                    dots[m][1] = C::Products::add(dots[m][1], w[1], x);
+                }
+            }
+        }
+        const FloatRegister scales[2] = {C::halves(block, s, lane), C::halves(block, s, lane + 16)};
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            const RoundedBlock& x = rows[m * stride];
+            const int32_t left = C::kLeft * (C::kScales == 2 ? x.sums[s] : x.sums[0] + x.sums[1]);
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++)
+                sums[m][v] += scales[v] * x.scale * floats(C::Products::total(dots[m][v]) - left);
+        }
+    }
+    if constexpr (C::kMinimum) {
+        const FloatRegister minima[2] = {C::halves(block, C::kScales, lane), C::halves(block, C::kScales, lane + 16)};
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            sums[m][0] += minima[0] * rows[m * stride].sum;
+            sums[m][1] += minima[1] * rows[m * stride].sum;
+        }
+    }
+}
+
+// out[M][32] = rows[M][blocks] x panel[blocks]. The order of the scaled sums is that of the blocks for every M: a row's
+// bits are the same in any company.
 template <class C, int M>
 __attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t stride, const uint8_t* panel,
                                             int64_t blocks, float* out, int64_t ldo) {
-    constexpr int kQuads = 8 / C::kScales;
+    constexpr int kSets = 16 / kLanes;
     constexpr int64_t kAhead = 4096;
-    F16 sums[M][2] = {};
+    FloatRegister sums[kSets][M][2] = {};
     for (int64_t b = 0; b < blocks; b++, panel += C::kBlock) {
 #pragma GCC unroll 18
         for (int64_t line = 0; line < C::kBlock; line += 64) __builtin_prefetch(panel + kAhead + line);
-#pragma GCC unroll 2
-        for (int s = 0; s < C::kScales; s++) {
-            I16 dots[M][2];
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                const RoundedBlock& x = rows[m * stride + b];
-                const int32_t sum = C::kScales == 2 ? x.sums[s] : x.sums[0] + x.sums[1];
-                dots[m][0] = dots[m][1] = integers(-C::kLeft * sum);
-            }
-#pragma GCC unroll 8
-            for (int q = 0; q < kQuads; q++) {
-                U16 w0, w1;
-                C::quad(panel, s * kQuads + q, w0, w1);
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    Word four;
-                    memcpy(&four, rows[m * stride + b].codes + 4 * (s * kQuads + q), sizeof four);
-                    const U16 x = broadcast(four);
-                    dots[m][0] = dot_bytes<C::kSigned>(dots[m][0], w0, x);
-                    dots[m][1] = dot_bytes<C::kSigned>(dots[m][1], w1, x);
-                }
-            }
-            const F16 s0 = C::halves(panel, s, 0), s1 = C::halves(panel, s, 1);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                const float scale = rows[m * stride + b].scale;
-                sums[m][0] += s0 * scale * floats(dots[m][0]);
-                sums[m][1] += s1 * scale * floats(dots[m][1]);
-            }
-        }
-        if constexpr (C::kMinimum) {
-            const F16 m0 = C::halves(panel, C::kScales, 0), m1 = C::halves(panel, C::kScales, 1);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                const float sum = rows[m * stride + b].sum;
-                sums[m][0] += m0 * sum;
-                sums[m][1] += m1 * sum;
-            }
-        }
+        // Not unrolled: else GCC keeps the sums of all sets in registers, and those of bytes in memory.
+#pragma GCC unroll 1
+        for (int set = 0; set < kSets; set++) add_group<C, M>(rows + b, stride, panel, set * kLanes, sums[set]);
     }
-#pragma GCC unroll 6
-    for (int m = 0; m < M; m++) store(out + m * ldo, sums[m][0]), store(out + m * ldo + 16, sums[m][1]);
+    for (int set = 0; set < kSets; set++)
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < 2; v++)
+                memcpy(out + m * ldo + 16 * v + set * kLanes, &sums[set][m][v], sizeof sums[set][m][v]);
 }
 
 using GroupedTile = void (*)(const RoundedBlock*, int64_t, const uint8_t*, int64_t, float*, int64_t);
 template <class C> constexpr GroupedTile kGroupedTiles[] = {
-    nullptr, grouped_tile<C, 1>, grouped_tile<C, 2>,
-#if defined(__AVX512F__)
-    grouped_tile<C, 3>, grouped_tile<C, 4>, grouped_tile<C, 5>, grouped_tile<C, 6>,
-#endif
+    nullptr, grouped_tile<C, 1>, grouped_tile<C, 2>, grouped_tile<C, 3>, grouped_tile<C, 4>, grouped_tile<C, 5>,
+    grouped_tile<C, 6>,
 };
 
 // The weight of one output (of a panel) and one input.

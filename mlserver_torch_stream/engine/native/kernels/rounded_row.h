@@ -2,64 +2,79 @@
 // Knows nothing of weights. A row's codes depend on the row alone.
 #pragma once
 #include <algorithm>
-#include "simd.h"
+#include "integer_dot.h"
 
 namespace native {
 
 constexpr int kGroup = 32;  // neighbouring inputs
 
-struct RoundedBlock {
+inline Word word_at(const void* from) {
+    Word word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
+// The codes once more in 16 bits, where bytes have to be multiplied so: the even ones, then the odd ones.
+template <bool> struct WidenedCodes {};
+template <> struct WidenedCodes<true> {
+    int16_t widened[2][kGroup / 2];
+
+    // Of four inputs the even or the odd ones.
+    Word pair(int quad, int odd) const { return word_at(widened[odd] + 2 * quad); }
+};
+
+struct RoundedBlock : WidenedCodes<kPairs> {
     int8_t codes[kGroup];
     int32_t sums[2];  // of the codes of each half
     float scale;
     float sum;  // of all 32, scaled
+
+    // The codes of four inputs.
+    Word quad(int quad) const { return word_at(codes + 4 * quad); }
 };
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
-inline F16 load_values(const float* from) { return load_f(from); }
-inline F16 load_values(const Bf16* from) {
-    H16 h;
-    memcpy(&h, from, sizeof h);
-    return (F16)(__builtin_convertvector(h, U16) << 16);
-}
-
-// The largest magnitude, by its bits: a NaN is larger than all numbers, so that the block's scale is NaN too.
-inline float largest_of(F16 x, F16 y) {
-    const I16 a = (I16)x & 0x7fffffff, b = (I16)y & 0x7fffffff;
-    const I16 both = a > b ? a : b;
-    int32_t most = both[0];
-    for (int i = 1; i < 16; i++) most = both[i] > most ? both[i] : most;
+// The codes are at most 127. Plain loops: the compiler makes vectors of them on every CPU.
+template <class T> void round_block(const T* from, RoundedBlock& to) {
+    float x[kGroup];
+    for (int i = 0; i < kGroup; i++) x[i] = to_float(from[i]);
+    // The largest magnitude, by its bits: a NaN is larger than all numbers, so that the block's scale is NaN too.
+    int32_t most = 0;
+    for (int i = 0; i < kGroup; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        most = std::max(most, bits & 0x7fffffff);
+    }
     float largest;
     memcpy(&largest, &most, sizeof largest);
-    return largest;
-}
-
-// The codes are at most 127, so that a product of a pair fits 16 bits.
-inline void round_block(F16 x, F16 y, RoundedBlock& to) {
-    const float largest = largest_of(x, y);
     const float inverse = largest > 1e-30f && largest < 1e38f ? 127.0f / largest : 0.0f;
-    // To nearest even, as the sum's last place is 1 there.
-    const F16 magic = broadcast_f(12582912.0f);  // 1.5 * 2^23
-    const I16 low = (I16)(x * inverse + magic) - (I16)magic, high = (I16)(y * inverse + magic) - (I16)magic;
-    using Bytes = int8_t __attribute__((vector_size(16)));
-    const Bytes first = __builtin_convertvector(low, Bytes), second = __builtin_convertvector(high, Bytes);
-    memcpy(to.codes, &first, 16), memcpy(to.codes + 16, &second, 16);
-    int32_t sums[2] = {};
-    for (int i = 0; i < 16; i++) sums[0] += low[i], sums[1] += high[i];
-    to.sums[0] = sums[0], to.sums[1] = sums[1];
+    for (int i = 0; i < kGroup; i++) {
+        // To nearest even, as the last place of 1.5 * 2^23 is 1: the bits below are the code.
+        const float shifted = x[i] * inverse + 12582912.0f;
+        uint32_t bits;
+        memcpy(&bits, &shifted, sizeof bits);
+        to.codes[i] = (int8_t)(bits & 0xff);
+    }
+    for (int half = 0; half < 2; half++) {
+        to.sums[half] = 0;
+        for (int i = 0; i < kGroup / 2; i++) to.sums[half] += to.codes[half * kGroup / 2 + i];
+    }
+    if constexpr (kPairs)
+        for (int i = 0; i < kGroup / 2; i++)
+            for (int odd = 0; odd < 2; odd++) to.widened[odd][i] = to.codes[2 * i + odd];
     to.scale = largest / 127.0f;  // infinite or NaN if a value is
-    to.sum = to.scale * (float)(sums[0] + sums[1]);
+    to.sum = to.scale * (float)(to.sums[0] + to.sums[1]);
 }
 
 // A row of k values; what is missing of the last block is zero.
 template <class T> void round_row(const T* row, int64_t k, RoundedBlock* to) {
     int64_t i = 0;
-    for (; i + kGroup <= k; i += kGroup) round_block(load_values(row + i), load_values(row + i + 16), *to++);
+    for (; i + kGroup <= k; i += kGroup) round_block(row + i, *to++);
     if (i == k) return;
     T rest[kGroup] = {};
     std::copy(row + i, row + k, rest);
-    round_block(load_values(rest), load_values(rest + 16), *to);
+    round_block(rest, *to);
 }
 
 }  // namespace native

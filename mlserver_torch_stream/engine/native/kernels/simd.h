@@ -55,6 +55,11 @@ inline F16 load_f(const float* from) {
     return v;
 }
 inline void store(float* to, F16 v) { memcpy(to, &v, sizeof v); }
+inline WordRegister load_register(const void* from) {
+    WordRegister v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
 
 // The first so many of 16 words, zeros after them; what lies behind them is not touched. Make `lanes` outside of loops.
 #if defined(__AVX512F__)

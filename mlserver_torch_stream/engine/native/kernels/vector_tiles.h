@@ -20,11 +20,6 @@ constexpr int kVectorRows = 6, kVectorColumns = 2;
 #endif
 constexpr int kTileRows = std::max(kVectorRows, kUnitRows);
 
-inline WordRegister load_words(const Word* from) {
-    WordRegister v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
 inline void store_words(Word* to, WordRegister v) { memcpy(to, &v, sizeof v); }
 
 template <class T> FloatRegister multiply_add(FloatRegister sum, WordRegister w, WordRegister x) {
@@ -66,7 +61,7 @@ template <class T> struct LineProduct<T, T> {
     static void add(FloatRegister (&sums)[M][V], const Word* weights, const Rows<T, M>& rows, int64_t k, Word*) {
         WordRegister w[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) w[v] = load_words(weights + v * kLanes);
+        for (int v = 0; v < V; v++) w[v] = load_register(weights + v * kLanes);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             const WordRegister x = rows.words(m, k);
@@ -88,7 +83,7 @@ template <> struct LineProduct<Bf16, float> {
             WordRegister part[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
-                part[v] = load_words(weights + v * kLanes);
+                part[v] = load_register(weights + v * kLanes);
                 part[v] = half == 0 ? part[v] << 16 : part[v] & high;
                 if constexpr (kKeep) store_words(keep + (2 * k + half) * kPanel + v * kLanes, part[v]);
             }
