@@ -2,10 +2,11 @@
 out for the CPU, in turn in one run.
 
     python benchmarks/forwards.py [MODEL] [--contexts 160] [--rows 1 4 16 32] [--page-sizes 16] [--rounds 3]
-        [--threads N] [--ours-only]
+        [--threads N] [--ours-only] [--weights auto packed int8 int4] [--cpu-time]
 
-Drives the forwards alone: no scheduler, no sampling, no server. Several page sizes are columns of their own. A
-sequence's pages lie in no order, as they do after hours of service.
+Drives the forwards alone: no scheduler, no sampling, no server. Several page sizes and several values of the setting
+``weights`` are columns of their own. A sequence's pages lie in no order, as they do after hours of service. CPU time of
+one thread is comparable beside other work, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,13 +28,16 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import load_weights, locate
+from mlserver_torch_stream.engine.loading.loader import load_weights, locate, locate_packed
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.settings import parse_settings
 
 DECODE_STEPS = 12
 PREFILL_CHUNK = 512
+DENSE = ("auto", "int8", "int4")  # values of ``weights`` for which a model is loaded as it is
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Column:
     forward: Forward
     layout: CacheLayout
     page_size: int
+    now: Callable[[], float] = time.perf_counter
 
     def tables(self, rows: int, length: int) -> tuple[PagedCache, list[tuple[list[int], ...]]]:
         """A cache for so many sequences of one length, and the block tables of each."""
@@ -71,13 +77,12 @@ class Column:
         ]
         return self.least_ms(lambda: [self.forward(Batch((chunk,)), cache) for chunk in chunks], 1)
 
-    @staticmethod
-    def least_ms(work: Callable[[], object], times: int) -> float:
+    def least_ms(self, work: Callable[[], object], times: int) -> float:
         least = float("inf")
         for _ in range(times):
-            began = time.perf_counter()
+            began = self.now()
             work()
-            least = min(least, time.perf_counter() - began)
+            least = min(least, self.now() - began)
         return 1000 * least
 
 
@@ -92,24 +97,39 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ours-only", action="store_true")
+    parser.add_argument("--weights", nargs="+", choices=(*DENSE, "packed"), default=["auto"])
+    parser.add_argument("--cpu-time", action="store_true", help="of the calling thread: give --threads 1")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     settings = parse_settings(options.model, {"dtype": options.dtype})
+    now = time.thread_time if options.cpu_time else time.perf_counter
     with torch.inference_mode():
         model = load_weights(locate(settings), settings).model
         layout = CacheLayout(model.config)
-        ours = NativeForward(model, options.threads, Path(settings.cache_dir))
-        columns = {f"ours, {size}": Column(ours, layout, size) for size in options.page_sizes}
+        columns = {}
+        for weights in options.weights:
+            ours = our_forward(options, model, weights)
+            for size in options.page_sizes:
+                columns[f"ours, {weights}, {size}"] = Column(ours, layout, size, now)
         if not options.ours_only:
             packed = copy.deepcopy(model)
-            columns["transformers"] = Column(ModelForward(model), layout, options.page_sizes[0])
+            columns["transformers"] = Column(ModelForward(model), layout, options.page_sizes[0], now)
             if pack_linears(packed):
-                columns["laid out"] = Column(ModelForward(packed), layout, options.page_sizes[0])
+                columns["laid out"] = Column(ModelForward(packed), layout, options.page_sizes[0], now)
         report(columns, options)
 
 
+def our_forward(options: argparse.Namespace, model: Any, weights: str) -> NativeForward:
+    settings = parse_settings(options.model, {"weights": weights})
+    if weights in DENSE:
+        return NativeForward(model, options.threads, Path(settings.cache_dir), ROUNDED.get(weights))
+    files = locate_packed(settings)
+    assert files is not None
+    return NativeForward(load_packed(Path(files.location)).model, options.threads, Path(settings.cache_dir))
+
+
 def report(columns: dict[str, Column], options: argparse.Namespace) -> None:
-    print(f"{'':32}" + "".join(f"{name:>16}" for name in columns) + f"{'ratio':>8}")
+    print(f"{'':32}" + "".join(f"{name:>18}" for name in columns) + f"{'ratio':>8}")
     for context in options.contexts:
         for rows in options.rows:
             best = least(columns, options.rounds, lambda column: column.decode_ms(rows, context))  # noqa: B023
@@ -130,7 +150,7 @@ def least(columns: dict[str, Column], rounds: int, measure: Callable[[Column], f
 def line(what: str, best: dict[str, float], more: str) -> None:
     ours = min(ms for name, ms in best.items() if name.startswith("ours"))
     ratio = best.get("transformers", float("nan")) / ours
-    print(f"{what:32}" + "".join(f"{ms:13.2f} ms" for ms in best.values()) + f"{ratio:8.2f}  {more}", flush=True)
+    print(f"{what:32}" + "".join(f"{ms:15.2f} ms" for ms in best.values()) + f"{ratio:8.2f}  {more}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,13 @@ from mlserver_torch_stream.engine.loading.loader import locate
 from mlserver_torch_stream.settings import parse_settings
 print(locate(parse_settings(sys.argv[1], json.loads(sys.argv[2]))).location)
 """
+_FIND = """
+import sys
+from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.settings import parse_settings
+source = parse_settings(sys.argv[1], {}).source
+print(find_embedded(source.location) if source.kind == "embedded" else source.location)
+"""
 _CONVERT_S = 1800.0
 
 
@@ -27,13 +34,28 @@ class NoFolder(Exception):
 
 def model_folder(uri: str, extra: Mapping[str, Any]) -> Path:
     """Raises NoFolder."""
-    command = [sys.executable, "-c", _LOCATE, uri, json.dumps({**extra})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_S, stdin=subprocess.DEVNULL)
-    lines = done.stdout.split()
-    folder = Path(lines[-1]) if lines else Path()
-    if done.returncode or not lines or not (folder / "tokenizer.json").is_file():
-        raise NoFolder(f"no folder with a tokenizer.json for {uri!r}: {(done.stderr.strip().splitlines() or [''])[-1]}")
+    folder = _told(_LOCATE, uri, json.dumps({**extra}))
+    if not (folder / "tokenizer.json").is_file():
+        raise NoFolder(f"no tokenizer.json in {folder}, the folder of {uri!r}")
     return folder
+
+
+def gguf_file(uri: str) -> Path:
+    """The model's own GGUF file. Raises NoFolder."""
+    file = _told(_FIND, uri)
+    if file.suffix != ".gguf" or not file.is_file():
+        raise NoFolder(f"{uri!r} is no GGUF file")
+    return file
+
+
+def _told(program: str, *arguments: str) -> Path:
+    """The path that a program prints last."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_S, stdin=subprocess.DEVNULL)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        raise NoFolder(f"no files of {arguments[0]!r}: {(done.stderr.strip().splitlines() or [''])[-1]}")
+    return Path(lines[-1])
 
 
 def max_model_len(folder: Path) -> int:

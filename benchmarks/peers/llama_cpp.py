@@ -1,6 +1,6 @@
-"""llama.cpp's own server, built for this machine from the sources that ``llama-cpp-python`` carries; bf16 weights.
+"""llama.cpp's own server, built for this machine from the sources that ``llama-cpp-python`` carries.
 
-Knows how it is built and started; the model is converted to GGUF without quantising it.
+Knows how it is built and started, and how its converter makes GGUF files of the model: in bf16, and in Q8_0.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _SLOT_CONTEXT = 2304  # tokens: the longest prompt of the default cases, and its
 @dataclass(frozen=True)
 class LlamaCpp(Peer):
     name: str = "llama.cpp server"
+    reads_gguf: bool = True
 
     def make(self) -> None:
         for tool in ("cmake", "c++"):
@@ -54,7 +55,8 @@ class LlamaCpp(Peer):
         fixed = ["-t", threads, "-tb", threads, "--no-kv-unified"]
         slots = ["-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_CONTEXT)]
         where = ["--host", "127.0.0.1", "--port", str(port)]
-        return [str(self._build / "bin" / "llama-server"), "-m", str(self._weights), *fixed, *slots, *where]
+        weights = ["-m", str(self.weights or self._converted("bf16"))]
+        return [str(self._build / "bin" / "llama-server"), *weights, *fixed, *slots, *where]
 
     @property
     def spelling(self) -> Spelling:
@@ -70,13 +72,19 @@ class LlamaCpp(Peer):
     def _build(self) -> Path:
         return self.home / "build"
 
-    @property
-    def _weights(self) -> Path:
-        return self.home / f"{self.model.name}-bf16.gguf"
-
     def prepare(self) -> None:
-        if not self._weights.is_file():
+        if self.weights is None:
+            self.convert("bf16")
+
+    def convert(self, kind: str) -> Path:
+        """Makes a GGUF file of the model's weights in ``bf16`` or ``q8_0``. Raises PeerUnavailable."""
+        made = self._converted(kind)
+        if not made.is_file():
             script = str(self._source / "convert_hf_to_gguf.py")
-            partial = self._weights.with_suffix(".partial")
-            self.run([str(self.python), script, str(self.model), "--outtype", "bf16", "--outfile", str(partial)])
-            partial.rename(self._weights)
+            partial = made.with_suffix(".partial")
+            self.run([str(self.python), script, str(self.model), "--outtype", kind, "--outfile", str(partial)])
+            partial.rename(made)
+        return made
+
+    def _converted(self, kind: str) -> Path:
+        return self.home / f"{self.model.name}-{kind}.gguf"

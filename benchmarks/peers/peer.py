@@ -34,14 +34,19 @@ class PeerUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer(ABC):
-    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer is given."""
+    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer is given.
+
+    ``weights``: a GGUF file to be served in place of them, for peers with ``reads_gguf``.
+    """
 
     home: Path
     model: Path
     torch_index: str | None = None
+    weights: Path | None = None
 
     name: str = "a peer"
     one_at_a_time: bool = False
+    reads_gguf: bool = False
     distributions: Sequence[str] = ()  # whose versions say what was measured
     ready_path: str = "/health"
 

@@ -36,7 +36,7 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     static FloatRegister halves(const uint8_t* block, int which, int lane) {
         return load_widened(block + kCodeBytes + kHalves * which + 2 * lane);
     }
-    static WordRegister activations(const RoundedBlock& x, int q, int part) {
+    template <class Block> static WordRegister activations(const Block& x, int q, int part) {
         if constexpr (Products::kParts == 2) return x.pair(q, part) - WordRegister{};
         return x.quad(q) - WordRegister{};
     }

@@ -15,10 +15,16 @@ inline Word word_at(const void* from) {
 }
 
 // The codes once more in 16 bits, where bytes have to be multiplied so: the even ones, then the odd ones.
-template <bool> struct WidenedCodes {};
+template <bool> struct WidenedCodes {
+    void widen(const int8_t*) {}
+};
 template <> struct WidenedCodes<true> {
     int16_t widened[2][kGroup / 2];
 
+    void widen(const int8_t* codes) {
+        for (int i = 0; i < kGroup / 2; i++)
+            for (int odd = 0; odd < 2; odd++) widened[odd][i] = codes[2 * i + odd];
+    }
     // Of four inputs the even or the odd ones.
     Word pair(int quad, int odd) const { return word_at(widened[odd] + 2 * quad); }
 };
@@ -60,9 +66,7 @@ template <class T> void round_block(const T* from, RoundedBlock& to) {
         to.sums[half] = 0;
         for (int i = 0; i < kGroup / 2; i++) to.sums[half] += to.codes[half * kGroup / 2 + i];
     }
-    if constexpr (kPairs)
-        for (int i = 0; i < kGroup / 2; i++)
-            for (int odd = 0; odd < 2; odd++) to.widened[odd][i] = to.codes[2 * i + odd];
+    to.widen(to.codes);
     to.scale = largest / 127.0f;  // infinite or NaN if a value is
     to.sum = to.scale * (float)(to.sums[0] + to.sums[1]);
 }
