@@ -136,6 +136,7 @@ def _run(
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
         codec.prepare_constraints()
+        trim_heap()  # it leaves 20 MB of free blocks
         return _start(resolved, lease, loaded, codec, threads, on_death, resources)
     except BaseException:
         resources.release(codec)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.http_endpoint import Spelling
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.peer import TORCH, Peer
 from benchmarks.spellings import OpenAISpelling
 
 _CACHE_GIB = 4
@@ -25,11 +25,14 @@ class OpenVinoGenAI(Peer):
     def make(self) -> None:
         self.make_venv()
         self.install_torch()
-        self.pip("install", "--progress-bar", "off", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]")
+        libraries = ["openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"]
+        # torch once more, or its place is taken by the newest for GPUs, which the newest torchvision wants.
+        self.pip("install", "--progress-bar", "off", *libraries, TORCH)
+        self.pip("uninstall", "--yes", "torchvision")  # it does not match a CPU build of torch
 
     def prepare(self) -> None:
         if self.weights is None and not self._exported.is_dir():
-            partial = self._exported.with_suffix(".partial")
+            partial = self._exported.with_name(f"{self._exported.name}.partial")
             export = ["export", "openvino", "--task", "text-generation-with-past", "--weight-format", "fp32"]
             self.run([str(self.python.with_name("optimum-cli")), *export, "--model", str(self.model), str(partial)])
             partial.rename(self._exported)
