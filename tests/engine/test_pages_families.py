@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_forward import Way
 from tests.engine.page_driver import Driven, PageDriver
-from tests.engine.tiny_models import FAMILIES, SERIAL_FAMILIES, prompt_of, reference, tiny_model
+from tests.engine.tiny_models import FAMILIES, KINDS, SERIAL_FAMILIES, prompt_of, reference, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COMMON = 34  # tokens at the beginning of two prompts
@@ -82,15 +82,22 @@ def test_the_page_has_a_row_for_each_family_that_is_tried() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gets_its_tokens_over_pages_of_any_size(family: str) -> None:
+def test_every_family_gets_its_tokens_over_pages_in_the_way_that_the_page_says(family: str) -> None:
     model = tiny_model(family)
-    answers = Answers(model)
-    found = way_of(model, answers)
+    found = way_of(model, Answers(model))
     assert found is not None
     way, chunked = found
     assert table()[family] == (way.value, "in chunks" if chunked else "whole")
+
+
+@pytest.mark.parametrize(
+    "family", [each if each in KINDS else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+)
+def test_pages_may_be_of_any_size(family: str) -> None:
+    model = tiny_model(family)
+    answers, (way, prompts) = Answers(model), table()[family]
     for page_size in (1, 256):
-        check(model, way, page_size, answers, chunked)
+        check(model, Way(way), page_size, answers, prompts == "in chunks")
 
 
 @pytest.mark.parametrize("way", [Way.ROWS, Way.MASKED_ROWS])
