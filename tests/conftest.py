@@ -5,6 +5,7 @@ A fixture that needs torch imports it when it is used.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -19,6 +20,9 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, max_examples=50)
 settings.register_profile("random")
 settings.load_profile("fixed")
+
+# What is imported and collected is never garbage: looking through it again and again takes seconds of each process.
+gc.disable()
 
 # The servers of these tests share the machine's cores with the tests: threads that wait must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -59,6 +63,11 @@ _LONG_FILES = (
     "bench/test_client",
     "test_loading",
 )
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
