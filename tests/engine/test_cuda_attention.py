@@ -75,7 +75,10 @@ def test_gathered_keys_give_the_references_numbers(
     assert find_problem(gathered_attention, query, layer, options_of(name, heads[0])) is None
 
 
-@pytest.mark.parametrize(("page_size", "heads", "tokens_first", "name"), GRID)
+FLEX = [each for number, each in enumerate(GRID) if number % 7 == 0 or (each[0] == 16 and each[1] == HEADS[0])]
+
+
+@pytest.mark.parametrize(("page_size", "heads", "tokens_first", "name"), FLEX)
 def test_flex_attention_gives_the_references_numbers(
     page_size: int, heads: tuple[int, int, int, int], tokens_first: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ class _Reader:
         if "mlserver start " in code:
             code, _, folder = code.partition("mlserver start ")
             self._finish(block, code)
-            with serve(self.folder / folder.strip(), []) as server:
+            with serve(self.folder / folder.strip(), [], environment={"MLSERVER_PARALLEL_WORKERS": "0"}) as server:
                 self._check_prediction(server)
             return
         self._finish(block, code)
