@@ -28,9 +28,12 @@ from tests.engine.tiny_models import KINDS
 # (prompt length, answer length): short and long prompts, some longer than any window, answers that end in turn.
 REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (2, 5)]
 # tests/engine/test_pages_families.py has every family in the fast tests, without an engine.
-each_family = pytest.mark.parametrize(
-    "family", [each if each in KINDS else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
-)
+
+
+def fast(*families: str) -> pytest.MarkDecorator:
+    """Every family, of which these are in the fast tests."""
+    slow = [pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES if each not in families]
+    return pytest.mark.parametrize("family", [*families, *slow])
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -50,7 +53,7 @@ async def staggered(engine: EngineCore) -> list[list[int]]:
     return await asyncio.gather(*(one(number, *request) for number, request in enumerate(REQUESTS)))
 
 
-@each_family
+@fast(*KINDS)
 def test_rows_that_join_and_leave_get_the_tokens_they_get_alone(family: str) -> None:
     model = make(family)
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
@@ -68,7 +71,7 @@ async def beginning_alike(engine: EngineCore, prompts: list[list[int]], count: i
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt in prompts)))
 
 
-@each_family
+@fast("llama", "gemma3_text", "bloom", "qwen3_next", "jamba")
 def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(family: str) -> None:
     """Six prompts of up to 34 tokens that begin alike, and later again: pages for two sequences of 60, three states."""
     model = make(family)

@@ -167,7 +167,7 @@ def _mar(folder: Path, yaml: str) -> str:
 
 def _build(uri: str, **extra: Any) -> None:
     """Up to what it is refused for."""
-    parameters = ModelParameters(uri=uri, extra=extra)
+    parameters = ModelParameters(uri=uri, extra={"ts": "shim", **extra})
     settings = ModelSettings(name="m", implementation="mlserver_torch_stream.TorchServeRuntime", parameters=parameters)
 
     async def scenario() -> None:
