@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -105,8 +106,11 @@ def _scope(nodeid: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of all processes of this run, with our kernels where there is a compiler: it runs once."""
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of all processes of this run, with our kernels where there is a compiler.
+
+    It runs once, and not at all where an earlier run of these tests has compiled the same sources.
+    """
     from filelock import FileLock
 
     from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
@@ -114,8 +118,18 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernel-cache"
     folder.mkdir(exist_ok=True)
-    with suppress(NoKernels), FileLock(folder / "compiling"):
-        compiled_library(folder, Path.exists)
+    kept, kernels = request.config.cache.mkdir("kernels"), folder / "kernels"
+    with FileLock(folder / "compiling"):
+        if not kernels.exists():
+            shutil.copytree(kept, kernels)
+            earlier = {path.name for path in kept.iterdir()}
+            with suppress(NoKernels):
+                compiled_library(folder, Path.exists)
+            if any(path.name not in earlier for path in kernels.iterdir()):
+                for name in earlier:
+                    (kernels / name).unlink()
+                shutil.rmtree(kept)
+                shutil.copytree(kernels, kept)
     return folder
 
 

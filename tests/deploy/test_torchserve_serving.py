@@ -41,7 +41,7 @@ model_snapshot={"name":"startup.cfg","modelCount":1,"models":{"mnist":{"1.0":{"d
 """
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """What the storage initializer has left is in another folder than /mnt/models; the ports are the harness's."""
     folder = tmp_path_factory.mktemp("kserve")
