@@ -35,7 +35,7 @@ _IMPORTED = (
 # Variables that no import reads. The child puts PYTHONPATH into sys.path. The last two are in the tests' own process as
 # soon as it has loaded a model.
 _READ_LATE = (
-    *("AWS_", "MLSERVER_", "OTEL_BSP_", "PYTEST_", "PYTHONPATH"),
+    *("AWS_", "MLSERVER_", "OTEL_BSP_", "PROTOCOL_VERSION", "PYTEST_", "PYTHONPATH", "TS_SERVICE_ENVELOPE"),
     *("DISABLE_SAFETENSORS_CONVERSION", "TORCHINDUCTOR_CACHE_DIR"),
 )
 _MESSAGE_BYTES = 2**17
