@@ -11,8 +11,8 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from tests.engine.fast_families import fast
 from tests.engine.tiny import (
-    FAMILIES,
     SERIAL_FAMILIES,
     VOCAB,
     byte_tokenizer,
@@ -28,12 +28,6 @@ from tests.engine.tiny_models import KINDS
 # (prompt length, answer length): short and long prompts, some longer than any window, answers that end in turn.
 REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (2, 5)]
 # tests/engine/test_pages_families.py has every family in the fast tests, without an engine.
-
-
-def fast(*families: str) -> pytest.MarkDecorator:
-    """Every family, of which these are in the fast tests."""
-    slow = [pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES if each not in families]
-    return pytest.mark.parametrize("family", [*families, *slow])
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

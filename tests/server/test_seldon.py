@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.client import EventParser
+from tests.examples import examples
 from tests.protocol.test_seldon_fuzz import FIELDS, message
 from tests.protocol.test_v2_fuzz import json_value
 from tests.server import v2
@@ -307,7 +308,7 @@ def test_an_error_has_v2s_field_too(server: Server) -> None:
     assert set(httpx.post(url, json=v2.rest_body("Hi", max_tokenz=1)).json()) == {"error"}
 
 
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(examples(60, fast=20), database=None, suppress_health_check=list(HealthCheck))
 @given(
     body=st.dictionaries(st.sampled_from(FIELDS), json_value, max_size=3),
     messages=st.just(_HELLO) | st.lists(message, min_size=1, max_size=3),
