@@ -48,7 +48,7 @@ class _Empty:
 
     def ask(self, method: str, path: str) -> httpx.Response:
         url = f"http://{HOST}:{self.ports[0]}/models{path}"
-        return httpx.request(method, url, timeout=_TIMEOUT_S, trust_env=False)
+        return plain_http.request(method, url, timeout=_TIMEOUT_S, trust_env=False)
 
     def managed(self, method: str, path: str = "") -> Any:
         response = self.ask(method, path)
