@@ -46,7 +46,10 @@ def take_fast_path(
 def take_rounded(
     expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path, weights: str
 ) -> NativeForward:
-    """Does the same with weights in int8 or int4. Raises LoadFailed, as there is no other forward for them."""
+    """Returns the verified forward with the weights rounded to int8 or int4, and frees the model's own weights.
+
+    Raises LoadFailed if there is none: no other forward can use such weights.
+    """
     taken = findings.problem or _verified(expected, findings, threads, cache_dir, ROUNDED[weights])
     if isinstance(taken, str):
         raise LoadFailed(f"parameters.extra.weights: {weights} is not to be had for this model here: {taken}")

@@ -22,7 +22,7 @@ OnEnd = Callable[[str], None]
 class RankProcesses:
     """Ranks 1 to ``size - 1``, which run ``module`` and find rank 0 at ``port`` on this machine.
 
-    ``size`` is 1 if a launcher has started the other ranks: then the launcher watches and ends them.
+    ``size`` is 1 if a launcher such as torchrun has started the other ranks: then the launcher watches and ends them.
     Raises OSError if a process cannot be started.
     """
 
