@@ -215,5 +215,5 @@ def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerL
 def _faults() -> FaultInjector | None:
     faults = read_faults(os.environ)
     if faults is not None:
-        logger.warning("%s is set: this engine fails on purpose", VARIABLE)
+        logger.warning("%s is set: this engine injects faults", VARIABLE)
     return faults

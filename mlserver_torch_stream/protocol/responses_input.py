@@ -182,7 +182,7 @@ def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = parse_json(item["arguments"] or "{}")
     except ValueError as error:
-        raise InvalidInput(place, f"is no JSON: {error}") from None
+        raise InvalidInput(place, f"is not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise InvalidInput(place, f"must be a JSON object, got {shown(arguments)}")
     return {

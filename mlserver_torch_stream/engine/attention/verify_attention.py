@@ -65,7 +65,7 @@ def take_attention_kernels(
     except Exception as error:  # a model's code can raise any error
         problem = in_a_line(error)
     if problem is not None:
-        logger.warning("no attention kernels, torch attends: %s", problem)
+        logger.warning("the attention kernels are not used, torch computes attention: %s", problem)
         return AttentionChoice(plain, LayerPages.write, f"torch's attention ({problem})")
     return AttentionChoice(kernels, kernels.write, f"attention kernels ({kernels.variant}, {kernels.threads})")
 

@@ -57,7 +57,7 @@ def pack_linears(model: PreTrainedModel) -> int:
 
 def _refused(packed: _Packed, why: str) -> int:
     packed.undo()
-    logger.info("linear layers stay as they are: %s", why)
+    logger.info("linear layers are not repacked: %s", why)
     return 0
 
 

@@ -39,7 +39,7 @@ def take_fast_path(
     if isinstance(taken, str):
         # The kernels are for CPUs: on a GPU their absence is normal.
         level = logging.WARNING if input_device(expected.model).type == "cpu" else logging.INFO
-        logger.log(level, "no fast path, transformers' forward runs: %s", taken)
+        logger.log(level, "our own kernels are not used, transformers' forward runs: %s", taken)
     return taken
 
 
@@ -52,7 +52,7 @@ def take_rounded(
     """
     taken = findings.problem or _verified(expected, findings, threads, cache_dir, ROUNDED[weights])
     if isinstance(taken, str):
-        raise LoadFailed(f"parameters.extra.weights: {weights} is not to be had for this model here: {taken}")
+        raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {taken}")
     return taken
 
 

@@ -106,7 +106,7 @@ class Leader:
             self._over.set()
             self.lost = self._other_ranks.fate(_FATE_SECONDS) or why
             listeners = self._listeners
-        logger.error("The ranks have lost each other: %s", self.lost)
+        logger.error("The ranks have lost their connection: %s", self.lost)
         self._other_ranks.kill()
         for listener in listeners:
             if (on_loss := listener()) is not None:

@@ -55,7 +55,7 @@ class ApiKeys:
             logger.info(f"The keys in {self._path} were read again: there are {len(self._digests)}")
         except (OSError, SettingsError) as error:
             reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
-            logger.error(f"The keys in {self._path} cannot be read again, the last ones count: {reason}")
+            logger.error(f"The keys in {self._path} cannot be read again, so the keys read last stay valid: {reason}")
 
     def _file_version(self) -> tuple[int, int, int, int]:
         """What differs when the file has been written, or another one, perhaps of the same age, has taken its place."""

@@ -151,5 +151,5 @@ class _Gzip(_Plain):
         except Damaged as error:
             raise InvalidInput("content-encoding", f"the body {error}") from None
         if not self._packed:
-            raise InvalidInput("content-encoding", "the body is empty, which is no gzip")
+            raise InvalidInput("content-encoding", "the body is empty, which is not gzip")
         return super().whole()

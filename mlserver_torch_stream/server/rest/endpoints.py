@@ -275,7 +275,7 @@ class _EndpointRequest:
 
     def _stalled(self, reply: EndpointReply) -> None:
         seconds = self._endpoint.options.stalled_reader_timeout
-        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is closed")
         self._leave(reply)
         abort(self._scope)
 

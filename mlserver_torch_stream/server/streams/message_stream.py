@@ -60,7 +60,7 @@ class MessageStream(Generic[Body]):
         self._replies.close()
 
     def _stalled(self) -> None:
-        logger.warning(f"{self._client} has read nothing for {self._stalled_after:g} s: its stream is cut")
+        logger.warning(f"{self._client} has read nothing for {self._stalled_after:g} s: its stream is closed")
         self._replies.close()
 
     async def _until_shutdown(self) -> AsyncIterator[bytes]:

@@ -116,7 +116,7 @@ class StreamSession:
 
     def _stalled(self) -> None:
         seconds = self._stalled_after
-        logger.warning(f"A client of model '{self._name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self._name}' has read nothing for {seconds:g} s: its stream is closed")
         self.close()
 
 
